@@ -1,0 +1,71 @@
+"""`finetune check`: all that can be said about a recipe in under a second, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune import adapters, model, modules
+from finetune.data import load
+from finetune.errors import Exit, Problem, UserError
+from finetune.hardware import FOUR_BIT
+from finetune.upstream import installed
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
+
+
+def run(recipe: Recipe) -> list[str]:
+    """Look at the files, packages and module names a valid recipe names.
+
+    Returns:
+        Notes: what could not be looked at here, and advice.
+
+    Raises:
+        UserError: every problem found; exit 2, or 3 if all that is wrong is a missing package.
+    """
+    notes = list(recipe.origin.notices)
+    problems: list[Problem] = []
+    packages: list[Problem] = []
+    for look in (_model, _data, _targets):
+        try:
+            notes += look(recipe)
+        except UserError as error:
+            problems += error.problems
+    if (recipe.adapter.type in FOUR_BIT or recipe.speed.base == "nf4") and not installed("bitsandbytes"):
+        fix = "pip install 'finetune-toolkit[bnb]'"
+        packages.append(Problem("a 4-bit base needs bitsandbytes, which is not installed", "adapter.type", fix=fix))
+    if problems or packages:
+        raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
+    advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
+    return [*notes, advice] if advice else notes
+
+
+def _model(recipe: Recipe) -> list[str]:
+    model.check_exists(recipe.model)
+    if Path(recipe.model.name).exists():
+        return []
+    return [f"model.name: {recipe.model.name} is on the Hub; its modules are checked when it loads"]
+
+
+def _data(recipe: Recipe) -> list[str]:
+    data = recipe.data
+    notes = []
+    for key, name in (("data.name", data.name), ("data.validation", data.validation)):
+        if name is not None and load.files(name, key) is None:
+            notes.append(f"{key}: {name} is on the Hub; its rows are checked when it loads")
+    if data.chat_template and not Path(data.chat_template).is_file():
+        raise UserError(Problem("no such file", "data.chat_template", found=data.chat_template))
+    return notes
+
+
+def _targets(recipe: Recipe) -> list[str]:
+    """Target modules against the names in the safetensors headers of a local model."""
+    targets = recipe.adapter.options().get("target_modules")
+    folder = Path(recipe.model.name)
+    names = modules.linear_names(folder) if folder.is_dir() else []
+    if targets is not None and names:
+        problems = modules.unmatched(targets, names)
+        if problems:
+            raise UserError(*problems)
+    return []

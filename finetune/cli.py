@@ -1,0 +1,190 @@
+"""The commands. Nothing heavy is imported until a command needs it: `--help` and `check` never load torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from finetune.recipe import Recipe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. A user's error is one message, with no traceback."""
+    options = parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except UserError as error:
+        if options.debug:
+            raise
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\n".join(map(str, error.problems)), file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        print("stopped; what was saved is in the run folder", file=sys.stderr)
+        return 130
+    return Exit.DONE
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train, save, reopen and evaluate a recipe."""
+    from finetune import check as checks
+
+    recipe = load(options)
+    with located(recipe):
+        checks.run(recipe)
+        if not launched():
+            launch_if_needed(options)
+        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each run to the Hub otherwise
+        from finetune import train as training
+
+        training.run(recipe, quiet=options.quiet)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check a recipe, its files and its module names."""
+    from finetune import check as checks
+
+    recipe = load(options)
+    with located(recipe):
+        notes = checks.run(recipe)
+    if not options.quiet:
+        for note in notes:
+            print(f"note: {note}")
+        print(f"fine: {options.recipe}: {recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Evaluate a run's base and tuned model on its held-out rows."""
+    from finetune import evaluate as evaluation
+    from finetune import summary
+    from finetune.run_folder import open_run
+    from finetune.screen import Screen, quieten_libraries
+
+    open_run(options.run)
+    quieten_libraries()
+    result = evaluation.run(options.run)
+    summary.show_scores(Screen(quiet=options.quiet), result)
+
+
+def recipes(options: argparse.Namespace) -> None:
+    """List the shipped recipes, or copy one to change it."""
+    from finetune import shipped
+
+    if options.name is None:
+        for name, path in shipped.recipes().items():
+            print(f"{name:<24} {shipped.purpose(path)}")
+        print("\ncopy one to change it: finetune recipes NAME --copy .")
+    elif options.copy is None:
+        raise UserError(Problem("say where to copy it", fix=f"finetune recipes {options.name} --copy ."))
+    else:
+        written = shipped.copy(options.name, Path(options.copy))
+        print("\n".join(f"wrote {path}" for path in written))
+        print(f"next: finetune train {shlex.quote(str(written[0]))}")
+
+
+def doctor(options: argparse.Namespace) -> None:
+    """Say what is installed, what this machine can do and which optimisation is active, and why."""
+    from finetune import doctor as examination
+
+    recipe = load(options) if options.recipe else None
+    with located(recipe):
+        examination.run(recipe, quiet=options.quiet)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command-line surface; a test pins it."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--quiet", action="store_true", help="errors only")
+    common.add_argument("--debug", action="store_true", help="tracebacks")
+    top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(function: object, *arguments: tuple[str, dict[str, object]]) -> None:
+        text = (function.__doc__ or "").strip()
+        command = commands.add_parser(function.__name__, help=text, description=text, parents=[common])  # type: ignore[attr-defined]
+        for name, settings in arguments:
+            command.add_argument(name, **settings)  # type: ignore[arg-type]
+        command.set_defaults(command=function)
+
+    recipe = ("recipe", {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"})
+    maybe_recipe = ("recipe", {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"})
+    overrides = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
+    add(train, recipe, overrides, ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}))
+    add(check, recipe, overrides)
+    add(evaluate, ("run", {"metavar": "RUN", "help": "a run folder"}))
+    add(
+        recipes,
+        ("name", {"metavar": "NAME", "nargs": "?"}),
+        ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
+    )
+    add(doctor, maybe_recipe, overrides)
+    return top
+
+
+def load(options: argparse.Namespace) -> Recipe:
+    from finetune.recipe import load as load_recipe
+
+    return load_recipe(options.recipe, options.overrides)
+
+
+@contextlib.contextmanager
+def located(recipe: Recipe | None) -> Iterator[None]:
+    """Give every problem that names a recipe key its file:line:col."""
+    try:
+        yield
+    except UserError as error:
+        if recipe is None:
+            raise
+        problems = [dataclasses.replace(p, where=p.where or place(recipe, p.key)) for p in error.problems]
+        raise UserError(*problems, code=error.code) from error
+
+
+def place(recipe: Recipe, key: str) -> str:
+    """Where a dotted key, or the section round it, stands in the recipe."""
+    path = tuple(key.split(".")) if key else ()
+    while path and path not in recipe.origin.where:
+        path = path[:-1]
+    return recipe.origin.where.get(path, "") if path else ""
+
+
+def launched() -> bool:
+    """Whether `accelerate launch` or `torchrun` started this process."""
+    return any(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"))
+
+
+def launch_if_needed(options: argparse.Namespace) -> None:
+    """Replace this process by `accelerate launch` where a config was named or several GPUs are visible."""
+    from finetune import shipped
+
+    config, extra = options.accelerate, []
+    if config is None:
+        import torch
+
+        count = torch.cuda.device_count()
+        if count < 2:
+            return
+        config, extra = str(shipped.folder("accelerate_configs") / "ddp_8.yaml"), ["--num_processes", str(count)]
+    if not Path(config).is_file():
+        shelf = shipped.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
+        if not shelf.is_file():
+            known = ", ".join(sorted(path.stem for path in shelf.parent.glob("*.yaml")))
+            raise UserError(Problem("no such accelerate config", found=config, expected=f"a file, or one of {known}"))
+        config = str(shelf)
+    quiet = ["--quiet"] if options.quiet else []
+    command = ["accelerate", "launch", "--config_file", config, *extra, "-m", "finetune", "train"]
+    command += [options.recipe, *options.overrides, *quiet]
+    print(shlex.join(command), flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *command[2:]])

@@ -1,0 +1,65 @@
+"""The one error a user meets, its message and the exit codes.
+
+    error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
+      found:     0
+      expected:  a whole number >= 1
+      try:       r: 16
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Exit(IntEnum):
+    """What the process says to the shell when it ends."""
+
+    DONE = 0
+    INPUT = 2  # the user's input: recipe, data, command line
+    ENVIRONMENT = 3  # a package, the hardware, the network, credentials
+    ARTEFACT = 4  # a checkpoint or saved adapter that does not verify
+    TRAINING = 5  # non-finite loss, out of memory at the smallest batch, a broken promise in training
+    STOPPED = 75  # stopped by a signal, resumable
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and what to do about it."""
+
+    what: str
+    key: str = ""
+    """Dotted recipe key (`adapter.r`); the command line turns it into file:line:col."""
+    where: str = ""
+    found: str = ""
+    expected: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        head = f"error: {self.key}: {self.what}" if self.key else f"error: {self.what}"
+        lines = [f"{head} ({self.where})" if self.where else head]
+        for label, text in (("found", self.found), ("expected", self.expected), ("try", self.fix)):
+            if text:
+                lines.append(f"  {label + ':':<10} {text}")
+        return "\n".join(lines)
+
+
+class UserError(Exception):
+    """All problems found at one point, raised together."""
+
+    def __init__(self, *problems: Problem, code: Exit = Exit.INPUT) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+        self.code = code
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The one of `names` that `name` most likely means, or the empty string."""
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    match = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[match[0]] if match else ""

@@ -1,0 +1,215 @@
+"""Base against tuned on every held-out row, from the run folder alone: `finetune evaluate RUN`.
+
+Loss is the sum of token negative log-likelihoods over the number of tokens with loss, on unpacked rows.
+Exact match generates greedily from all but the last turn and compares the text with the last turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch.nn.functional import cross_entropy
+
+from finetune import hardware, model, run_folder
+from finetune.data import chat, load
+from finetune.recipe import load as load_recipe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.data.load import Row
+    from finetune.recipe import Data, Eval, Recipe
+    from finetune.run_folder import RunFolder
+
+ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model did on the held-out rows; `answers` is in the rows' order."""
+
+    loss: float
+    exact_match: float
+    answers: list[str]
+
+    def as_json(self) -> dict[str, float]:
+        return {"loss": self.loss, "exact_match": self.exact_match}
+
+
+def run(path: str | Path, *, tuned: PreTrainedModel | None = None) -> dict[str, Any]:
+    """Evaluate a run folder and write its eval.json.
+
+    Args:
+        path: the run folder.
+        tuned: the model that `reopen` gave, if the caller has it already.
+
+    Returns:
+        The content of eval.json; without held-out rows `base` and `tuned` are empty.
+    """
+    folder = run_folder.open_run(path)
+    recipe = load_recipe(folder.recipe)
+    tuned = reopen(folder, recipe) if tuned is None else tuned
+    tokenizer = model.load_tokenizer(_saved(folder))
+    _, rows, _ = load.read(recipe.data, recipe.train.seed)
+    result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
+    if rows:
+        after = score(tuned, tokenizer, rows, recipe)
+        if hasattr(tuned, "disable_adapter"):
+            with tuned.disable_adapter():
+                before = score(tuned, tokenizer, rows, recipe)
+        else:
+            del tuned
+            release()
+            before = score(open_base(recipe), tokenizer, rows, recipe)
+        result |= {"base": before.as_json(), "tuned": after.as_json()}
+        result["samples"] = samples(rows, before, after, recipe.eval.samples)
+    if PartialState().is_main_process:
+        folder.write("eval.json", result)
+    return result
+
+
+def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
+    """The base of a recipe, loaded afresh as training loads it (`name`: other weights in the same way)."""
+    section = recipe.model if name is None else recipe.model.model_copy(update={"name": name, "revision": None})
+    setup = hardware.choose(
+        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
+    )
+    state = PartialState(cpu=setup.hardware.device == "cpu")
+    return model.load(section, setup, str(state.device)).eval()
+
+
+def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
+    """What was trained, cold from disk: the base as it was loaded, the adapter by plain PEFT."""
+    if folder.weights == folder.model:
+        return open_base(recipe, str(folder.model))
+    from peft import PeftModel
+
+    base: Any = open_base(recipe)
+    return PeftModel.from_pretrained(base, str(folder.adapter)).eval()  # type: ignore[return-value]
+
+
+def release() -> None:
+    """Give back the memory of models that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], recipe: Recipe) -> Score:
+    """Loss and exact match of a model on `rows`, the rows spread over all processes."""
+    state = PartialState()
+    mine = list(range(state.process_index, len(rows), state.num_processes))
+    own = [rows[index] for index in mine]
+    with inference(tuned):
+        losses = token_losses(tuned, tokenizer, own, recipe.data, recipe.eval.batch_size)
+        answers = generate(tuned, tokenizer, own, rows, recipe.eval)
+    gathered = gather_object([(losses, list(zip(mine, answers, strict=True)))])
+    total = sum(loss for (loss, _), _ in gathered)
+    count = sum(tokens for (_, tokens), _ in gathered)
+    by_index = dict(pair for _, pairs in gathered for pair in pairs)
+    ordered = [by_index[index] for index in range(len(rows))]
+    references = [chat.prompt_and_answer(row)[1].strip() for row in rows]
+    hits = sum(answer == reference for answer, reference in zip(ordered, references, strict=True))
+    return Score(total / max(count, 1), hits / len(rows), ordered)
+
+
+@contextlib.contextmanager
+def inference(tuned: Any) -> Any:
+    """Evaluation mode, no gradients, and the launch's precision where the weights are not already in it."""
+    precision = hardware.launch(hardware.detect()).precision
+    dtype = getattr(torch, model.DTYPES[precision])
+    tuned.eval()
+    with torch.inference_mode(), torch.autocast(tuned.device.type, dtype, enabled=precision != "no"):
+        yield
+
+
+def token_losses(
+    tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], data: Data, batch_size: int
+) -> tuple[float, int]:
+    """Sum of the negative log-likelihoods (fp32, summed in fp64) and number of tokens that carry loss."""
+    total, count = 0.0, 0
+    encoded = [chat.tokens(row, data, tokenizer, chat.detect_format(row)) for row in rows]
+    encoded.sort(key=lambda pair: len(pair[0]))
+    for start in range(0, len(encoded), batch_size):
+        batch = encoded[start : start + batch_size]
+        width = max(len(ids) for ids, _ in batch)
+        pad = tokenizer.pad_token_id
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=tuned.device)
+        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in batch], device=tuned.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=tuned.device)
+        logits = tuned(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        targets = labels[:, 1:]
+        chosen = targets != -100
+        losses = cross_entropy(logits[chosen].float(), targets[chosen], reduction="none")
+        total += losses.double().sum().item()
+        count += int(chosen.sum())
+    return total, count
+
+
+def generate(
+    tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], all_rows: list[Row], settings: Eval
+) -> list[str]:
+    """The greedy answer to each row, stripped; similar lengths together, padded on the left."""
+    longest = max(len(tokenizer(chat.prompt_and_answer(row)[1])["input_ids"]) for row in all_rows)
+    prompts = [_prompt_ids(row, tokenizer) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
+    stops = chat.stop_ids(tokenizer)
+    answers = [""] * len(rows)
+    for start in range(0, len(order), settings.batch_size):
+        batch = order[start : start + settings.batch_size]
+        width = max(len(prompts[index]) for index in batch)
+        ids = torch.full((len(batch), width), tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for position, index in enumerate(batch):
+            ids[position, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[position, width - len(prompts[index]) :] = 1
+        output = tuned.generate(
+            input_ids=ids.to(tuned.device),
+            attention_mask=mask.to(tuned.device),
+            max_new_tokens=settings.max_new_tokens or longest + ANSWER_MARGIN,
+            do_sample=False,
+            eos_token_id=sorted(stops),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        for position, index in enumerate(batch):
+            answers[index] = tokenizer.decode(output[position, width:], skip_special_tokens=True).strip()
+    return answers
+
+
+def logits(tuned: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of each row of ids alone, (length, vocabulary) on the CPU: what a saved model must reproduce."""
+    with inference(tuned):
+        return [tuned(input_ids=torch.tensor([ids], device=tuned.device)).logits[0].float().cpu() for ids in rows]
+
+
+def samples(rows: list[Row], before: Score, after: Score, count: int) -> list[dict[str, Any]]:
+    """The first `count` held-out rows with what base and tuned answered."""
+    found = []
+    for index in range(min(count, len(rows))):
+        prompt, reference = chat.prompt_and_answer(rows[index])
+        answers = {"reference": reference, "base": before.answers[index], "tuned": after.answers[index]}
+        found.append({"prompt": prompt, **answers})
+    return found
+
+
+def _prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    prompt, _ = chat.prompt_and_answer(row)
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    output: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return output["input_ids"]
+
+
+def _saved(folder: RunFolder) -> Any:
+    """The tokenizer that was saved with the weights."""
+    from finetune.recipe import Model
+
+    return Model(name=str(folder.weights))

@@ -1,0 +1,177 @@
+"""What this machine can do, and what is therefore chosen. Every choice comes with its reason."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from finetune.errors import Exit, Problem, UserError
+from finetune.upstream import installed
+
+FOUR_BIT = frozenset({"qlora", "qdora"})  # adapter types that mean an nf4 base
+# Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets.
+PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+# flash-attention: importable module, pip line, lowest compute capability
+FLASH = {
+    "flash_attention_2": ("flash_attn", "pip install 'finetune-toolkit[flash]' --no-build-isolation", (8, 0)),
+    "flash_attention_3": ("flash_attn_interface", "build it from flash-attention's hopper/ folder", (9, 0)),
+    "flash_attention_4": ("flash_attn.cute", "pip install 'finetune-toolkit[kernels]'", (9, 0)),
+}
+
+
+class Choice(NamedTuple):
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    device: str  # cuda | cpu
+    name: str
+    count: int
+    capability: tuple[int, int]  # (0, 0) on the CPU
+    memory_gib: float  # of one device
+    cpu_cores: int
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s of one device, `None` if not in the table."""
+        return next((peak for name, peak in PEAK_BF16.items() if name in self.name), None)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher decided, and what was decided in its absence."""
+
+    launcher: str  # accelerate | torchrun | none
+    processes: int
+    rank: int
+    precision: str  # no | bf16 | fp16 | fp8
+    precision_reason: str
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """This machine, this launch, and what they mean for loading a model: the same in training and evaluation."""
+
+    hardware: Hardware
+    launch: Launch
+    attention: Choice
+    storage: Choice
+
+
+def choose(*, attention: str, base: str, adapter_type: str) -> Setup:
+    """Detect everything and choose, in one go.
+
+    Raises:
+        UserError: a request that this machine, its packages or the launch can't meet (exit 3).
+    """
+    hardware = detect()
+    started = launch(hardware)
+    storage = choose_base(base, adapter_type, started.precision)
+    return Setup(hardware, started, choose_attention(attention, hardware), storage)
+
+
+def detect() -> Hardware:
+    """Look at this machine; imports torch."""
+    import psutil
+    import torch
+
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")  # the launch's word
+    if torch.cuda.is_available() and not on_cpu:
+        properties = torch.cuda.get_device_properties(0)
+        capability = (properties.major, properties.minor)
+        memory = properties.total_memory / 2**30
+        return Hardware("cuda", properties.name, torch.cuda.device_count(), capability, memory, cores)
+    return Hardware("cpu", "CPU", 1, (0, 0), psutil.virtual_memory().total / 2**30, cores)
+
+
+def launch(hardware: Hardware) -> Launch:
+    """How this process was started: `accelerate launch` owns precision, else the hardware decides.
+
+    Raises:
+        UserError: bf16 under a GPU that lacks it (exit 3); an fp8 launch, which needs the fp8 base (exit 3).
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    launcher = "accelerate" if asked else "torchrun" if torchrun else "none"
+    precision, reason = (asked, "mixed_precision of the launch") if asked else _precision(hardware)
+    processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if precision == "fp8":
+        fix = "mixed_precision: bf16 in the accelerate config"
+        raise UserError(Problem("fp8 is not in this version", found="fp8 launch", fix=fix), code=Exit.ENVIRONMENT)
+    if precision == "bf16" and hardware.device == "cuda" and hardware.capability < (8, 0):
+        found = f"{hardware.name}, compute capability {hardware.capability[0]}.{hardware.capability[1]}"
+        problem = Problem("this GPU has no bf16", found=found, fix="mixed_precision: fp16 in the accelerate config")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return Launch(launcher, processes, rank, precision, reason)
+
+
+def _precision(hardware: Hardware) -> Choice:
+    if hardware.device == "cpu":
+        return Choice("no", "no GPU: fp32 on the CPU")
+    if hardware.capability >= (8, 0):
+        return Choice("bf16", f"{hardware.name} has bf16")
+    return Choice("fp16", f"{hardware.name} has no bf16 (compute capability below 8.0): fp16 with a loss scaler")
+
+
+def choose_attention(asked: str, hardware: Hardware) -> Choice:
+    """The attention implementation for transformers' `attn_implementation`.
+
+    Raises:
+        UserError: an explicit request that this machine can't meet (exit 3).
+    """
+    if asked == "auto":
+        kernel = "its flash kernel serves" if hardware.device == "cuda" else "the CPU has no other fused kernel for"
+        return Choice("sdpa", f"auto: {kernel} padded batches")
+    obstacle = attention_obstacle(asked, hardware)
+    if obstacle:
+        problem = Problem("can't be had here", "model.attention", found=obstacle, fix="attention: auto")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return Choice(asked, "asked for")
+
+
+def attention_obstacle(name: str, hardware: Hardware) -> str:
+    """Why an attention implementation can't run here, with the remedy; the empty string if it can."""
+    if name in ("eager", "sdpa"):
+        return ""
+    if hardware.device != "cuda":
+        return f"{name} needs an NVIDIA GPU"
+    if name == "flex_attention":
+        return ""
+    module, remedy, capability = FLASH[name]
+    if hardware.capability < capability:
+        return f"{name} needs compute capability {capability[0]}.{capability[1]}, {hardware.name} is older"
+    return "" if _has_flash(module) else f"{name} is not installed: {remedy}"
+
+
+def choose_base(asked: str, adapter_type: str, precision: str) -> Choice:
+    """How the base weights are stored: nf4, or in the dtype of the launch's precision (fp32, bf16, fp16)."""
+    four_bit = adapter_type in FOUR_BIT
+    if four_bit or asked == "nf4":
+        if not installed("bitsandbytes"):
+            fix = "pip install 'finetune-toolkit[bnb]'"
+            raise UserError(Problem("a 4-bit base needs bitsandbytes", fix=fix), code=Exit.ENVIRONMENT)
+        return Choice("nf4", f"{adapter_type} means a 4-bit base" if four_bit else "asked for")
+    if asked == "bf16":
+        return Choice("bf16", "asked for")
+    if adapter_type == "full":
+        return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
+    stored = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}[precision]
+    return Choice(stored, f"auto: the launch's precision ({precision})")
+
+
+def _has_flash(module: str) -> bool:
+    if module == "flash_attn.cute":  # shares its import name with flash-attn 2
+        try:
+            return bool(importlib.metadata.version("flash-attn-4"))
+        except importlib.metadata.PackageNotFoundError:
+            return False
+    return installed(module)

@@ -1,0 +1,117 @@
+"""Tokenizer and base model: dtype, attention and storage as they were chosen, read back after loading."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import Exit, Problem, UserError
+from finetune.recipe import local_path
+from finetune.recipe_errors import similar_files
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.hardware import Setup
+    from finetune.recipe import Model
+
+DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by the launch's precision
+STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def check_exists(model: Model) -> None:
+    """A local folder that is not there, said before anything loads (exit 2)."""
+    if local_path(model.name) and not Path(model.name).exists():
+        found = f"looked in {Path.cwd()} and beside the recipe"
+        fix = similar_files(Path(model.name))
+        raise UserError(Problem(f"local path not found: {model.name}", "model.name", found=found, fix=fix))
+
+
+def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token and, if given, another chat template (a Jinja file)."""
+    from transformers import AutoTokenizer
+
+    check_exists(model)
+    tokenizer = _from_hub(AutoTokenizer.from_pretrained, model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            problem = Problem(f"can't be read: {error.strerror}", "data.chat_template", found=chat_template)
+            raise UserError(problem) from None
+    return tokenizer
+
+
+def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
+    """The base model on `device` (`cpu`, `cuda:0`), stored and attending as `setup` chose.
+
+    Attention is always named here: what a model's own config.json says of it is not followed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    check_exists(model)
+    options: dict[str, Any] = {"attn_implementation": setup.attention.value}
+    if setup.storage.value == "nf4":
+        options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
+        options["quantization_config"] = _nf4(options["dtype"])
+    else:
+        options["dtype"] = getattr(torch, STORED[setup.storage.value])
+    if device != "cpu":
+        options["device_map"] = {"": device}
+    loaded = _from_hub(AutoModelForCausalLM.from_pretrained, model, **options)
+    for module in loaded.modules():
+        # bitsandbytes repacks 4-bit weights at the first evaluation on CPUs with AVX512-BF16 and then computes
+        # wrong gradients: https://github.com/bitsandbytes-foundation/bitsandbytes, nn/modules.py, Linear4bit
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return loaded
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """A hash of names, shapes and bytes, computed where each tensor lives.
+
+    Two 64-bit sums for each tensor (plain, and weighted by position) see any single changed byte for certain.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        flat = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
+        plain = weighted = 0
+        for start in range(0, flat.numel(), 1 << 24):
+            chunk = flat[start : start + (1 << 24)].to(torch.int64)
+            position = torch.arange(1, chunk.numel() + 1, device=chunk.device)
+            plain += int(chunk.sum())
+            weighted += int((chunk * position).sum()) + start * int(chunk.sum())
+        digest.update(f"{name} {tuple(tensors[name].shape)} {plain} {weighted}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _nf4(compute: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def _from_hub(load: Any, model: Model, **options: Any) -> Any:
+    """Call `from_pretrained`; its errors become ours, with the remedy."""
+    try:
+        return load(model.name, revision=model.revision or "main", **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if local_path(model.name):
+            problem = Problem("the folder does not hold a model that loads", "model.name", found=reason)
+            raise UserError(problem) from error
+        fix = "check name, revision and network; a gated model needs `hf auth login` and its page's terms accepted"
+        problem = Problem(f"{model.name} can't be loaded from the Hub", "model.name", found=reason, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error

@@ -1,0 +1,365 @@
+"""A recipe: seven sections, read strictly, frozen once read. Nothing here imports torch.
+
+    recipe = load("recipes/quickstart.yaml", ["adapter.type=ia3"])
+
+`train:` takes SFTConfig's own keys and `adapter:` PEFT's own keys for the chosen type; both are checked
+against the installed classes (`upstream.py`). The sections below hold what is ours.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, create_model
+
+from finetune import recipe_errors, strict_yaml, upstream
+from finetune.errors import Problem, UserError
+from finetune.renames import owner_of
+
+
+class Section(BaseModel):
+    """Frozen, strict about types, and closed: an unknown key is an error."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class Model(Section):
+    name: str
+    """Hub id (`meta-llama/Llama-3.1-8B`) or local folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    attention: Literal[
+        "auto",
+        "eager",
+        "sdpa",
+        "flex_attention",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+    ] = "auto"
+    """Attention kernel; `auto` chooses for this machine and says why."""
+
+
+class Data(Section):
+    name: str | list[str]
+    """File (jsonl, json), folder, glob, list of these, or Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    validation: str | None = None
+    """File with held-out rows; or see `validation_fraction`."""
+    validation_fraction: float | None = Field(None, gt=0, lt=1)
+    """Share of the rows held out, drawn with `train.seed`."""
+    max_length: int = Field(1024, ge=8)
+    """Longest row in tokens."""
+    too_long: Literal["drop", "error"] = "drop"
+    """What happens to a longer row; none is ever cut."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens that carry loss: the assistant's (with its end of turn), or every one."""
+    chat_template: str | None = None
+    """A Jinja file to use instead of the tokenizer's own template."""
+
+
+class Adapter(Section):
+    """The part every type shares; `adapter_sections` adds PEFT's own keys for each type."""
+
+    type: str
+    """The method. Swapping it is all it takes."""
+
+    def options(self) -> dict[str, Any]:
+        """The PEFT keys that were set, by the recipe or by a default of ours."""
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set - {"type"})}
+
+
+class Speed(Section):
+    base: Literal["auto", "bf16", "fp8", "nf4"] = "auto"
+    """Storage of the frozen base; `auto`: nf4 for the q-types, else the launch's precision."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile for each decoder layer; `auto` leaves it off."""
+    recompute: Literal["auto", "none", "all"] = "auto"
+    """Recompute activations in backward: `all` saves memory and costs about a third more time."""
+
+
+class Train(Section):
+    """Ours; `train_section` adds every SFTConfig field that no other section owns."""
+
+    output_dir: str | None = None
+    """The run folder; `null`: runs/<recipe>-<time>."""
+    effective_batch_size: int = Field(32, ge=1)
+    """Sequences in one optimizer step, over all processes."""
+    per_device_train_batch_size: int | None = Field(None, ge=1)
+    """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8."""
+    learning_rate: float = Field(2e-4, ge=0)
+    """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps; excludes `num_train_epochs`."""
+    num_train_epochs: float | None = Field(None, gt=0)
+    """Passes over the data; neither given: 3."""
+    seed: int = Field(42, ge=0)
+    """Seeds adapter initialisation, dropout, shuffling and the validation split."""
+
+    def passed_on(self) -> dict[str, Any]:
+        """The SFTConfig keys the recipe set, to be handed over as they are."""
+        ours = Train.model_fields.keys()
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set - ours)}
+
+
+class Eval(Section):
+    samples: int = Field(5, ge=0)
+    """Held-out rows whose answers of base and tuned are shown side by side."""
+    batch_size: int = Field(64, ge=1)
+    """Rows generated or scored at once."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest generated answer; `null`: the longest reference answer and 16 tokens more."""
+
+
+class Publish(Section):
+    repo: str | None = None
+    """Hub repository to push to; `null`: nothing leaves this machine."""
+
+
+@dataclass
+class Origin:
+    """Where a recipe came from: for error messages, and for `recipe.resolved.yaml`."""
+
+    path: Path
+    where: dict[strict_yaml.Path, str] = field(default_factory=dict)
+    set_by: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> recipe | override | default (with the reason)."""
+    notices: list[str] = field(default_factory=list)
+    """What was left out or displaced, each to be said once."""
+
+
+class Recipe(Section):
+    """One run, whole. Only `train.run` sees all of it; every other function gets its section."""
+
+    model: Model
+    data: Data
+    adapter: Adapter
+    speed: Speed = Speed()
+    train: Train = Train()
+    eval: Eval = Eval()
+    publish: Publish = Publish()
+    _origin: Origin = PrivateAttr()
+
+    @property
+    def origin(self) -> Origin:
+        return self._origin
+
+
+SECTIONS = tuple(Recipe.model_fields)
+
+
+@dataclass(frozen=True)
+class AdapterType:
+    """What an adapter type takes: the upstream class, keys it decides itself, and our defaults."""
+
+    sources: tuple[upstream.Source, ...] = ()
+    decides: frozenset[str] = frozenset()
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+_BY_RUN = frozenset(
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode".split()
+)
+_LORA_DEFAULTS = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+_LORA = AdapterType(upstream.LORA_CONFIG, frozenset({"use_dora"}), _LORA_DEFAULTS)
+_ADALORA_DECIDES = frozenset({"use_dora", "total_step", "rank_pattern", "loftq_config"})
+
+ADAPTERS = {
+    "lora": _LORA,
+    "qlora": _LORA,
+    "dora": _LORA,
+    "qdora": _LORA,
+    "adalora": AdapterType(upstream.ADALORA_CONFIG, _ADALORA_DECIDES, _LORA_DEFAULTS),
+    "ia3": AdapterType(upstream.IA3_CONFIG),
+    "full": AdapterType(),
+}
+_LIMITS: dict[str, dict[str, float]] = {  # of upstream's keys; upstream itself checks late or not at all
+    "r": {"ge": 1},
+    "lora_alpha": {"gt": 0},
+    "lora_dropout": {"ge": 0, "lt": 1},
+    "target_r": {"ge": 1},
+    "init_r": {"ge": 1},
+    "tinit": {"ge": 0},
+    "tfinal": {"ge": 0},
+    "deltaT": {"ge": 1},
+    "orth_reg_weight": {"ge": 0},
+    "weight_decay": {"ge": 0},
+    "warmup_steps": {"ge": 0},
+    "max_grad_norm": {"ge": 0},
+    "logging_steps": {"gt": 0},
+    "save_steps": {"gt": 0},
+    "dataloader_num_workers": {"ge": 0},
+}
+
+
+def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+    """Read a recipe file, apply `section.key=value` overrides, and check everything.
+
+    Raises:
+        UserError: with every problem found, each with its place in the file (exit 2).
+    """
+    origin = Origin(Path(path))
+    document = _read(origin.path)
+    raw, problems = document.value, list(document.problems)
+    if not isinstance(raw, dict):
+        fix = "start from one that works: finetune recipes quickstart --copy ."
+        raise UserError(Problem("a recipe is a mapping of sections", where=str(path), fix=fix))
+    origin.where = document.where
+    origin.set_by = {".".join(key): "recipe" for key in document.where if len(key) == 2}
+    problems += recipe_errors.secrets(raw, origin.where)
+    problems += _apply_overrides(raw, overrides, origin)
+    problems += recipe_errors.conflicts(raw, origin.where)
+    _complete_adapter(raw, origin)
+    _resolve_paths(raw, origin.path.parent)
+    try:
+        recipe = sections()["recipe"].model_validate(raw)
+    except ValidationError as error:
+        known = {name: frozenset(section.model_fields) for name, section in sections().items()}
+        problems += recipe_errors.explain(error, raw, origin.where, known)
+    if problems:
+        raise UserError(*problems)
+    recipe._origin = origin
+    return recipe
+
+
+def local_path(name: str) -> bool:
+    """Whether a `name` means a file or folder rather than a Hub id: it exists, or only a path looks so."""
+    if Path(name).expanduser().exists() or any(mark in name for mark in "*?["):
+        return True
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(Path(name).suffix in DATA_SUFFIXES)
+
+
+DATA_SUFFIXES = frozenset({".jsonl", ".json", ".jinja", ".j2", ".csv", ".parquet", ".arrow", ".txt"})
+
+
+@cache
+def sections() -> dict[str, type[BaseModel]]:
+    """The complete models: ours plus upstream's fields. Keys: the section names, `adapter.<type>`, `recipe`."""
+    types = {f"adapter.{name}": _adapter_section(name, kind) for name, kind in ADAPTERS.items()}
+    union = Annotated[Union[tuple(types.values())], Field(discriminator="type")]  # noqa: UP007
+    train = _train_section()
+    recipe = create_model("Recipe", __base__=Recipe, adapter=(union, ...), train=(train, train()))
+    return {
+        "recipe": recipe,
+        "model": Model,
+        "data": Data,
+        "speed": Speed,
+        "train": train,
+        "eval": Eval,
+        "publish": Publish,
+        **types,
+    }
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema editors use to complete and check a recipe."""
+    schema = sections()["recipe"].model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "finetune recipe"}
+
+
+def _train_section() -> type[Train]:
+    found = upstream.fields(upstream.SFT_CONFIG)
+    names = [name for name in found if not owner_of(name) and name not in Train.model_fields]
+    return create_model("Train", __base__=Train, **{name: _field(name, found[name]) for name in names})
+
+
+def _adapter_section(name: str, kind: AdapterType) -> type[Adapter]:
+    found = upstream.fields(kind.sources)
+    fields = {key: _field(key, found[key]) for key in found if key not in kind.decides | _BY_RUN}
+    return create_model(name.capitalize(), __base__=Adapter, type=(Literal[name], ...), **fields)
+
+
+def _field(name: str, source: upstream.UpstreamField) -> tuple[Any, Any]:
+    """An upstream field as pydantic's; its default is never used: only what was set is passed on."""
+    annotation = Annotated[source.annotation, Field(**_LIMITS.get(name, {}))]  # type: ignore[call-overload]
+    return (annotation, Field(default=None, description=source.help))
+
+
+def _read(path: Path) -> strict_yaml.Document:
+    try:
+        if path.stat().st_size > strict_yaml.MAX_BYTES:
+            found = f"{path.stat().st_size:,} bytes"
+            expected = f"at most {strict_yaml.MAX_BYTES:,}"
+            raise UserError(Problem("too large for a recipe", where=str(path), found=found, expected=expected))
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"{path}, byte {error.start}"
+        raise UserError(Problem("not UTF-8", where=where, fix="save the recipe as UTF-8")) from None
+    except OSError as error:
+        near = recipe_errors.similar_files(path)
+        fix = near or "finetune recipes lists the shipped ones"
+        raise UserError(Problem(f"cannot read the recipe: {error.strerror}", where=str(path), fix=fix)) from None
+    return strict_yaml.parse(text, str(path))
+
+
+def _apply_overrides(raw: dict[str, Any], overrides: tuple[str, ...] | list[str], origin: Origin) -> list[Problem]:
+    problems = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        section, dot, name = key.partition(".")
+        where = f"override {text!r}"
+        if not (equals and dot and name):
+            expected = "section.key=value, such as train.learning_rate=1e-4"
+            problems.append(Problem("not an override", where=where, expected=expected))
+            continue
+        if not isinstance(raw.setdefault(section, {}), dict):
+            raw[section] = {}
+        document = strict_yaml.parse(value, where)
+        problems += document.problems
+        target = raw[section]
+        *parents, leaf = name.split(".")
+        for parent in parents:  # adapter.rank_pattern.q_proj=8
+            target = target.setdefault(parent, {}) if isinstance(target.get(parent, {}), dict) else {}
+        target[leaf] = document.value
+        origin.where[(section, *name.split("."))] = where
+        origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
+        for rival in recipe_errors.RIVALS.get(key, ()):
+            rival_section, rival_name = rival.split(".")
+            dropped = raw.get(rival_section, {})
+            if document.value is not None and dropped.get(rival_name) is not None:
+                origin.notices.append(f"{rival}: {dropped.pop(rival_name)} of the recipe is displaced by {key}")
+                origin.set_by.pop(rival, None)
+    return problems
+
+
+def _complete_adapter(raw: dict[str, Any], origin: Origin) -> None:
+    """Leave out keys that only other types have, and add our defaults, both on record."""
+    adapter = raw.get("adapter")
+    kind = ADAPTERS.get(str(adapter.get("type"))) if isinstance(adapter, dict) else None
+    if not isinstance(adapter, dict) or kind is None:
+        return
+    of_any_type = {key for name in ADAPTERS for key in sections()[f"adapter.{name}"].model_fields}
+    own = sections()[f"adapter.{adapter['type']}"].model_fields
+    for key in [key for key in adapter if key not in own and key in of_any_type]:
+        origin.notices.append(f"adapter.{key}: {adapter['type']} has no such key; left out ({adapter.pop(key)})")
+        origin.set_by[f"adapter.{key}"] = f"left out: {adapter['type']} has no such key"
+    for key, value in kind.defaults.items():
+        if key not in adapter:
+            adapter[key] = value
+            origin.set_by[f"adapter.{key}"] = "default"
+
+
+def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
+    """Relative paths are looked up from the working directory first, then from the recipe's folder."""
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolve(item) for item in value]
+        if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
+            return os.path.expanduser(value) if isinstance(value, str) else value
+        here, beside = Path(value), folder / value
+        matches = any(folder.glob(value)) if any(mark in value for mark in "*?[") else beside.exists()
+        return str(beside) if matches and not here.exists() else value
+
+    for section, key in (("model", "name"), ("data", "name"), ("data", "validation"), ("data", "chat_template")):
+        if isinstance(raw.get(section), dict) and raw[section].get(key):
+            raw[section][key] = resolve(raw[section][key])

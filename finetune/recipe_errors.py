@@ -1,0 +1,221 @@
+"""What is wrong with a recipe, said so that a person can mend it: located, with the nearest name."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import Problem, nearest
+from finetune.renames import RENAMED, owner_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pydantic import ValidationError
+
+    Where = Mapping[tuple[str, ...], str]
+    Known = Mapping[str, frozenset[str]]
+
+RIVALS = {  # an override of one displaces the other; both in one file is an error
+    "train.max_steps": ("train.num_train_epochs",),
+    "train.num_train_epochs": ("train.max_steps",),
+    "data.validation": ("data.validation_fraction",),
+    "data.validation_fraction": ("data.validation",),
+}
+_UNPREPARED_INITS = ("eva", "corda", "loftq", "lora_ga")  # each needs a pass over data or weights first
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{20,}")
+_SECRET_KEY = re.compile(r"(^|_)(token|api_key|password|secret)$")
+
+_EXPECTED = {  # pydantic's error types in a recipe writer's words
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "none_required": "null",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+}
+
+
+def explain(error: ValidationError, raw: dict[str, Any], where: Where, known: Known) -> list[Problem]:
+    """One problem for each place pydantic complained about, unions merged ("text or a list")."""
+    grouped: dict[tuple[str, ...], list[Any]] = {}
+    for item in error.errors(include_url=False):
+        path = _place(item, where)
+        grouped.setdefault(path, []).append(item)
+    return [_problem(path, items, raw, where, known) for path, items in grouped.items()]
+
+
+def secrets(raw: Any, where: Where, path: tuple[str, ...] = ()) -> list[Problem]:
+    """A recipe is shared and pushed: a secret in it is refused, masked in the message, and removed from `raw`."""
+    found = []
+    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, value in list(items):
+        here = (*path, str(key))
+        named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
+        if named or (isinstance(value, str) and _SECRET_VALUE.search(value)):
+            fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
+            found.append(Problem("a secret in a recipe", ".".join(here), _at(here, where), "****", fix=fix))
+            if isinstance(raw, dict):
+                del raw[key]
+        else:
+            found += secrets(value, where, here)
+    return found
+
+
+def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
+    """Settings that exclude each other, or that would be silently without effect."""
+
+    def get(key: str) -> Any:
+        section, name = key.split(".")
+        return raw[section].get(name) if isinstance(raw.get(section), dict) else None
+
+    def problem(key: str, what: str, **texts: str) -> None:
+        found.append(Problem(what, key, _at(tuple(key.split(".")), where), **texts))
+
+    found: list[Problem] = []
+    for key, rival in (("train.max_steps", "train.num_train_epochs"), ("data.validation", "data.validation_fraction")):
+        if get(key) is not None and get(rival) is not None:
+            problem(key, f"excludes {rival}", found=f"{get(key)} and {get(rival)}", fix="drop one of the two")
+    kind, base = get("adapter.type"), get("speed.base")
+    if kind in ("qlora", "qdora") and base not in (None, "auto", "nf4"):
+        fix = f"drop speed.base, or adapter.type: {kind[1:]}"
+        problem("speed.base", f"excludes adapter.type: {kind}, which means a 4-bit base", found=str(base), fix=fix)
+    if kind == "full" and base in ("nf4", "fp8"):
+        problem("speed.base", "full fine-tuning trains the base itself", found=str(base), fix="drop speed.base")
+    if base == "fp8" and kind not in ("qlora", "qdora", "full"):
+        problem("speed.base", "the fp8 base is not in this version", found="fp8", expected="auto, bf16 or nf4")
+    if get("adapter.use_dora") and kind not in ("lora", "qlora", "dora", "qdora"):
+        problem("adapter.use_dora", f"excludes adapter.type: {kind}", fix="adapter.type: dora")
+        raw["adapter"].pop("use_dora")
+    init = get("adapter.init_lora_weights")
+    if isinstance(init, str) and init.startswith(_UNPREPARED_INITS):
+        what = "needs a preparation that this version does not run; PEFT would train plain LoRA"
+        problem("adapter.init_lora_weights", what, found=init, fix="true, gaussian, olora, pissa or orthogonal")
+    if get("publish.repo") is not None:
+        problem("publish.repo", "publishing is not in this version", fix="repo: null")
+    effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
+    if all(type(n) is int and n > 0 for n in (effective, stated)) and effective % stated:
+        low, high = effective // stated * stated, (effective // stated + 1) * stated
+        near = f"{low} or {high}" if low else f"{high}"
+        what = f"is not a multiple of per_device_train_batch_size: {stated}"
+        problem("train.effective_batch_size", what, found=str(effective), expected=near)
+    return found
+
+
+def similar_files(path: Path) -> str:
+    """Files beside `path` with a name like it, for a file that is not there."""
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist"
+    match = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+    return str(path.parent / match) if match else ""
+
+
+def _place(item: Any, where: Where) -> tuple[str, ...]:
+    """pydantic's `loc` without the union branches in it: the longest prefix that stands in the file."""
+    loc = [str(part) for part in item["loc"]]
+    if loc[0] == "adapter" and len(loc) > 1:
+        del loc[1]  # the tag of the discriminated union
+    if item["type"] in ("missing", "extra_forbidden"):
+        return tuple(loc)
+    while len(loc) > 1 and tuple(loc) not in where:
+        loc.pop()
+    return tuple(loc)
+
+
+def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, known: Known) -> Problem:
+    key, kind, value = ".".join(path), items[0]["type"], items[0]["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path, raw, where, known)
+    if kind in ("missing", "union_tag_not_found"):
+        name = "adapter.type" if kind == "union_tag_not_found" else key
+        return Problem("is required", name, _at(path[:-1] if kind == "missing" else path, where))
+    if kind == "union_tag_invalid":
+        allowed = [tag.strip("' ") for tag in items[0]["ctx"]["expected_tags"].split(",")]
+        tag, at = items[0]["ctx"]["tag"], _at(("adapter", "type"), where)
+        return Problem("no such type", "adapter.type", at, tag, ", ".join(allowed), nearest(tag, allowed))
+    expected = dict.fromkeys(_expected(item) for item in items)
+    allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
+    what = "out of range" if kind in _BOUNDS else "not allowed here" if kind == "literal_error" else "wrong type"
+    return Problem(
+        what, key, _at(path, where), show(value), " or ".join(expected), nearest(str(value), allowed)
+    )
+
+
+def _unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> Problem:
+    """Say what an unknown key was called, where it belongs, or what it is near to - the first that fits."""
+    section, name, at = path[0], path[-1], _at(path, where)
+    if len(path) == 1:
+        return _unknown_section(section, raw, at, known)
+    own = known.get(section) or known.get(f"adapter.{(raw.get('adapter') or {}).get('type')}") or frozenset()
+    homes = [s.split(".")[0] for s, names in known.items() if name in names and s not in ("recipe", section)]
+    renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
+    if not renamed and name in own | {"use_dora"}:
+        renamed = "decided by adapter.type"
+    what, fix = "unknown key", nearest(name, own)
+    if renamed:
+        what, fix = "not a key of this section", renamed
+    elif homes and not fix:
+        what, fix = "a key of another section", f"it belongs under {homes[0]}:"
+    elif owner_of(name):
+        what, fix = "not a key of this section", owner_of(name)
+    elif homes:
+        fix = f"{fix}, or move it under {homes[0]}:"
+    allowed = ", ".join(sorted(own)) if len(own) <= 12 else ""
+    return Problem(what, ".".join(path), at, show(_value(raw, path)), allowed, fix)
+
+
+def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
+    allowed = ["model", "data", "adapter", "speed", "train", "eval", "publish"]
+    homes = [section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"]
+    fix = RENAMED.get(name) or owner_of(name) or nearest(name, allowed)
+    if homes and name not in RENAMED:
+        fix = f"it belongs under {homes[0]}:"
+    return Problem("unknown section", name, at, show(raw.get(name)), ", ".join(allowed), fix)
+
+
+def _expected(item: Any) -> str:
+    kind = item["type"]
+    if kind in _BOUNDS:
+        sign, name = _BOUNDS[kind]
+        return f"{sign} {item['ctx'][name]:g}"
+    if kind == "literal_error":
+        return ", ".join(map(str, _literals(item)))
+    return _EXPECTED.get(kind, item["msg"])
+
+
+def _literals(item: Any) -> list[str]:
+    return re.findall(r"'([^']*)'|\b(?:True|False)\b", item["ctx"]["expected"])
+
+
+def _value(raw: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
+
+
+def _at(path: tuple[str, ...], where: Where) -> str:
+    """The place of a key, or of the nearest thing round it that stands in the file."""
+    while path and path not in where:
+        path = path[:-1]
+    return where.get(path, "")
+
+
+def show(value: Any) -> str:
+    """A found value with its type, short."""
+    text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
+    names = {str: "text", int: "a whole number", float: "a number", bool: "a truth value", list: "a list"}
+    if isinstance(value, str):
+        return f'"{text}" (text)'
+    return f"{text} ({names[type(value)]})" if type(value) in names else "null" if value is None else text

@@ -1,0 +1,177 @@
+"""The run folder: what a run leaves behind, and all that later commands read.
+
+    recipe.resolved.yaml  environment.json  data_report.json  receipts.json  metrics.jsonl  eval.json  log.txt
+    adapter/ (or model/ after full fine-tuning)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.errors import Problem, UserError
+from finetune.recipe import Train
+
+if TYPE_CHECKING:
+    from finetune.hardware import Hardware, Launch
+    from finetune.recipe import Recipe
+
+PACKAGES = "finetune-toolkit torch transformers trl peft accelerate datasets bitsandbytes tokenizers safetensors".split()
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def weights(self) -> Path:
+        """What was trained: `model/` after full fine-tuning, else `adapter/`."""
+        return self.model if self.model.exists() else self.adapter
+
+    @property
+    def staging(self) -> Path:
+        """The Trainer's own output_dir."""
+        return self.path / "checkpoints" / ".staging"
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.resolved.yaml"
+
+    def write(self, name: str, value: Any) -> None:
+        """Write `value` as JSON, whole or not at all."""
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path / name)
+
+    def read(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
+
+def check_free(output_dir: str | None) -> None:
+    """A folder that already holds something is left alone (exit 2)."""
+    path = Path(output_dir or "")
+    if output_dir is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
+    fix = "a new name: train.output_dir=..., or none for a dated one; nothing was deleted"
+    raise UserError(Problem(f"{path} is not empty", "train.output_dir", found=held, fix=fix))
+
+
+def default_path(recipe_path: Path) -> str:
+    return f"runs/{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def create(path: str) -> RunFolder:
+    """Make the folder (exit 2 if that can't be)."""
+    check_free(path)
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(Problem(f"can't make {path}: {error.strerror}", "train.output_dir")) from None
+    return RunFolder(Path(path))
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """An existing run (exit 2 if `path` is none)."""
+    run = RunFolder(Path(path))
+    if not run.recipe.exists() or not run.weights.exists():
+        missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
+        raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}"))
+    return run
+
+
+def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
+    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    launcher_env = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "git": _git(),
+        "hardware": asdict(hardware),
+        "launch": {**asdict(launch), "environment": launcher_env},
+    }
+
+
+def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
+    """The recipe with every value it had, and in a comment who set it. The result loads as a recipe.
+
+    Args:
+        chosen: dotted key -> (value, who chose it and why). A key that recipes don't have becomes a comment.
+    """
+    lines = [f"# The recipe of this run with every value it had, made from {recipe.origin.path.name}."]
+    lines += ["# Beside each value: who set it (recipe, override, launch, hardware, default)."]
+    chosen = dict(chosen)
+    for section in type(recipe).model_fields:
+        lines.append(f"{section}:")
+        for key in _shown(recipe, section):
+            dotted = f"{section}.{key}"
+            default = (getattr(getattr(recipe, section), key), recipe.origin.set_by.get(dotted, "default"))
+            value, who = chosen.pop(dotted, default)
+            lines.append(f"  {key}: {_flow(value)}  # {who}")
+        for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
+            value, who = chosen.pop(dotted)
+            lines.append(f"  # {dotted.partition('.')[2]}: {_flow(value)}  ({who})")
+    lines += [f"# left out: {notice}" for notice in recipe.origin.notices]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(recipe: Recipe, section: str) -> list[str]:
+    """Keys with a value of ours or of the user's; environment.json has upstream's defaults."""
+    content = getattr(recipe, section)
+    if section == "adapter":
+        return [key for key in type(content).model_fields if key in content.model_fields_set]
+    if section == "train":
+        return [key for key in type(content).model_fields if key in content.model_fields_set | Train.model_fields.keys()]
+    return list(type(content).model_fields)
+
+
+def _flow(value: Any) -> str:
+    """A value on one line, such that strict YAML 1.2 reads the same value back."""
+    if isinstance(value, float):
+        return repr(value) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
+    if isinstance(value, str):
+        return json.dumps(value)
+    if value is None or isinstance(value, (bool, int)):
+        return json.dumps(value)
+    if isinstance(value, (list, tuple, set)):
+        return "[" + ", ".join(_flow(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+    return yaml.safe_dump(value, default_flow_style=True).strip()
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and dirty flag of the source tree this package runs from, if it is a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}

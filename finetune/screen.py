@@ -1,0 +1,110 @@
+"""What a person sees: tables and progress on the terminal, plain lines elsewhere, all of it in log.txt.
+
+Only rank 0 speaks. Messages of other libraries go to log.txt, since the user can't act on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+PLAIN_LINES = 20  # about so many progress lines in a run when there is no terminal
+
+
+class Screen:
+    """The terminal and, once the run folder exists, its log.txt."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.console = Console(quiet=quiet, highlight=False, soft_wrap=False)
+        self._said: list[Any] = []
+        self._log: Console | None = None
+        self._progress: Progress | None = None
+        self._started = self._last = 0.0
+
+    def say(self, *renderables: Any) -> None:
+        """Print, and keep for log.txt."""
+        for renderable in renderables:
+            self.console.print(renderable)
+            self._log.print(renderable) if self._log else self._said.append(renderable)
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for column in columns:
+            table.add_column(column, overflow="fold", header_style="dim")
+        for row in rows:
+            table.add_row(*map(str, row))
+        self.say("", table)
+
+    def log_to(self, path: Path) -> None:
+        """Write what was said so far, and all that follows, to `path`; warnings of libraries too."""
+        file = path.open("w", encoding="utf-8")
+        self._log = Console(file=file, width=140, highlight=False)
+        for renderable in self._said:
+            self._log.print(renderable)
+        self._said.clear()
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+
+    def start(self, total: int) -> None:
+        """Begin the training display of `total` steps."""
+        self._started = time.monotonic()
+        if self.console.is_terminal and not self.console.quiet:
+            text = TextColumn("{task.description}")
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+            self._progress = Progress(*columns, console=self.console, transient=True)
+            self._progress.start()
+            self._progress.add_task("starting", total=total)
+
+    def step(self, step: int, total: int, line: str) -> None:
+        """Show one logged step; the log file has each of them."""
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], completed=step, description=line)
+        left = (time.monotonic() - self._started) / step * (total - step)
+        text = f"step {step}/{total}  {line}  {left:.0f}s left"
+        if not self._progress and (step in (1, total) or step % max(1, total // PLAIN_LINES) == 0):
+            self.console.print(text)
+        if self._log:
+            self._log.print(text)
+
+    def stop(self) -> None:
+        """End the training display."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def close(self) -> None:
+        """Close log.txt."""
+        self.stop()
+        root = logging.getLogger()
+        for handler in [h for h in root.handlers if self._log and getattr(h, "stream", None) is self._log.file]:
+            root.removeHandler(handler)
+        if self._log:
+            self._log.file.close()
+            self._log = None
+
+
+def quieten_libraries() -> None:
+    """Send warnings and log records of libraries to the root logger, and their progress bars nowhere."""
+    import datasets
+    import transformers
+
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    if not any(isinstance(handler, logging.NullHandler) for handler in root.handlers):
+        root.addHandler(logging.NullHandler())
+    for name in ("transformers", "datasets", "huggingface_hub", "accelerate", "trl", "peft", "bitsandbytes"):
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

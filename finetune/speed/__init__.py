@@ -1,0 +1,1 @@
+"""Everything that changes how fast the model runs and nothing of what it computes."""

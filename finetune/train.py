@@ -1,0 +1,312 @@
+"""A run, top to bottom: data -> model -> adapter -> SFTTrainer -> save -> reopen -> evaluate.
+
+    run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, set_seed
+from transformers import PrinterCallback
+from trl import SFTConfig, SFTTrainer
+
+from finetune import adapters, callbacks, evaluate, hardware, model, run_folder, summary, upstream
+from finetune.data import chat
+from finetune.errors import Exit, Problem, UserError
+from finetune.receipts import Ledger
+from finetune.screen import Screen, quieten_libraries
+from finetune.speed import apply as speed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.load import Split
+    from finetune.hardware import Choice, Setup
+    from finetune.recipe import Recipe, Train
+    from finetune.run_folder import RunFolder
+
+PROBE_ROWS = 4  # rows whose logits the saved weights must reproduce
+REOPENED_TOLERANCE = 1e-2  # of the largest logit, where other kernels may run: on a GPU
+PRUNED_TOLERANCE = 1e-5  # AdaLoRA is saved without its masked ranks: the same sum in another order
+
+
+class Batch(NamedTuple):
+    effective: int  # sequences an optimizer step, over all processes
+    per_device: int
+    accumulation: int
+
+
+def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
+    """Train, save, reopen and evaluate one recipe; returns its run folder.
+
+    Raises:
+        UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
+    """
+    quieten_libraries()
+    run_folder.check_free(recipe.train.output_dir)
+    setup = hardware.choose(
+        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
+    )
+    screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
+    batch = split_batch(recipe.train, setup.launch.processes)
+    arguments = training_arguments(recipe.train, setup, batch)  # starts the process group
+    set_seed(recipe.train.seed)
+
+    tokenizer = model.load_tokenizer(recipe.model, recipe.data.chat_template)
+    dataset, data_report = chat.load_splits(recipe.data, tokenizer, recipe.train.seed)
+    steps = count_steps(recipe.train, len(dataset), batch, setup.launch.processes)
+
+    base = model.load(recipe.model, setup, str(arguments.device))
+    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger)
+    fast = speed.apply(adapted, recipe.speed, batch.per_device * recipe.data.max_length, setup.hardware, ledger)
+
+    folder = start_folder(recipe, setup, arguments)
+    with recording(screen, ledger, folder, setup):
+        choices = summary.choices(recipe, setup, batch, steps, fast, folder)
+        if setup.launch.main:
+            summary.write_start(folder, recipe, choices, data_report, setup, arguments)
+            summary.show_plan(screen, recipe, choices, data_report)
+
+        trainer = build_trainer(recipe, adapted, arguments, dataset, tokenizer, setup, steps, screen, ledger, folder)
+        add_data_receipt(data_report["train"], ledger)
+        train(trainer, recipe.adapter.type, ledger)
+        screen.stop()
+
+        probes = [ids[: recipe.data.max_length] for ids in dataset[:PROBE_ROWS]["input_ids"]]
+        live = evaluate.logits(adapted, probes)
+        save(adapted, tokenizer, folder)
+        trainer.accelerator.free_memory()
+        del trainer, adapted, base
+        evaluate.release()
+
+        tuned = evaluate.reopen(folder, recipe)
+        check_reopened(live, evaluate.logits(tuned, probes), recipe.adapter.type, setup, ledger)
+        result = evaluate.run(folder.path, tuned=tuned)
+        summary.show_result(screen, recipe, folder, ledger, result)
+    return folder
+
+
+def split_batch(train: Train, processes: int) -> Batch:
+    """Sequences of a forward pass and passes of a step, from the effective batch size.
+
+    Raises:
+        UserError: an effective batch that can't be split over the processes as stated (exit 2).
+    """
+    effective, stated = train.effective_batch_size, train.per_device_train_batch_size
+    unit = processes * (stated or 1)
+    if effective % unit:
+        low, high = effective // unit * unit, (effective // unit + 1) * unit
+        what = f"can't be split over {processes} processes x {stated or 1} rows"
+        expected = f"{low} or {high}" if low else str(high)
+        raise UserError(Problem(what, "train.effective_batch_size", found=str(effective), expected=expected))
+    share = effective // processes
+    per_device = stated or max(size for size in range(1, 9) if share % size == 0)
+    return Batch(effective, per_device, share // per_device)
+
+
+def count_steps(train: Train, rows: int, batch: Batch, processes: int) -> int:
+    """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares)."""
+    if train.max_steps is not None:
+        return train.max_steps
+    micro_batches = math.ceil(math.ceil(rows / batch.per_device) / processes)
+    steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
+    return math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
+
+
+def training_arguments(train: Train, setup: Setup, batch: Batch) -> SFTConfig:
+    """SFTConfig from the recipe's `train:` and from what this project decides itself."""
+    new_name = "activation_checkpointing" in upstream.fields(upstream.SFT_CONFIG)  # transformers >= 5.23
+    checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
+    length = {"max_steps": train.max_steps} if train.max_steps else {"num_train_epochs": train.num_train_epochs or 3.0}
+    decided: dict[str, Any] = {
+        "per_device_train_batch_size": batch.per_device,
+        "gradient_accumulation_steps": batch.accumulation,
+        "learning_rate": train.learning_rate,
+        "seed": train.seed,
+        "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
+        "fp16": setup.launch.precision == "fp16",
+        "use_cpu": setup.hardware.device == "cpu",
+        checkpointing: False,  # `speed.apply` does it
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
+        "max_length": None,
+        "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
+        "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    return SFTConfig(**{**decided, **length, **train.passed_on()})
+
+
+class Trainer(SFTTrainer):
+    """TRL's trainer, with AdaLoRA's regulariser (TRL ignores `outputs.loss`) and an eye on the first step."""
+
+    first_step: callbacks.FirstStep
+    orthogonality_weight = 0.0
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        watched = self.first_step if self.state.global_step == 0 else None
+        if watched:
+            watched.saw(inputs)
+        with watched.operations if watched and watched.micro_batches == 1 else contextlib.nullcontext():
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.orthogonality_weight:
+            regulariser = adapters.orthogonality(self.model)
+            self._metrics["train"]["orthogonality"].append(regulariser.item())
+            # The loss is a sum over the step's micro-batches; each adds its share of one regulariser
+            loss = loss + self.orthogonality_weight * regulariser / self.current_gradient_accumulation_steps
+        return loss
+
+
+def build_trainer(
+    recipe: Recipe,
+    adapted: Any,
+    arguments: SFTConfig,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    setup: Setup,
+    steps: int,
+    screen: Screen,
+    ledger: Ledger,
+    folder: RunFolder,
+) -> Trainer:
+    """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
+    size, launch = recipe.train.effective_batch_size, setup.launch
+    first_step = callbacks.FirstStep(
+        ledger, steps=steps, batch=size, precision=launch.precision, attention=setup.attention.value
+    )
+    flops = flops_per_token(adapted)
+    metrics = callbacks.Metrics(folder.path / "metrics.jsonl", screen, setup.hardware, size, flops, launch.processes)
+    watching: list[Any] = [first_step, metrics]
+    if launch.precision != "fp16":  # there the loss scaler skips such steps
+        watching.append(callbacks.StopOnNonFinite())
+    if recipe.adapter.type == "adalora":
+        watching.append(callbacks.AllocateRanks())
+    made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
+    trainer = Trainer(
+        model=adapted, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=watching
+    )
+    trainer.remove_callback(PrinterCallback)
+    for name, parameter in adapters.trainable(adapted).items():
+        parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
+    trainer.first_step = first_step
+    if recipe.adapter.type == "adalora":
+        trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight
+    return trainer
+
+
+def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
+    """Train, with the ledger checked before, and the weights compared with what they were after."""
+    ledger.check()
+    adapted: Any = trainer.model
+    frozen = model.fingerprint(adapters.frozen(adapted))
+    before = fingerprints(adapted)
+    with training_errors():
+        trainer.train()
+    if kind != "full":
+        same = model.fingerprint(adapters.frozen(adapted))
+        ledger.add("base weights after training", frozen, same, "hash of every frozen tensor, before and after")
+    after = fingerprints(adapted)
+    moved = Counter(family(name) for name in after if after[name] != before[name])
+    asked = Counter(map(family, after))
+    got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
+    how = "hash of every trainable tensor, before and after"
+    ledger.add("trained weights moved", "some of each kind", got, how, ok=all(moved[name] for name in asked))
+    if kind == "adalora":
+        used, budget = adapters.ranks(adapted)
+        ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
+    ledger.check()
+
+
+def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
+    """A hash of each trainable tensor."""
+    return {name: model.fingerprint({name: p}) for name, p in adapters.trainable(adapted).items()}
+
+
+def family(name: str) -> str:
+    """`...q_proj.lora_A.default.weight` -> `lora_A`; weights of the base itself -> `weights`."""
+    return next((part for part in name.split(".") if part.startswith(("lora_", "ia3_"))), "weights")
+
+
+def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+    """Adapter (or model) and tokenizer, by rank 0; the others wait."""
+    state = PartialState()
+    if state.is_main_process:
+        target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
+        adapted.save_pretrained(str(target))
+        tokenizer.save_pretrained(str(target))
+    state.wait_for_everyone()
+
+
+def check_reopened(
+    live: list[torch.Tensor], reopened: list[torch.Tensor], kind: str, setup: Setup, ledger: Ledger
+) -> None:
+    """What was saved must say what the model said that was trained: the same logits."""
+    largest = max(float(row.abs().max()) for row in live)
+    difference = max(float((a - b).abs().max()) for a, b in zip(live, reopened, strict=True)) / largest
+    on_cpu = setup.hardware.device == "cpu"
+    bound = (PRUNED_TOLERANCE if kind == "adalora" else 0.0) if on_cpu else REOPENED_TOLERANCE
+    asked = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
+    how = f"reopened from disk, {len(live)} rows, largest difference / largest logit"
+    ledger.add("saved weights", asked, f"{difference:g}", how, ok=difference <= bound, code=Exit.ARTEFACT)
+    ledger.check()
+
+
+def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolder:
+    """The run folder, named by rank 0 for all, and the Trainer's own place in it."""
+    name = [recipe.train.output_dir or run_folder.default_path(recipe.origin.path)]
+    if setup.launch.processes > 1:
+        broadcast_object_list(name)
+    folder = run_folder.create(name[0]) if setup.launch.main else run_folder.RunFolder(Path(name[0]))
+    arguments.output_dir = str(folder.staging)
+    return folder
+
+
+def add_data_receipt(split: Split, ledger: Ledger) -> None:
+    """Rows that don't teach the model to stop are why it will not."""
+    how = "rows whose last trained token ends the turn"
+    ledger.add("end of turn trained", split.kept, split.ends_trained, how, code=Exit.INPUT)
+
+
+@contextlib.contextmanager
+def recording(screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup) -> Iterator[None]:
+    """Keep log.txt from here on, and leave receipts.json behind however the run ends."""
+    if setup.launch.main:
+        screen.log_to(folder.path / "log.txt")
+    try:
+        yield
+    finally:
+        if setup.launch.main:
+            folder.write("receipts.json", ledger.as_json())
+        screen.close()
+
+
+@contextlib.contextmanager
+def training_errors() -> Iterator[None]:
+    """Out of memory is the user's to mend: say how."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        fix = "train.per_device_train_batch_size=1, speed.recompute=all, or adapter.type=qlora"
+        problem = Problem("out of GPU memory", found=str(error).splitlines()[0], fix=fix)
+        raise UserError(problem, code=Exit.TRAINING) from error
+
+
+def flops_per_token(adapted: torch.nn.Module) -> float:
+    """FLOPs of one token's forward and backward through the linear layers (attention's own is not counted).
+
+    A frozen weight costs 2 FLOPs an element in forward and 2 for the gradient of its input; a trained one 2 more.
+    """
+    linear = [module for module in adapted.modules() if isinstance(module, torch.nn.Linear)]
+    return sum(m.in_features * m.out_features * (6.0 if m.weight.requires_grad else 4.0) for m in linear)

@@ -1,0 +1,133 @@
+"""What the installed libraries accept, read from their source without importing them.
+
+`SFTConfig` takes 5 s to import and checks no types; its fields can be read with `ast` in 20 ms. So a recipe's
+`train:` and `adapter:` keys are checked against the very versions that will run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+from finetune.errors import Exit, Problem, UserError
+
+SFT_CONFIG = (  # base classes first, so that a subclass's default wins
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("trl", "trainer/sft_config.py", "SFTConfig"),
+)
+LORA_CONFIG = (("peft", "tuners/lora/config.py", "LoraConfig"),)
+ADALORA_CONFIG = (*LORA_CONFIG, ("peft", "tuners/adalora/config.py", "AdaLoraConfig"))
+IA3_CONFIG = (("peft", "tuners/ia3/config.py", "IA3Config"),)
+
+Source = tuple[str, str, str]
+_ENUMS = (("transformers", "trainer_utils.py"), ("transformers", "training_args.py"))
+_PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list, "Any": Any}
+
+
+@dataclass(frozen=True)
+class UpstreamField:
+    """One dataclass field of a library: its type as far as a recipe can hold it, and its help text."""
+
+    annotation: Any
+    help: str
+
+
+@cache
+def fields(sources: tuple[Source, ...]) -> dict[str, UpstreamField]:
+    """The dataclass fields of a class, by name; `sources` lists its bases first."""
+    enums = _enums()
+    found: dict[str, UpstreamField] = {}
+    for package, file, class_name in sources:
+        for node in _class(package, file, class_name).body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found[node.target.id] = UpstreamField(_type(node.annotation, enums), _help(node.value))
+    return found
+
+
+def installed(package: str) -> bool:
+    """Whether `import package` would find something; nothing is imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def source_of(package: str, file: str) -> Path:
+    """The path of a source file of an installed package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(Problem(f"{package} is not installed", fix=f"pip install {package}"), code=Exit.ENVIRONMENT)
+    return Path(next(iter(spec.submodule_search_locations))) / file
+
+
+@cache
+def _tree(package: str, file: str) -> ast.Module:
+    return ast.parse(source_of(package, file).read_text(encoding="utf-8"))
+
+
+def _class(package: str, file: str, name: str) -> ast.ClassDef:
+    for node in _tree(package, file).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+    raise AssertionError(f"{package}/{file} has no class {name}: upstream.py must follow it")
+
+
+def _enums() -> dict[str, Any]:
+    """The string enums that annotate `TrainingArguments`, each as the `Literal` of its values."""
+    found: dict[str, Any] = {}
+    for package, file in _ENUMS:
+        for node in _tree(package, file).body:
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
+                values = [n.value.value for n in node.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+                found[node.name] = Literal[tuple(values)]
+    return found
+
+
+def _type(node: ast.expr, enums: dict[str, Any]) -> Any:
+    """An annotation as a type pydantic can check; what a recipe can't hold (config objects) is left out."""
+    if isinstance(node, ast.BinOp):  # X | Y
+        return _union([node.left, node.right], enums)
+    if isinstance(node, ast.Constant):
+        return None if node.value is None else Any
+    if isinstance(node, ast.Name):
+        return enums.get(node.id, _PLAIN.get(node.id, Any))
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        arguments = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        match node.value.id:
+            case "Optional":
+                return Optional[_type(arguments[0], enums)]  # noqa: UP045 (the operand may be a typing object)
+            case "Union":
+                return _union(arguments, enums)
+            case "Literal":
+                values = tuple(ast.literal_eval(a) for a in arguments)
+                patterns = any("[" in str(value) for value in values)  # "pissa_niter_[number of iters]"
+                return str if patterns else Literal[values]
+            case "list":
+                return list[_type(arguments[0], enums)]
+            case "dict":
+                key, value = arguments
+                return dict[_type(key, enums), _type(value, enums)]
+    return Any
+
+
+def _union(nodes: list[ast.expr], enums: dict[str, Any]) -> Any:
+    names = {n.id for n in nodes if isinstance(n, ast.Name)}
+    if names & enums.keys():  # `SchedulerType | str`: the string must be one of the enum's values
+        nodes = [n for n in nodes if not (isinstance(n, ast.Name) and n.id == "str")]
+    types = [_type(n, enums) for n in nodes]
+    known = tuple(t for t in types if t is not Any) or (Any,)
+    return Union[known]  # noqa: UP007 (built from a tuple)
+
+
+def _help(value: ast.expr | None) -> str:
+    """The `metadata={"help": ...}` of a dataclass field, in one line."""
+    if isinstance(value, ast.Call):
+        for keyword in value.keywords:
+            if keyword.arg == "metadata":
+                try:
+                    return " ".join(str(ast.literal_eval(keyword.value).get("help", "")).split())
+                except ValueError:  # a help text put together at run time
+                    return ""
+    return ""
