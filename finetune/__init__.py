@@ -1,8 +1,8 @@
 """Fine-tune LLaMA-style models from one recipe file, with proof of what ran.
 
-    import finetune
-    run = finetune.train.run(finetune.load_recipe("recipes/quickstart.yaml", ["adapter.type=ia3"]))
-    finetune.evaluate.run(run.path)
+import finetune
+run = finetune.train.run(finetune.load_recipe("recipes/quickstart.yaml", ["adapter.type=ia3"]))
+finetune.evaluate.run(run.path)
 """
 
 from __future__ import annotations

@@ -32,19 +32,19 @@ USUAL_LEARNING_RATE = {
 }
 
 
-def lora(options: dict[str, Any], steps: int) -> PeftConfig:
+def lora(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
     """LoRA (arXiv 2106.09685)."""
     from peft import LoraConfig, TaskType
 
     return LoraConfig(task_type=TaskType.CAUSAL_LM, **options)
 
 
-def dora(options: dict[str, Any], steps: int) -> PeftConfig:
+def dora(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
     """DoRA (arXiv 2402.09353): LoRA with a trained magnitude for each output."""
-    return lora({**options, "use_dora": True}, steps)
+    return lora({**options, "use_dora": True}, steps, linear)
 
 
-def adalora(options: dict[str, Any], steps: int) -> PeftConfig:
+def adalora(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
     """AdaLoRA (arXiv 2303.10512). The schedule comes from the run: a tenth of the steps before ranks are
     taken away, a third of them after the budget is reached."""
     from peft import AdaLoraConfig, TaskType
@@ -66,21 +66,35 @@ def adalora(options: dict[str, Any], steps: int) -> PeftConfig:
     return AdaLoraConfig(task_type=TaskType.CAUSAL_LM, total_step=steps, **options)
 
 
-def ia3(options: dict[str, Any], steps: int) -> PeftConfig:
-    """(IA)^3 (arXiv 2205.05638): a trained scale for keys, values and the feed-forward's input."""
+def ia3(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
+    """(IA)^3 (arXiv 2205.05638): a trained scale for keys, values and the feed-forward's input.
+
+    "all-linear" is spelt out: PEFT would save it as full names, of which `feedforward_modules` is no subset,
+    and then refuse to load what it saved.
+    """
     from peft import IA3Config, TaskType
 
-    targets = options.get("target_modules")
-    if targets is not None and "feedforward_modules" not in options:
-        feedforward = ["down_proj"] if targets == "all-linear" or "down_proj" in targets else []
-        options = {**options, "feedforward_modules": feedforward}
+    options = dict(options)
+    if options.get("target_modules") == "all-linear":
+        options["target_modules"] = sorted(set(map(modules.short, linear)))
+    if isinstance(options.get("target_modules"), list):
+        options.setdefault("feedforward_modules", [n for n in options["target_modules"] if n == "down_proj"])
     return IA3Config(task_type=TaskType.CAUSAL_LM, **options)
 
 
-BUILDERS = {"lora": lora, "qlora": lora, "dora": dora, "qdora": dora, "adalora": adalora, "ia3": ia3}
+BUILDERS = {
+    "lora": lora,
+    "qlora": lora,
+    "dora": dora,
+    "qdora": dora,
+    "adalora": adalora,
+    "ia3": ia3,
+}
 
 
-def attach(model: PreTrainedModel, adapter: Adapter, steps: int, ledger: Ledger) -> PeftModel | PreTrainedModel:
+def attach(
+    model: PreTrainedModel, adapter: Adapter, steps: int, ledger: Ledger
+) -> PeftModel | PreTrainedModel:
     """Put the adapter on the model. `full` trains the model as it is.
 
     Args:
@@ -102,11 +116,16 @@ def attach(model: PreTrainedModel, adapter: Adapter, steps: int, ledger: Ledger)
         problems = modules.unmatched(targets, linear)
         if problems:
             raise UserError(*problems)
-    config = BUILDERS[adapter.type](options, steps)
+    config = BUILDERS[adapter.type](options, steps, linear)
     adapted = get_peft_model(model, config)
     got = Counter(modules.short(name) for name in adapted.targeted_module_names)
     asked = _expected(targets, linear) if targets is not None else got
-    ledger.add("adapter.type", _peft_type(config), _peft_type(adapted.peft_config["default"]), "the live PEFT config")
+    ledger.add(
+        "adapter.type",
+        _peft_type(config),
+        _peft_type(adapted.peft_config["default"]),
+        "the live PEFT config",
+    )
     ledger.add("adapter.target_modules", _counts(asked), _counts(got), "adapted modules, counted by name")
     _count_trainable(adapted, ledger)
     return adapted
@@ -117,7 +136,9 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     from torch import nn
 
     head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    ]
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -136,7 +157,7 @@ def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def orthogonality(model: torch.nn.Module) -> torch.Tensor:
-    """AdaLoRA's regulariser: mean over A and B of ||P P^T - I||_F (arXiv 2303.10512, equation 4), fp32 scalar."""
+    """AdaLoRA's regulariser, fp32 scalar: mean over A, B of ||P P^T - I||_F (arXiv 2303.10512, eq. 4)."""
     import torch
 
     norms = []

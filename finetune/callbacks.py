@@ -1,4 +1,4 @@
-"""What happens between steps: metrics, AdaLoRA's allocation, the stop at a non-finite step, first-step receipts."""
+"""Between steps: metrics, AdaLoRA's allocation, the stop at a non-finite step, receipts of the first step."""
 
 from __future__ import annotations
 
@@ -28,20 +28,26 @@ class AllocateRanks(TrainerCallback):
     so the step that just ran is one more; PEFT finalises when the number is equal, so it must be exact.
     """
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         adalora, step = model.base_model, state.global_step + 1
         allocator = adalora.rankallocator
         budget, masks = allocator.budget_schedule(step)
-        if masks and budget == allocator.init_bgt:  # nothing to take away yet: PEFT would ask for the 0th smallest
+        if (
+            masks and budget == allocator.init_bgt
+        ):  # nothing to take away yet: PEFT would ask for the 0th smallest
             allocator.update_ipt(adalora.model)
         else:
             adalora.update_and_allocate(step)
 
 
 class StopOnNonFinite(TrainerCallback):
-    """Stop before the update of a step whose gradients are not finite, on every rank (they share gradients)."""
+    """Stop before the update of a step whose gradients are not finite; ranks share gradients, so all stop."""
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not torch.isfinite(norm):
@@ -55,7 +61,13 @@ class Metrics(TrainerCallback):
     """One flat JSON object a logged step into metrics.jsonl, and a line for the screen."""
 
     def __init__(
-        self, path: Path, screen: Screen, hardware: Hardware, batch: int, flops_per_token: float, processes: int
+        self,
+        path: Path,
+        screen: Screen,
+        hardware: Hardware,
+        batch: int,
+        flops_per_token: float,
+        processes: int,
     ) -> None:
         self.path, self.screen, self.hardware, self.batch = path, screen, hardware, batch
         self.flops_per_token, self.processes = flops_per_token, processes
@@ -100,7 +112,12 @@ class Metrics(TrainerCallback):
         used = record["gpu_memory_gib"] or record["host_memory_gib"]
         line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used:.1f} GiB"
         self.screen.step(state.global_step, state.max_steps, line)
-        self.logged_at, self.logged_step, self.logged_tokens, self.waited = now, state.global_step, tokens, 0.0
+        self.logged_at, self.logged_step, self.logged_tokens, self.waited = (
+            now,
+            state.global_step,
+            tokens,
+            0.0,
+        )
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         peak = self.hardware.peak_flops
@@ -129,11 +146,30 @@ class FirstStep(TrainerCallback):
         how = f"rows of step 1: {self.micro_batches} micro-batches x {args.world_size} processes"
         add("train.effective_batch_size", self.batch, self.rows * args.world_size, how)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
-        add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
-        add("dtype", DTYPES[self.precision], seen.dtype(), "matrix products of the first forward", code=Exit.ENVIRONMENT)
+        add(
+            "loss tokens in step 1",
+            "> 0",
+            self.loss_tokens,
+            "labels of rank 0",
+            ok=self.loss_tokens > 0,
+        )
+        add(
+            "dtype",
+            DTYPES[self.precision],
+            seen.dtype(),
+            "matrix products of the first forward",
+            code=Exit.ENVIRONMENT,
+        )
         ran = seen.attention()
         asked = self.attention
-        add("model.attention", asked, ran, "operations of the first forward", ok=attention_ok(asked, ran), code=Exit.ENVIRONMENT)
+        add(
+            "model.attention",
+            asked,
+            ran,
+            "operations of the first forward",
+            ok=attention_ok(asked, ran),
+            code=Exit.ENVIRONMENT,
+        )
         self.ledger.check()
 
 
@@ -191,7 +227,11 @@ def memory(hardware: Hardware) -> dict[str, float | None]:
         busy = torch.cuda.utilization() / 100
     except (ModuleNotFoundError, RuntimeError):  # needs nvidia-ml-py
         busy = None
-    return {"gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30, "host_memory_gib": host, "gpu_utilisation": busy}
+    return {
+        "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "host_memory_gib": host,
+        "gpu_utilisation": busy,
+    }
 
 
 def _json(value: Any) -> Any:

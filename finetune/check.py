@@ -34,7 +34,9 @@ def run(recipe: Recipe) -> list[str]:
             problems += error.problems
     if (recipe.adapter.type in FOUR_BIT or recipe.speed.base == "nf4") and not installed("bitsandbytes"):
         fix = "pip install 'finetune-toolkit[bnb]'"
-        packages.append(Problem("a 4-bit base needs bitsandbytes, which is not installed", "adapter.type", fix=fix))
+        packages.append(
+            Problem("a 4-bit base needs bitsandbytes, which is not installed", "adapter.type", fix=fix)
+        )
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import Exit, Problem, UserError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         options.command(options)
     except UserError as error:
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(options: argparse.Namespace) -> None:
     """Train, save, reopen and evaluate a recipe."""
     from finetune import check as checks
+    from finetune.screen import quieten_libraries
 
     recipe = load(options)
     with located(recipe):
@@ -48,6 +49,7 @@ def train(options: argparse.Namespace) -> None:
         if not launched():
             launch_if_needed(options)
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each run to the Hub otherwise
+        quieten_libraries()
         from finetune import train as training
 
         training.run(recipe, quiet=options.quiet)
@@ -68,13 +70,14 @@ def check(options: argparse.Namespace) -> None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate a run's base and tuned model on its held-out rows."""
-    from finetune import evaluate as evaluation
-    from finetune import summary
     from finetune.run_folder import open_run
     from finetune.screen import Screen, quieten_libraries
 
     open_run(options.run)
     quieten_libraries()
+    from finetune import evaluate as evaluation
+    from finetune import summary
+
     result = evaluation.run(options.run)
     summary.show_scores(Screen(quiet=options.quiet), result)
 
@@ -112,17 +115,31 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(function: object, *arguments: tuple[str, dict[str, object]]) -> None:
+    def add(function: Any, *arguments: tuple[str, dict[str, Any]]) -> None:
         text = (function.__doc__ or "").strip()
-        command = commands.add_parser(function.__name__, help=text, description=text, parents=[common])  # type: ignore[attr-defined]
+        command = commands.add_parser(function.__name__, help=text, description=text, parents=[common])
         for name, settings in arguments:
-            command.add_argument(name, **settings)  # type: ignore[arg-type]
+            command.add_argument(name, **settings)
         command.set_defaults(command=function)
 
-    recipe = ("recipe", {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"})
-    maybe_recipe = ("recipe", {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"})
-    overrides = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
-    add(train, recipe, overrides, ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}))
+    recipe = (
+        "recipe",
+        {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"},
+    )
+    maybe_recipe: tuple[str, dict[str, Any]] = (
+        "recipe",
+        {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"},
+    )
+    overrides = (
+        "overrides",
+        {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"},
+    )
+    add(
+        train,
+        recipe,
+        overrides,
+        ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
+    )
     add(check, recipe, overrides)
     add(evaluate, ("run", {"metavar": "RUN", "help": "a run folder"}))
     add(
@@ -132,6 +149,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add(doctor, maybe_recipe, overrides)
     return top
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """argparse ends a list of positionals at the first option; overrides may also follow options."""
+    top = parser()
+    options, extra = top.parse_known_args(arguments)
+    if extra and not (
+        hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
+    ):
+        top.error(f"unrecognized arguments: {' '.join(extra)}")
+    if extra:
+        options.overrides += extra
+    return options
 
 
 def load(options: argparse.Namespace) -> Recipe:
@@ -176,12 +206,17 @@ def launch_if_needed(options: argparse.Namespace) -> None:
         count = torch.cuda.device_count()
         if count < 2:
             return
-        config, extra = str(shipped.folder("accelerate_configs") / "ddp_8.yaml"), ["--num_processes", str(count)]
+        config, extra = (
+            str(shipped.folder("accelerate_configs") / "ddp_8.yaml"),
+            ["--num_processes", str(count)],
+        )
     if not Path(config).is_file():
         shelf = shipped.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
         if not shelf.is_file():
             known = ", ".join(sorted(path.stem for path in shelf.parent.glob("*.yaml")))
-            raise UserError(Problem("no such accelerate config", found=config, expected=f"a file, or one of {known}"))
+            raise UserError(
+                Problem("no such accelerate config", found=config, expected=f"a file, or one of {known}")
+            )
         config = str(shelf)
     quiet = ["--quiet"] if options.quiet else []
     command = ["accelerate", "launch", "--config_file", config, *extra, "-m", "finetune", "train"]

@@ -1,9 +1,9 @@
 """The one error a user meets, its message and the exit codes.
 
-    error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
-      found:     0
-      expected:  a whole number >= 1
-      try:       r: 16
+error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
+  found:     0
+  expected:  a whole number >= 1
+  try:       r: 16
 """
 
 from __future__ import annotations

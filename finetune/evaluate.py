@@ -21,12 +21,14 @@ from finetune.data import chat, load
 from finetune.recipe import load as load_recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from finetune.data.chat import Encoder
     from finetune.data.load import Row
-    from finetune.recipe import Data, Eval, Recipe
+    from finetune.recipe import Eval, Recipe
     from finetune.run_folder import RunFolder
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
@@ -44,19 +46,21 @@ class Score:
         return {"loss": self.loss, "exact_match": self.exact_match}
 
 
-def run(path: str | Path, *, tuned: PreTrainedModel | None = None) -> dict[str, Any]:
-    """Evaluate a run folder and write its eval.json.
+def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> dict[str, Any]:
+    """Reopen a run folder cold, evaluate base and tuned, and write eval.json.
 
     Args:
         path: the run folder.
-        tuned: the model that `reopen` gave, if the caller has it already.
+        inspect: called with the reopened model before it is evaluated; may raise.
 
     Returns:
         The content of eval.json; without held-out rows `base` and `tuned` are empty.
     """
     folder = run_folder.open_run(path)
     recipe = load_recipe(folder.recipe)
-    tuned = reopen(folder, recipe) if tuned is None else tuned
+    tuned: Any = reopen(folder, recipe)
+    if inspect:
+        inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
     _, rows, _ = load.read(recipe.data, recipe.train.seed)
     result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
@@ -78,7 +82,9 @@ def run(path: str | Path, *, tuned: PreTrainedModel | None = None) -> dict[str, 
 
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     """The base of a recipe, loaded afresh as training loads it (`name`: other weights in the same way)."""
-    section = recipe.model if name is None else recipe.model.model_copy(update={"name": name, "revision": None})
+    section = (
+        recipe.model if name is None else recipe.model.model_copy(update={"name": name, "revision": None})
+    )
     setup = hardware.choose(
         attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
     )
@@ -108,9 +114,10 @@ def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], recip
     state = PartialState()
     mine = list(range(state.process_index, len(rows), state.num_processes))
     own = [rows[index] for index in mine]
+    encoder = chat.make_encoder(tokenizer, recipe.data, chat.detect_format(rows[0]))
     with inference(tuned):
-        losses = token_losses(tuned, tokenizer, own, recipe.data, recipe.eval.batch_size)
-        answers = generate(tuned, tokenizer, own, rows, recipe.eval)
+        losses = token_losses(tuned, encoder, own, recipe.eval.batch_size)
+        answers = generate(tuned, encoder, own, rows, recipe.eval)
     gathered = gather_object([(losses, list(zip(mine, answers, strict=True)))])
     total = sum(loss for (loss, _), _ in gathered)
     count = sum(tokens for (_, tokens), _ in gathered)
@@ -127,24 +134,26 @@ def inference(tuned: Any) -> Any:
     precision = hardware.launch(hardware.detect()).precision
     dtype = getattr(torch, model.DTYPES[precision])
     tuned.eval()
-    with torch.inference_mode(), torch.autocast(tuned.device.type, dtype, enabled=precision != "no"):
+    with (
+        torch.inference_mode(),
+        torch.autocast(tuned.device.type, dtype, enabled=precision != "no"),
+    ):
         yield
 
 
-def token_losses(
-    tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], data: Data, batch_size: int
-) -> tuple[float, int]:
+def token_losses(tuned: Any, encoder: Encoder, rows: list[Row], batch_size: int) -> tuple[float, int]:
     """Sum of the negative log-likelihoods (fp32, summed in fp64) and number of tokens that carry loss."""
     total, count = 0.0, 0
-    encoded = [chat.tokens(row, data, tokenizer, chat.detect_format(row)) for row in rows]
-    encoded.sort(key=lambda pair: len(pair[0]))
+    encoded = sorted(map(encoder, rows), key=lambda pair: len(pair[0]))
+    pad = encoder.tokenizer.pad_token_id
     for start in range(0, len(encoded), batch_size):
         batch = encoded[start : start + batch_size]
         width = max(len(ids) for ids, _ in batch)
-        pad = tokenizer.pad_token_id
         ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=tuned.device)
         labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in batch], device=tuned.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=tuned.device)
+        mask = torch.tensor(
+            [[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=tuned.device
+        )
         logits = tuned(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         targets = labels[:, 1:]
         chosen = targets != -100
@@ -154,19 +163,19 @@ def token_losses(
     return total, count
 
 
-def generate(
-    tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], all_rows: list[Row], settings: Eval
-) -> list[str]:
+def generate(tuned: Any, encoder: Encoder, rows: list[Row], all_rows: list[Row], settings: Eval) -> list[str]:
     """The greedy answer to each row, stripped; similar lengths together, padded on the left."""
+    tokenizer = encoder.tokenizer
     longest = max(len(tokenizer(chat.prompt_and_answer(row)[1])["input_ids"]) for row in all_rows)
-    prompts = [_prompt_ids(row, tokenizer) for row in rows]
+    prompts = [encoder.prompt(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
+    pad: Any = tokenizer.pad_token_id
     stops = chat.stop_ids(tokenizer)
     answers = [""] * len(rows)
     for start in range(0, len(order), settings.batch_size):
         batch = order[start : start + settings.batch_size]
         width = max(len(prompts[index]) for index in batch)
-        ids = torch.full((len(batch), width), tokenizer.pad_token_id)
+        ids = torch.full((len(batch), width), pad)
         mask = torch.zeros_like(ids)
         for position, index in enumerate(batch):
             ids[position, width - len(prompts[index]) :] = torch.tensor(prompts[index])
@@ -177,17 +186,20 @@ def generate(
             max_new_tokens=settings.max_new_tokens or longest + ANSWER_MARGIN,
             do_sample=False,
             eos_token_id=sorted(stops),
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=pad,
         )
         for position, index in enumerate(batch):
-            answers[index] = tokenizer.decode(output[position, width:], skip_special_tokens=True).strip()
+            text = tokenizer.decode(output[position, width:], skip_special_tokens=True)
+            answers[index] = str(text).strip()
     return answers
 
 
 def logits(tuned: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     """Logits of each row of ids alone, (length, vocabulary) on the CPU: what a saved model must reproduce."""
     with inference(tuned):
-        return [tuned(input_ids=torch.tensor([ids], device=tuned.device)).logits[0].float().cpu() for ids in rows]
+        return [
+            tuned(input_ids=torch.tensor([ids], device=tuned.device)).logits[0].float().cpu() for ids in rows
+        ]
 
 
 def samples(rows: list[Row], before: Score, after: Score, count: int) -> list[dict[str, Any]]:
@@ -195,17 +207,13 @@ def samples(rows: list[Row], before: Score, after: Score, count: int) -> list[di
     found = []
     for index in range(min(count, len(rows))):
         prompt, reference = chat.prompt_and_answer(rows[index])
-        answers = {"reference": reference, "base": before.answers[index], "tuned": after.answers[index]}
+        answers = {
+            "reference": reference,
+            "base": before.answers[index],
+            "tuned": after.answers[index],
+        }
         found.append({"prompt": prompt, **answers})
     return found
-
-
-def _prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    prompt, _ = chat.prompt_and_answer(row)
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    output: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return output["input_ids"]
 
 
 def _saved(folder: RunFolder) -> Any:

@@ -12,11 +12,26 @@ from finetune.upstream import installed
 
 FOUR_BIT = frozenset({"qlora", "qdora"})  # adapter types that mean an nf4 base
 # Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets.
-PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+PEAK_BF16 = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
 # flash-attention: importable module, pip line, lowest compute capability
 FLASH = {
-    "flash_attention_2": ("flash_attn", "pip install 'finetune-toolkit[flash]' --no-build-isolation", (8, 0)),
-    "flash_attention_3": ("flash_attn_interface", "build it from flash-attention's hopper/ folder", (9, 0)),
+    "flash_attention_2": (
+        "flash_attn",
+        "pip install 'finetune-toolkit[flash]' --no-build-isolation",
+        (8, 0),
+    ),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "build it from flash-attention's hopper/ folder",
+        (9, 0),
+    ),
     "flash_attention_4": ("flash_attn.cute", "pip install 'finetune-toolkit[kernels]'", (9, 0)),
 }
 
@@ -49,6 +64,7 @@ class Launch:
     processes: int
     rank: int
     precision: str  # no | bf16 | fp16 | fp8
+    precision_by: str  # launch | hardware
     precision_reason: str
 
     @property
@@ -58,7 +74,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Setup:
-    """This machine, this launch, and what they mean for loading a model: the same in training and evaluation."""
+    """This machine, this launch and what they mean for loading a model, in training and evaluation alike."""
 
     hardware: Hardware
     launch: Launch
@@ -84,7 +100,10 @@ def detect() -> Hardware:
     import torch
 
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")  # the launch's word
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in (
+        "true",
+        "1",
+    )  # the launch's word
     if torch.cuda.is_available() and not on_cpu:
         properties = torch.cuda.get_device_properties(0)
         capability = (properties.major, properties.minor)
@@ -102,16 +121,23 @@ def launch(hardware: Hardware) -> Launch:
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = "accelerate" if asked else "torchrun" if torchrun else "none"
-    precision, reason = (asked, "mixed_precision of the launch") if asked else _precision(hardware)
+    precision, reason = (asked, "its mixed_precision") if asked else _precision(hardware)
     processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if precision == "fp8":
         fix = "mixed_precision: bf16 in the accelerate config"
-        raise UserError(Problem("fp8 is not in this version", found="fp8 launch", fix=fix), code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem("fp8 is not in this version", found="fp8 launch", fix=fix),
+            code=Exit.ENVIRONMENT,
+        )
     if precision == "bf16" and hardware.device == "cuda" and hardware.capability < (8, 0):
         found = f"{hardware.name}, compute capability {hardware.capability[0]}.{hardware.capability[1]}"
-        problem = Problem("this GPU has no bf16", found=found, fix="mixed_precision: fp16 in the accelerate config")
+        problem = Problem(
+            "this GPU has no bf16",
+            found=found,
+            fix="mixed_precision: fp16 in the accelerate config",
+        )
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return Launch(launcher, processes, rank, precision, reason)
+    return Launch(launcher, processes, rank, precision, "launch" if asked else "hardware", reason)
 
 
 def _precision(hardware: Hardware) -> Choice:
@@ -119,7 +145,10 @@ def _precision(hardware: Hardware) -> Choice:
         return Choice("no", "no GPU: fp32 on the CPU")
     if hardware.capability >= (8, 0):
         return Choice("bf16", f"{hardware.name} has bf16")
-    return Choice("fp16", f"{hardware.name} has no bf16 (compute capability below 8.0): fp16 with a loss scaler")
+    return Choice(
+        "fp16",
+        f"{hardware.name} has no bf16 (compute capability below 8.0): fp16 with a loss scaler",
+    )
 
 
 def choose_attention(asked: str, hardware: Hardware) -> Choice:
@@ -129,7 +158,11 @@ def choose_attention(asked: str, hardware: Hardware) -> Choice:
         UserError: an explicit request that this machine can't meet (exit 3).
     """
     if asked == "auto":
-        kernel = "its flash kernel serves" if hardware.device == "cuda" else "the CPU has no other fused kernel for"
+        kernel = (
+            "its flash kernel serves"
+            if hardware.device == "cuda"
+            else "the CPU has no other fused kernel for"
+        )
         return Choice("sdpa", f"auto: {kernel} padded batches")
     obstacle = attention_obstacle(asked, hardware)
     if obstacle:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.recipe import Model
 
-DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by the launch's precision
+DTYPES = {
+    "no": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+}  # of computation, by the launch's precision
 STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -65,8 +69,8 @@ def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
         options["device_map"] = {"": device}
     loaded = _from_hub(AutoModelForCausalLM.from_pretrained, model, **options)
     for module in loaded.modules():
-        # bitsandbytes repacks 4-bit weights at the first evaluation on CPUs with AVX512-BF16 and then computes
-        # wrong gradients: https://github.com/bitsandbytes-foundation/bitsandbytes, nn/modules.py, Linear4bit
+        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation, and computes
+        # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return loaded
@@ -112,6 +116,6 @@ def _from_hub(load: Any, model: Model, **options: Any) -> Any:
         if local_path(model.name):
             problem = Problem("the folder does not hold a model that loads", "model.name", found=reason)
             raise UserError(problem) from error
-        fix = "check name, revision and network; a gated model needs `hf auth login` and its page's terms accepted"
+        fix = "check name, revision and network; a gated model needs its terms accepted and `hf auth login`"
         problem = Problem(f"{model.name} can't be loaded from the Hub", "model.name", found=reason, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error

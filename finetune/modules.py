@@ -27,7 +27,11 @@ def linear_names(folder: Path) -> list[str]:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
         for name, tensor in header.items():
-            if name.endswith(".weight") and len(tensor["shape"]) == 2 and short(name[:-7]) not in _NOT_ADAPTED:
+            if (
+                name.endswith(".weight")
+                and len(tensor["shape"]) == 2
+                and short(name[:-7]) not in _NOT_ADAPTED
+            ):
                 names.append(name.removesuffix(".weight"))
     return names
 

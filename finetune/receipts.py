@@ -20,7 +20,7 @@ class Receipt:
 
 @dataclass
 class Ledger:
-    """Made by `train.run`, handed to those who add to it, checked when built, after step 1 and after saving."""
+    """Made by `train.run`, handed to those who add to it; checked when built, after step 1, after saving."""
 
     receipts: list[Receipt] = field(default_factory=list)
     checked: int = 0

@@ -25,7 +25,11 @@ class Section(BaseModel):
     """Frozen, strict about types, and closed: an unknown key is an error."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -55,9 +59,9 @@ class Data(Section):
     """Split of a Hub data set."""
     validation: str | None = None
     """File with held-out rows; or see `validation_fraction`."""
-    validation_fraction: float | None = Field(None, gt=0, lt=1)
+    validation_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of the rows held out, drawn with `train.seed`."""
-    max_length: int = Field(1024, ge=8)
+    max_length: int = Field(default=1024, ge=8)
     """Longest row in tokens."""
     too_long: Literal["drop", "error"] = "drop"
     """What happens to a longer row; none is ever cut."""
@@ -92,17 +96,17 @@ class Train(Section):
 
     output_dir: str | None = None
     """The run folder; `null`: runs/<recipe>-<time>."""
-    effective_batch_size: int = Field(32, ge=1)
+    effective_batch_size: int = Field(default=32, ge=1)
     """Sequences in one optimizer step, over all processes."""
-    per_device_train_batch_size: int | None = Field(None, ge=1)
+    per_device_train_batch_size: int | None = Field(default=None, ge=1)
     """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8."""
-    learning_rate: float = Field(2e-4, ge=0)
+    learning_rate: float = Field(default=2e-4, ge=0)
     """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps; excludes `num_train_epochs`."""
-    num_train_epochs: float | None = Field(None, gt=0)
+    num_train_epochs: float | None = Field(default=None, gt=0)
     """Passes over the data; neither given: 3."""
-    seed: int = Field(42, ge=0)
+    seed: int = Field(default=42, ge=0)
     """Seeds adapter initialisation, dropout, shuffling and the validation split."""
 
     def passed_on(self) -> dict[str, Any]:
@@ -112,11 +116,11 @@ class Train(Section):
 
 
 class Eval(Section):
-    samples: int = Field(5, ge=0)
+    samples: int = Field(default=5, ge=0)
     """Held-out rows whose answers of base and tuned are shown side by side."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Rows generated or scored at once."""
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest generated answer; `null`: the longest reference answer and 16 tokens more."""
 
 
@@ -154,7 +158,7 @@ class Recipe(Section):
         return self._origin
 
 
-SECTIONS = tuple(Recipe.model_fields)
+_create: Any = create_model  # its overloads don't know fields made at run time
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,15 @@ class AdapterType:
 
 
 _BY_RUN = frozenset(
-    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode".split()
+    [
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ]
 )
 _LORA_DEFAULTS = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 _LORA = AdapterType(upstream.LORA_CONFIG, frozenset({"use_dora"}), _LORA_DEFAULTS)
@@ -182,7 +194,7 @@ ADAPTERS = {
     "ia3": AdapterType(upstream.IA3_CONFIG),
     "full": AdapterType(),
 }
-_LIMITS: dict[str, dict[str, float]] = {  # of upstream's keys; upstream itself checks late or not at all
+_LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself checks late or not at all
     "r": {"ge": 1},
     "lora_alpha": {"gt": 0},
     "lora_dropout": {"ge": 0, "lt": 1},
@@ -220,6 +232,7 @@ def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recip
     problems += recipe_errors.conflicts(raw, origin.where)
     _complete_adapter(raw, origin)
     _resolve_paths(raw, origin.path.parent)
+    recipe: Any = None
     try:
         recipe = sections()["recipe"].model_validate(raw)
     except ValidationError as error:
@@ -243,11 +256,11 @@ DATA_SUFFIXES = frozenset({".jsonl", ".json", ".jinja", ".j2", ".csv", ".parquet
 
 @cache
 def sections() -> dict[str, type[BaseModel]]:
-    """The complete models: ours plus upstream's fields. Keys: the section names, `adapter.<type>`, `recipe`."""
+    """The complete models, ours plus upstream's fields, by section name, `adapter.<type>` and `recipe`."""
     types = {f"adapter.{name}": _adapter_section(name, kind) for name, kind in ADAPTERS.items()}
     union = Annotated[Union[tuple(types.values())], Field(discriminator="type")]  # noqa: UP007
     train = _train_section()
-    recipe = create_model("Recipe", __base__=Recipe, adapter=(union, ...), train=(train, train()))
+    recipe = _create("Recipe", __base__=Recipe, adapter=(union, ...), train=(train, train()))
     return {
         "recipe": recipe,
         "model": Model,
@@ -263,24 +276,28 @@ def sections() -> dict[str, type[BaseModel]]:
 def json_schema() -> dict[str, Any]:
     """The JSON schema editors use to complete and check a recipe."""
     schema = sections()["recipe"].model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "finetune recipe"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "finetune recipe",
+    }
 
 
 def _train_section() -> type[Train]:
     found = upstream.fields(upstream.SFT_CONFIG)
     names = [name for name in found if not owner_of(name) and name not in Train.model_fields]
-    return create_model("Train", __base__=Train, **{name: _field(name, found[name]) for name in names})
+    return _create("Train", __base__=Train, **{name: _field(name, found[name]) for name in names})
 
 
 def _adapter_section(name: str, kind: AdapterType) -> type[Adapter]:
     found = upstream.fields(kind.sources)
     fields = {key: _field(key, found[key]) for key in found if key not in kind.decides | _BY_RUN}
-    return create_model(name.capitalize(), __base__=Adapter, type=(Literal[name], ...), **fields)
+    return _create(name.capitalize(), __base__=Adapter, type=(Literal[name], ...), **fields)
 
 
 def _field(name: str, source: upstream.UpstreamField) -> tuple[Any, Any]:
     """An upstream field as pydantic's; its default is never used: only what was set is passed on."""
-    annotation = Annotated[source.annotation, Field(**_LIMITS.get(name, {}))]  # type: ignore[call-overload]
+    annotation = Annotated[source.annotation, Field(**_LIMITS.get(name, {}))]
     return (annotation, Field(default=None, description=source.help))
 
 
@@ -289,7 +306,9 @@ def _read(path: Path) -> strict_yaml.Document:
         if path.stat().st_size > strict_yaml.MAX_BYTES:
             found = f"{path.stat().st_size:,} bytes"
             expected = f"at most {strict_yaml.MAX_BYTES:,}"
-            raise UserError(Problem("too large for a recipe", where=str(path), found=found, expected=expected))
+            raise UserError(
+                Problem("too large for a recipe", where=str(path), found=found, expected=expected)
+            )
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{path}, byte {error.start}"
@@ -297,11 +316,15 @@ def _read(path: Path) -> strict_yaml.Document:
     except OSError as error:
         near = recipe_errors.similar_files(path)
         fix = near or "finetune recipes lists the shipped ones"
-        raise UserError(Problem(f"cannot read the recipe: {error.strerror}", where=str(path), fix=fix)) from None
+        raise UserError(
+            Problem(f"cannot read the recipe: {error.strerror}", where=str(path), fix=fix)
+        ) from None
     return strict_yaml.parse(text, str(path))
 
 
-def _apply_overrides(raw: dict[str, Any], overrides: tuple[str, ...] | list[str], origin: Origin) -> list[Problem]:
+def _apply_overrides(
+    raw: dict[str, Any], overrides: tuple[str, ...] | list[str], origin: Origin
+) -> list[Problem]:
     problems = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -326,7 +349,9 @@ def _apply_overrides(raw: dict[str, Any], overrides: tuple[str, ...] | list[str]
             rival_section, rival_name = rival.split(".")
             dropped = raw.get(rival_section, {})
             if document.value is not None and dropped.get(rival_name) is not None:
-                origin.notices.append(f"{rival}: {dropped.pop(rival_name)} of the recipe is displaced by {key}")
+                origin.notices.append(
+                    f"{rival}: {dropped.pop(rival_name)} of the recipe is displaced by {key}"
+                )
                 origin.set_by.pop(rival, None)
     return problems
 
@@ -340,7 +365,9 @@ def _complete_adapter(raw: dict[str, Any], origin: Origin) -> None:
     of_any_type = {key for name in ADAPTERS for key in sections()[f"adapter.{name}"].model_fields}
     own = sections()[f"adapter.{adapter['type']}"].model_fields
     for key in [key for key in adapter if key not in own and key in of_any_type]:
-        origin.notices.append(f"adapter.{key}: {adapter['type']} has no such key; left out ({adapter.pop(key)})")
+        origin.notices.append(
+            f"adapter.{key}: {adapter['type']} has no such key; left out ({adapter.pop(key)})"
+        )
         origin.set_by[f"adapter.{key}"] = f"left out: {adapter['type']} has no such key"
     for key, value in kind.defaults.items():
         if key not in adapter:
@@ -360,6 +387,11 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
         matches = any(folder.glob(value)) if any(mark in value for mark in "*?[") else beside.exists()
         return str(beside) if matches and not here.exists() else value
 
-    for section, key in (("model", "name"), ("data", "name"), ("data", "validation"), ("data", "chat_template")):
+    for section, key in (
+        ("model", "name"),
+        ("data", "name"),
+        ("data", "validation"),
+        ("data", "chat_template"),
+    ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])

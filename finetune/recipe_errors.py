@@ -23,7 +23,12 @@ RIVALS = {  # an override of one displaces the other; both in one file is an err
     "data.validation": ("data.validation_fraction",),
     "data.validation_fraction": ("data.validation",),
 }
-_UNPREPARED_INITS = ("eva", "corda", "loftq", "lora_ga")  # each needs a pass over data or weights first
+_UNPREPARED_INITS = (
+    "eva",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # each needs a pass over data or weights first
 _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{20,}")
 _SECRET_KEY = re.compile(r"(^|_)(token|api_key|password|secret)$")
 
@@ -58,7 +63,7 @@ def explain(error: ValidationError, raw: dict[str, Any], where: Where, known: Kn
 
 
 def secrets(raw: Any, where: Where, path: tuple[str, ...] = ()) -> list[Problem]:
-    """A recipe is shared and pushed: a secret in it is refused, masked in the message, and removed from `raw`."""
+    """Recipes are shared and pushed: a secret is refused, masked in the message, and removed from `raw`."""
     found = []
     items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
     for key, value in list(items):
@@ -85,24 +90,52 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         found.append(Problem(what, key, _at(tuple(key.split(".")), where), **texts))
 
     found: list[Problem] = []
-    for key, rival in (("train.max_steps", "train.num_train_epochs"), ("data.validation", "data.validation_fraction")):
+    for key, rival in (
+        ("train.max_steps", "train.num_train_epochs"),
+        ("data.validation", "data.validation_fraction"),
+    ):
         if get(key) is not None and get(rival) is not None:
-            problem(key, f"excludes {rival}", found=f"{get(key)} and {get(rival)}", fix="drop one of the two")
+            problem(
+                key,
+                f"excludes {rival}",
+                found=f"{get(key)} and {get(rival)}",
+                fix="drop one of the two",
+            )
     kind, base = get("adapter.type"), get("speed.base")
     if kind in ("qlora", "qdora") and base not in (None, "auto", "nf4"):
         fix = f"drop speed.base, or adapter.type: {kind[1:]}"
-        problem("speed.base", f"excludes adapter.type: {kind}, which means a 4-bit base", found=str(base), fix=fix)
+        problem(
+            "speed.base",
+            f"excludes adapter.type: {kind}, which means a 4-bit base",
+            found=str(base),
+            fix=fix,
+        )
     if kind == "full" and base in ("nf4", "fp8"):
-        problem("speed.base", "full fine-tuning trains the base itself", found=str(base), fix="drop speed.base")
+        problem(
+            "speed.base",
+            "full fine-tuning trains the base itself",
+            found=str(base),
+            fix="drop speed.base",
+        )
     if base == "fp8" and kind not in ("qlora", "qdora", "full"):
-        problem("speed.base", "the fp8 base is not in this version", found="fp8", expected="auto, bf16 or nf4")
+        problem(
+            "speed.base",
+            "the fp8 base is not in this version",
+            found="fp8",
+            expected="auto, bf16 or nf4",
+        )
     if get("adapter.use_dora") and kind not in ("lora", "qlora", "dora", "qdora"):
         problem("adapter.use_dora", f"excludes adapter.type: {kind}", fix="adapter.type: dora")
         raw["adapter"].pop("use_dora")
     init = get("adapter.init_lora_weights")
     if isinstance(init, str) and init.startswith(_UNPREPARED_INITS):
         what = "needs a preparation that this version does not run; PEFT would train plain LoRA"
-        problem("adapter.init_lora_weights", what, found=init, fix="true, gaussian, olora, pissa or orthogonal")
+        problem(
+            "adapter.init_lora_weights",
+            what,
+            found=init,
+            fix="true, gaussian, olora, pissa or orthogonal",
+        )
     if get("publish.repo") is not None:
         problem("publish.repo", "publishing is not in this version", fix="repo: null")
     effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
@@ -147,9 +180,16 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, kn
         return Problem("no such type", "adapter.type", at, tag, ", ".join(allowed), nearest(tag, allowed))
     expected = dict.fromkeys(_expected(item) for item in items)
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
-    what = "out of range" if kind in _BOUNDS else "not allowed here" if kind == "literal_error" else "wrong type"
+    what = (
+        "out of range" if kind in _BOUNDS else "not allowed here" if kind == "literal_error" else "wrong type"
+    )
     return Problem(
-        what, key, _at(path, where), show(value), " or ".join(expected), nearest(str(value), allowed)
+        what,
+        key,
+        _at(path, where),
+        show(value),
+        " or ".join(expected),
+        nearest(str(value), allowed),
     )
 
 
@@ -178,21 +218,23 @@ def _unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) ->
 
 def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
     allowed = ["model", "data", "adapter", "speed", "train", "eval", "publish"]
-    homes = [section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"]
-    fix = RENAMED.get(name) or owner_of(name) or nearest(name, allowed)
+    homes = [
+        section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"
+    ]
+    fix = RENAMED.get(name, "") or owner_of(name) or nearest(name, allowed)
     if homes and name not in RENAMED:
         fix = f"it belongs under {homes[0]}:"
     return Problem("unknown section", name, at, show(raw.get(name)), ", ".join(allowed), fix)
 
 
 def _expected(item: Any) -> str:
-    kind = item["type"]
+    kind = str(item["type"])
     if kind in _BOUNDS:
         sign, name = _BOUNDS[kind]
         return f"{sign} {item['ctx'][name]:g}"
     if kind == "literal_error":
         return ", ".join(map(str, _literals(item)))
-    return _EXPECTED.get(kind, item["msg"])
+    return _EXPECTED.get(kind, str(item["msg"]))
 
 
 def _literals(item: Any) -> list[str]:
@@ -215,7 +257,15 @@ def _at(path: tuple[str, ...], where: Where) -> str:
 def show(value: Any) -> str:
     """A found value with its type, short."""
     text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
-    names = {str: "text", int: "a whole number", float: "a number", bool: "a truth value", list: "a list"}
+    names = {
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "a truth value",
+        list: "a list",
+    }
     if isinstance(value, str):
         return f'"{text}" (text)'
-    return f"{text} ({names[type(value)]})" if type(value) in names else "null" if value is None else text
+    if value is None:
+        return "null"
+    return f"{text} ({names[type(value)]})" if type(value) in names else text

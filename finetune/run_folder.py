@@ -1,7 +1,7 @@
 """The run folder: what a run leaves behind, and all that later commands read.
 
-    recipe.resolved.yaml  environment.json  data_report.json  receipts.json  metrics.jsonl  eval.json  log.txt
-    adapter/ (or model/ after full fine-tuning)
+recipe.resolved.yaml  environment.json  data_report.json  receipts.json  metrics.jsonl  eval.json  log.txt
+adapter/ (or model/ after full fine-tuning)
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware, Launch
     from finetune.recipe import Recipe
 
-PACKAGES = "finetune-toolkit torch transformers trl peft accelerate datasets bitsandbytes tokenizers safetensors".split()
+PACKAGES = [
+    "finetune-toolkit",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "bitsandbytes",
+    "tokenizers",
+    "safetensors",
+]
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,9 @@ def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
             packages[name] = version(name)
         except PackageNotFoundError:
             packages[name] = None
-    launcher_env = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))}
+    launcher_env = {
+        k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))
+    }
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -129,7 +142,10 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
         lines.append(f"{section}:")
         for key in _shown(recipe, section):
             dotted = f"{section}.{key}"
-            default = (getattr(getattr(recipe, section), key), recipe.origin.set_by.get(dotted, "default"))
+            default = (
+                getattr(getattr(recipe, section), key),
+                recipe.origin.set_by.get(dotted, "default"),
+            )
             value, who = chosen.pop(dotted, default)
             lines.append(f"  {key}: {_flow(value)}  # {who}")
         for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
@@ -145,14 +161,20 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
     if section == "adapter":
         return [key for key in type(content).model_fields if key in content.model_fields_set]
     if section == "train":
-        return [key for key in type(content).model_fields if key in content.model_fields_set | Train.model_fields.keys()]
+        return [
+            key
+            for key in type(content).model_fields
+            if key in content.model_fields_set | Train.model_fields.keys()
+        ]
     return list(type(content).model_fields)
 
 
 def _flow(value: Any) -> str:
     """A value on one line, such that strict YAML 1.2 reads the same value back."""
     if isinstance(value, float):
-        return repr(value) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
+        return (
+            repr(value) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
+        )
     if isinstance(value, str):
         return json.dumps(value)
     if value is None or isinstance(value, (bool, int)):

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+PLAIN_WIDTH = 120
 PLAIN_LINES = 20  # about so many progress lines in a run when there is no terminal
 
 
@@ -24,7 +26,9 @@ class Screen:
     """The terminal and, once the run folder exists, its log.txt."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=False)
+        self.console = Console(quiet=quiet, highlight=False)
+        if not self.console.is_terminal:
+            self.console = Console(quiet=quiet, highlight=False, width=PLAIN_WIDTH)
         self._said: list[Any] = []
         self._log: Console | None = None
         self._progress: Progress | None = None
@@ -33,15 +37,19 @@ class Screen:
     def say(self, *renderables: Any) -> None:
         """Print, and keep for log.txt."""
         for renderable in renderables:
-            self.console.print(renderable)
-            self._log.print(renderable) if self._log else self._said.append(renderable)
+            plain: Any = {"soft_wrap": isinstance(renderable, str), "markup": False}
+            self.console.print(renderable, **plain)
+            if self._log:
+                self._log.print(renderable, **plain)
+            else:
+                self._said.append(renderable)
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for column in columns:
-            table.add_column(column, overflow="fold", header_style="dim")
+        for index, column in enumerate(columns):
+            table.add_column(column, overflow="fold", header_style="dim", no_wrap=index == 0)
         for row in rows:
-            table.add_row(*map(str, row))
+            table.add_row(*(Text(str(cell)) for cell in row))
         self.say("", table)
 
     def log_to(self, path: Path) -> None:
@@ -72,9 +80,9 @@ class Screen:
         left = (time.monotonic() - self._started) / step * (total - step)
         text = f"step {step}/{total}  {line}  {left:.0f}s left"
         if not self._progress and (step in (1, total) or step % max(1, total // PLAIN_LINES) == 0):
-            self.console.print(text)
+            self.console.print(text, markup=False)
         if self._log:
-            self._log.print(text)
+            self._log.print(text, markup=False)
 
     def stop(self) -> None:
         """End the training display."""
@@ -86,7 +94,9 @@ class Screen:
         """Close log.txt."""
         self.stop()
         root = logging.getLogger()
-        for handler in [h for h in root.handlers if self._log and getattr(h, "stream", None) is self._log.file]:
+        for handler in [
+            h for h in root.handlers if self._log and getattr(h, "stream", None) is self._log.file
+        ]:
             root.removeHandler(handler)
         if self._log:
             self._log.file.close()
@@ -95,14 +105,22 @@ class Screen:
 
 def quieten_libraries() -> None:
     """Send warnings and log records of libraries to the root logger, and their progress bars nowhere."""
-    import datasets
-    import transformers
-
     logging.captureWarnings(True)
     root = logging.getLogger()
     if not any(isinstance(handler, logging.NullHandler) for handler in root.handlers):
-        root.addHandler(logging.NullHandler())
-    for name in ("transformers", "datasets", "huggingface_hub", "accelerate", "trl", "peft", "bitsandbytes"):
+        root.addHandler(logging.NullHandler())  # before the imports: some log while they are imported
+    import datasets
+    import transformers
+
+    for name in (
+        "transformers",
+        "datasets",
+        "huggingface_hub",
+        "accelerate",
+        "trl",
+        "peft",
+        "bitsandbytes",
+    ):
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True

@@ -50,7 +50,9 @@ def parse(text: str, source: str) -> Document:
     """
     if len(text) > MAX_BYTES:
         found = f"{len(text):,} bytes"
-        raise UserError(Problem("too large for a recipe", where=source, found=found, expected=f"<= {MAX_BYTES:,}"))
+        raise UserError(
+            Problem("too large for a recipe", where=source, found=found, expected=f"<= {MAX_BYTES:,}")
+        )
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     document = Document()
     try:
@@ -95,10 +97,14 @@ def _node(events: Iterator[Any], event: Any, path: Path, document: Document, sou
     if len(path) > MAX_DEPTH:
         raise UserError(Problem("nested too deeply", where=where, expected=f"at most {MAX_DEPTH} levels"))
     if isinstance(event, yaml.AliasEvent):
-        document.problems.append(Problem("aliases are not allowed", key, where, f"*{event.anchor}", fix="write it out"))
+        document.problems.append(
+            Problem("aliases are not allowed", key, where, f"*{event.anchor}", fix="write it out")
+        )
         return None
     if event.anchor:
-        document.problems.append(Problem("anchors are not allowed", key, where, f"&{event.anchor}", fix="write it out"))
+        document.problems.append(
+            Problem("anchors are not allowed", key, where, f"&{event.anchor}", fix="write it out")
+        )
     if event.tag:
         document.problems.append(Problem("tags are not allowed", key, where, event.tag, "a plain value"))
     if isinstance(event, yaml.ScalarEvent):
@@ -126,7 +132,9 @@ def _mapping(events: Iterator[Any], path: Path, document: Document, source: str)
         here = (*path, name)
         if name in items:
             first = document.where[here]
-            document.problems.append(Problem("the same key twice", ".".join(here), where, f"first at {first}"))
+            document.problems.append(
+                Problem("the same key twice", ".".join(here), where, f"first at {first}")
+            )
         document.where[here] = where
         items[name] = _node(events, next(events), here, document, source)
     return items

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
+from rich.text import Text
 
 from finetune import adapters, run_folder
 
@@ -27,22 +28,35 @@ def choices(
     """Every value that was not simply read from the recipe, with who set it and why."""
     launch, set_by = setup.launch, recipe.origin.set_by
     how = "asked for" if recipe.train.max_steps else f"{recipe.train.num_train_epochs or 3.0:g} epochs"
-    split = f"{batch.effective} = {batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
+    factors = f"{batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
+    split = f"{batch.effective} = {factors}"
     return {
+        **{key: (os.path.abspath(path), set_by[key]) for key, path in _local_paths(recipe).items()},
         "model.attention": _by("hardware", setup.attention),
         "speed.base": (_base_key(setup.storage.value), _by("hardware", setup.storage)[1]),
-        "speed.compile": (fast["speed.compile"].value == "on", fast["speed.compile"].reason),
+        "speed.compile": (
+            fast["speed.compile"].value == "on",
+            _by("default", fast["speed.compile"])[1],
+        ),
         "speed.recompute": _by("hardware", fast["speed.recompute"]),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
-        "train.per_device_train_batch_size": (batch.per_device, split),
-        "train.gradient_accumulation_steps": (batch.accumulation, split),
+        "train.per_device_train_batch_size": (
+            batch.per_device,
+            set_by.get("train.per_device_train_batch_size", f"default: {split}"),
+        ),
+        "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),
         "train.steps": (steps, how),
-        "train.precision": (launch.precision, launch.precision_reason),
+        "train.precision": (launch.precision, f"{launch.precision_by}: {launch.precision_reason}"),
     }
 
 
 def write_start(
-    folder: RunFolder, recipe: Recipe, chosen: Choices, data: dict[str, Split], setup: Setup, arguments: Any
+    folder: RunFolder,
+    recipe: Recipe,
+    chosen: Choices,
+    data: dict[str, Split],
+    setup: Setup,
+    arguments: Any,
 ) -> None:
     """recipe.resolved.yaml, data_report.json and environment.json."""
     folder.recipe.write_text(run_folder.resolved_yaml(recipe, chosen), encoding="utf-8")
@@ -57,24 +71,39 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, S
     rows = [
         ("model", recipe.model.name, ""),
         ("adapter", recipe.adapter.type, _options(recipe)),
-        ("data", f"{train.kept} rows, {train.trained_tokens:,} tokens with loss of {train.tokens:,}", _left_out(train)),
-        ("held out", f"{held_out.rows} rows", "" if held_out.rows else "no data.validation: nothing to evaluate on"),
-        ("learning rate", f"{recipe.train.learning_rate:g}", recipe.origin.set_by.get("train.learning_rate", "default")),
+        (
+            "data",
+            f"{train.kept} rows, {train.trained_tokens:,} tokens with loss of {train.tokens:,}",
+            _left_out(train),
+        ),
+        (
+            "held out",
+            f"{held_out.rows} rows",
+            "" if held_out.rows else "no data.validation: nothing to evaluate on",
+        ),
+        (
+            "learning rate",
+            f"{recipe.train.learning_rate:g}",
+            recipe.origin.set_by.get("train.learning_rate", "default"),
+        ),
     ]
-    rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items()]
-    screen.table("plan", ("what", "value", "why"), [tuple(escape(str(cell)) for cell in row) for row in rows])
+    paths = _local_paths(recipe)
+    rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
+    screen.table("plan", ("what", "value", "why"), rows)
     for notice in recipe.origin.notices:
-        screen.say(f"note: {escape(notice)}")
+        screen.say(f"note: {notice}")
     advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
     if advice:
         screen.say(f"note: {advice}")
     screen.say("")
 
 
-def show_result(screen: Screen, recipe: Recipe, folder: RunFolder, ledger: Ledger, result: dict[str, Any]) -> None:
+def show_result(
+    screen: Screen, recipe: Recipe, folder: RunFolder, ledger: Ledger, result: dict[str, Any]
+) -> None:
     """Receipts, base against tuned, samples side by side, and what to do next."""
-    receipts = [("yes" if r.ok else "NO", r.option, r.asked, r.got) for r in ledger.receipts]
-    screen.table("receipts", ("ok", "what", "asked", "got"), [tuple(map(escape, row)) for row in receipts])
+    receipts = [(r.option, "yes" if r.ok else "NO", r.asked, r.got) for r in ledger.receipts]
+    screen.table("receipts", ("what", "true", "asked", "got"), receipts)
     show_scores(screen, result)
     show_next(screen, recipe, folder)
 
@@ -90,17 +119,31 @@ def show_scores(screen: Screen, result: dict[str, Any]) -> None:
         screen.table("result", ("", "base", "tuned"), rows)
     for sample in result["samples"]:
         prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
-        rows = [("asked", prompt), *((name, sample[name][:400]) for name in ("reference", "base", "tuned"))]
-        screen.table("", ("", ""), [(name, escape(text)) for name, text in rows])
+        rows = [
+            ("asked", prompt),
+            *((name, sample[name][:400]) for name in ("reference", "base", "tuned")),
+        ]
+        screen.table("", ("", ""), rows)
 
 
 def show_next(screen: Screen, recipe: Recipe, folder: RunFolder) -> None:
     path = shlex.quote(str(folder.path))
     other = "ia3" if recipe.adapter.type != "ia3" else "lora"
-    screen.say("", f"[bold]the run is in {escape(str(folder.path))}[/bold]", "next:")
-    screen.say(f"  finetune evaluate {escape(path)}")
-    screen.say(f"  finetune train {escape(shlex.quote(str(recipe.origin.path)))} adapter.type={other}")
-    screen.say(f"  less {escape(path)}/log.txt")
+    screen.say("", Text(f"the run is in {folder.path}", style="bold"), "next:")
+    screen.say(f"  finetune evaluate {path}")
+    screen.say(f"  finetune train {shlex.quote(str(recipe.origin.path))} adapter.type={other}")
+    screen.say(f"  less {path}/log.txt")
+
+
+def _local_paths(recipe: Recipe) -> dict[str, str]:
+    """The recipe's single files and folders on this machine, to be stored as absolute paths."""
+    named = {
+        "model.name": recipe.model.name,
+        "data.name": recipe.data.name,
+        "data.validation": recipe.data.validation,
+        "data.chat_template": recipe.data.chat_template,
+    }
+    return {key: name for key, name in named.items() if isinstance(name, str) and os.path.exists(name)}
 
 
 def _base_key(storage: str) -> str:

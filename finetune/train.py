@@ -1,6 +1,6 @@
 """A run, top to bottom: data -> model -> adapter -> SFTTrainer -> save -> reopen -> evaluate.
 
-    run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
+run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PrinterCallback
-from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune import adapters, callbacks, evaluate, hardware, model, run_folder, summary, upstream
 from finetune.data import chat
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.load import Split
-    from finetune.hardware import Choice, Setup
+    from finetune.hardware import Setup
     from finetune.recipe import Recipe, Train
     from finetune.run_folder import RunFolder
 
@@ -68,7 +69,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
     base = model.load(recipe.model, setup, str(arguments.device))
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger)
-    fast = speed.apply(adapted, recipe.speed, batch.per_device * recipe.data.max_length, setup.hardware, ledger)
+    fast = speed.apply(
+        adapted, recipe.speed, batch.per_device * recipe.data.max_length, setup.hardware, ledger
+    )
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup):
@@ -77,7 +80,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report)
 
-        trainer = build_trainer(recipe, adapted, arguments, dataset, tokenizer, setup, steps, screen, ledger, folder)
+        trainer = build_trainer(
+            recipe, adapted, arguments, dataset, tokenizer, setup, steps, screen, ledger, folder
+        )
         add_data_receipt(data_report["train"], ledger)
         train(trainer, recipe.adapter.type, ledger)
         screen.stop()
@@ -89,9 +94,10 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         del trainer, adapted, base
         evaluate.release()
 
-        tuned = evaluate.reopen(folder, recipe)
-        check_reopened(live, evaluate.logits(tuned, probes), recipe.adapter.type, setup, ledger)
-        result = evaluate.run(folder.path, tuned=tuned)
+        def same_as_live(reopened: Any) -> None:
+            check_reopened(live, evaluate.logits(reopened, probes), recipe.adapter.type, setup, ledger)
+
+        result = evaluate.run(folder.path, inspect=same_as_live)
         summary.show_result(screen, recipe, folder, ledger, result)
     return folder
 
@@ -127,7 +133,11 @@ def training_arguments(train: Train, setup: Setup, batch: Batch) -> SFTConfig:
     """SFTConfig from the recipe's `train:` and from what this project decides itself."""
     new_name = "activation_checkpointing" in upstream.fields(upstream.SFT_CONFIG)  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
-    length = {"max_steps": train.max_steps} if train.max_steps else {"num_train_epochs": train.num_train_epochs or 3.0}
+    length = (
+        {"max_steps": train.max_steps}
+        if train.max_steps
+        else {"num_train_epochs": train.num_train_epochs or 3.0}
+    )
     decided: dict[str, Any] = {
         "per_device_train_batch_size": batch.per_device,
         "gradient_accumulation_steps": batch.accumulation,
@@ -162,10 +172,11 @@ class Trainer(SFTTrainer):
         with watched.operations if watched and watched.micro_batches == 1 else contextlib.nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.orthogonality_weight:
-            regulariser = adapters.orthogonality(self.model)
+            regulariser = adapters.orthogonality(self.accelerator.unwrap_model(model))
             self._metrics["train"]["orthogonality"].append(regulariser.item())
-            # The loss is a sum over the step's micro-batches; each adds its share of one regulariser
-            loss = loss + self.orthogonality_weight * regulariser / self.current_gradient_accumulation_steps
+            # Micro-batches sum to the step, so each adds its share; the value logged stays that of the tokens
+            share = self.orthogonality_weight / self.current_gradient_accumulation_steps
+            loss = loss + share * (regulariser - regulariser.detach())
         return loss
 
 
@@ -187,7 +198,9 @@ def build_trainer(
         ledger, steps=steps, batch=size, precision=launch.precision, attention=setup.attention.value
     )
     flops = flops_per_token(adapted)
-    metrics = callbacks.Metrics(folder.path / "metrics.jsonl", screen, setup.hardware, size, flops, launch.processes)
+    metrics = callbacks.Metrics(
+        folder.path / "metrics.jsonl", screen, setup.hardware, size, flops, launch.processes
+    )
     watching: list[Any] = [first_step, metrics]
     if launch.precision != "fp16":  # there the loss scaler skips such steps
         watching.append(callbacks.StopOnNonFinite())
@@ -195,12 +208,19 @@ def build_trainer(
         watching.append(callbacks.AllocateRanks())
     made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
     trainer = Trainer(
-        model=adapted, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=watching
+        model=adapted,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=watching,
     )
     trainer.remove_callback(PrinterCallback)
     for name, parameter in adapters.trainable(adapted).items():
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
     trainer.first_step = first_step
+    got = trainer.accelerator
+    ledger.add("precision", launch.precision, got.mixed_precision, "the Accelerator", code=Exit.ENVIRONMENT)
+    ledger.add("processes", launch.processes, got.num_processes, "the Accelerator", code=Exit.ENVIRONMENT)
     if recipe.adapter.type == "adalora":
         trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight
     return trainer
@@ -216,13 +236,24 @@ def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
         trainer.train()
     if kind != "full":
         same = model.fingerprint(adapters.frozen(adapted))
-        ledger.add("base weights after training", frozen, same, "hash of every frozen tensor, before and after")
+        ledger.add(
+            "base weights after training",
+            frozen,
+            same,
+            "hash of every frozen tensor, before and after",
+        )
     after = fingerprints(adapted)
     moved = Counter(family(name) for name in after if after[name] != before[name])
     asked = Counter(map(family, after))
     got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
     how = "hash of every trainable tensor, before and after"
-    ledger.add("trained weights moved", "some of each kind", got, how, ok=all(moved[name] for name in asked))
+    ledger.add(
+        "trained weights moved",
+        "some of each kind",
+        got,
+        how,
+        ok=all(moved[name] for name in asked),
+    )
     if kind == "adalora":
         used, budget = adapters.ranks(adapted)
         ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
@@ -306,7 +337,7 @@ def training_errors() -> Iterator[None]:
 def flops_per_token(adapted: torch.nn.Module) -> float:
     """FLOPs of one token's forward and backward through the linear layers (attention's own is not counted).
 
-    A frozen weight costs 2 FLOPs an element in forward and 2 for the gradient of its input; a trained one 2 more.
+    A frozen weight costs 2 FLOPs an element in forward and 2 for its input's gradient; a trained one 2 more.
     """
     linear = [module for module in adapted.modules() if isinstance(module, torch.nn.Linear)]
     return sum(m.in_features * m.out_features * (6.0 if m.weight.requires_grad else 4.0) for m in linear)

@@ -26,7 +26,15 @@ IA3_CONFIG = (("peft", "tuners/ia3/config.py", "IA3Config"),)
 
 Source = tuple[str, str, str]
 _ENUMS = (("transformers", "trainer_utils.py"), ("transformers", "training_args.py"))
-_PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "list": list, "Any": Any}
+_PLAIN = {
+    "str": str,
+    "int": int,
+    "float": int | float,
+    "bool": bool,
+    "dict": dict,
+    "list": list,
+    "Any": Any,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,10 @@ def source_of(package: str, file: str) -> Path:
     """The path of a source file of an installed package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(Problem(f"{package} is not installed", fix=f"pip install {package}"), code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(f"{package} is not installed", fix=f"pip install {package}"),
+            code=Exit.ENVIRONMENT,
+        )
     return Path(next(iter(spec.submodule_search_locations))) / file
 
 
@@ -79,8 +90,14 @@ def _enums() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for package, file in _ENUMS:
         for node in _tree(package, file).body:
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
-                values = [n.value.value for n in node.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+            if isinstance(node, ast.ClassDef) and any(
+                ast.unparse(base) == "ExplicitEnum" for base in node.bases
+            ):
+                values = [
+                    n.value.value
+                    for n in node.body
+                    if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
+                ]
                 found[node.name] = Literal[tuple(values)]
     return found
 

@@ -82,7 +82,9 @@ def files(name: str | list[str], key: str) -> list[Path] | None:
         return None
     path = Path(name)
     if any(mark in name for mark in "*?["):
-        paths = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)) if path.anchor else name))
+        paths = sorted(
+            Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)) if path.anchor else name)
+        )
     elif path.is_dir():
         paths = sorted(entry for entry in path.iterdir() if entry.suffix in SUFFIXES)
     else:
@@ -138,10 +140,14 @@ def _json_array(path: Path, text: str) -> Iterator[Row]:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(_bad_line(path, error.lineno, text.split("\n")[error.lineno - 1], error, False)) from None
+        raise UserError(
+            _bad_line(path, error.lineno, text.split("\n")[error.lineno - 1], error, False)
+        ) from None
     for index, value in enumerate(values):
         if not isinstance(value, dict):
-            raise UserError(Problem("a row must be a JSON object", where=f"{path}[{index}]", found=str(value)[:60]))
+            raise UserError(
+                Problem("a row must be a JSON object", where=f"{path}[{index}]", found=str(value)[:60])
+            )
         yield Row(value, f"{path}[{index}]")
 
 
@@ -154,7 +160,12 @@ def _object(value: Any) -> dict[str, Any]:
 def _bad_line(path: Path, number: int, line: str, error: ValueError, last: bool) -> Problem:
     column = error.colno if isinstance(error, json.JSONDecodeError) else 1
     start = max(0, column - 31)
-    cut = last and isinstance(error, json.JSONDecodeError) and column >= len(line) - 1 and not line.endswith("}")
+    cut = (
+        last
+        and isinstance(error, json.JSONDecodeError)
+        and column >= len(line) - 1
+        and not line.endswith("}")
+    )
     what = "the file looks cut off" if cut else "not valid JSON"
     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
     return Problem(f"{what}: {reason}", where=f"{path}:{number}:{column}", found=line[start : start + 60])

@@ -44,16 +44,28 @@ def apply(model: Any, speed: Speed, tokens: int, hardware: Hardware, ledger: Led
     weights_gib = model.get_memory_footprint() / 2**30
     recompute = choose_recompute(speed.recompute, model.config, weights_gib, tokens, hardware)
     if recompute.value == "all":
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
         wrapped = sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers)
-        ledger.add("speed.recompute", f"all of {len(layers)}", f"all of {wrapped}", "layers with the flag set")
+        ledger.add(
+            "speed.recompute",
+            f"all of {len(layers)}",
+            f"all of {wrapped}",
+            "layers with the flag set",
+        )
     compile = choose_compile(speed.compile)
     if compile.value == "on":
         for layer in layers:
             layer.compile()  # in place: torch.compile(layer) would rename every key
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
-        ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", "layers with a compiled call")
+        ledger.add(
+            "speed.compile",
+            f"{len(layers)} layers",
+            f"{compiled} layers",
+            "layers with a compiled call",
+        )
     return {"speed.compile": compile, "speed.recompute": recompute}
 
 

@@ -1,0 +1,35 @@
+# Two commands: `make quickstart` and `make test`. Both make .venv first; after that no network is needed.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: quickstart test lint schema clean
+
+quickstart: .venv/installed
+	$(BIN)/finetune train recipes/quickstart.yaml
+
+test: .venv/installed-dev
+	$(BIN)/pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff format --check finetune scripts tests examples
+	$(BIN)/ruff check finetune scripts tests examples
+	$(BIN)/pyright
+
+schema: .venv/installed
+	$(BIN)/python scripts/make_schema.py
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+.venv/installed-dev: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,bnb,eval,tune]'
+	touch .venv/installed $@
+
+clean:
+	rm -rf .venv build dist

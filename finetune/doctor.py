@@ -1,0 +1,243 @@
+"""`finetune doctor`: versions, hardware, choices, extras; each optimisation: where set, state, why."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from packaging.requirements import Requirement
+
+from finetune import hardware as hw
+from finetune.recipe import Data, Model, Speed, Train
+from finetune.run_folder import PACKAGES
+from finetune.screen import Screen
+from finetune.speed.apply import choose_compile
+from finetune.upstream import installed
+
+if TYPE_CHECKING:
+    from finetune.hardware import Hardware
+    from finetune.recipe import Recipe
+
+EXTRAS = {  # extra -> what it brings, by import name
+    "bnb": ("bitsandbytes",),
+    "eval": ("lm_eval",),
+    "tune": ("optuna",),
+    "deepspeed": ("deepspeed",),
+    "fp8": ("transformer_engine",),
+    "kernels": ("kernels", "liger_kernel"),
+    "flash": ("flash_attn",),
+}
+
+
+class Optimisation(NamedTuple):
+    name: str
+    where: str
+    state: str  # active | off | not possible
+    why: str
+    needs: str = "any"
+
+
+def run(recipe: Recipe | None, *, quiet: bool = False) -> None:
+    """Print four tables; with a recipe they speak of that run, else of the defaults."""
+    screen, machine = Screen(quiet=quiet), hw.detect()
+    rows = [(name, _version(name) or "-", _problem(name)) for name in ("python", *PACKAGES)]
+    screen.table("versions", ("package", "version", "note"), rows)
+    screen.table("machine", ("what", "found"), list(_machine(machine)))
+    screen.table("would be used", ("what", "choice", "why"), list(_choices(recipe, machine)))
+    screen.table("optimisations", Optimisation._fields, optimisations(recipe, machine))
+    screen.table("extras", ("extra", "installed", "how to get it"), list(_extras()))
+
+
+def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
+    """The state of every optimisation this project knows, for this recipe on this machine."""
+    train = recipe.train if recipe else Train()
+    given = train.passed_on()
+    speed, data = (recipe.speed, recipe.data) if recipe else (Speed(), Data(name="-"))
+    return [
+        *_precision(machine, given),
+        _attention(recipe.model if recipe else None, machine),
+        *_memory(speed, recipe, machine),
+        *_optimizer(given, machine),
+        *_batches(train, given),
+        *_loader(given, machine, data),
+    ]
+
+
+def _precision(machine: Hardware, given: dict[str, Any]) -> list[Optimisation]:
+    gpu, ampere = machine.device == "cuda", machine.capability >= (8, 0)
+    launch = "mixed_precision in the accelerate config"
+    bf16 = Optimisation("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
+    tf32 = Optimisation("TF32", "train.tf32", "not possible", "no GPU with TF32", "sm_80")
+    if gpu and ampere:
+        bf16 = bf16._replace(state="active", why="the default where the GPU has it")
+        asked = bool(given.get("tf32"))
+        why = "asked for" if asked else "little is left in fp32 under bf16 autocast; train.tf32=true"
+        tf32 = tf32._replace(state="active" if asked else "off", why=why)
+    fp8 = "off" if machine.capability >= (8, 9) else "not possible"
+    why = "the fp8 base is not in this version" if fp8 == "off" else "no GPU with fp8"
+    benchmark = Optimisation(
+        "cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions to choose for", "GPU"
+    )
+    return [bf16, tf32, Optimisation("fp8 base", "speed.base", fp8, why, "sm_89"), benchmark]
+
+
+def _attention(model: Model | None, machine: Hardware) -> Optimisation:
+    asked = model.attention if model else "auto"
+    obstacle = hw.attention_obstacle(asked, machine) if asked != "auto" else ""
+    if obstacle:
+        return Optimisation("fused attention", "model.attention", "not possible", obstacle)
+    name, reason = hw.choose_attention(asked, machine)
+    state = "off" if name == "eager" else "active"
+    return Optimisation("fused attention", "model.attention", state, f"{name}: {reason}")
+
+
+def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
+    compile, reason = choose_compile(speed.compile)
+    state = "active" if compile == "on" else "off"
+    recompute = "off" if speed.recompute == "none" or machine.device == "cpu" else "active"
+    if speed.recompute == "auto" and machine.device == "cuda":
+        why = "auto: decided when the model is loaded, from its size and this GPU's memory"
+    else:
+        why = "asked for" if speed.recompute != "auto" else "auto: on the CPU memory is not what is short"
+        recompute = "active" if speed.recompute == "all" else "off"
+    four_bit = speed.base == "nf4" or bool(recipe and recipe.adapter.type in hw.FOUR_BIT)
+    bnb = "bitsandbytes is installed" if installed("bitsandbytes") else "pip install 'finetune-toolkit[bnb]'"
+    nf4 = "active" if four_bit else "off" if installed("bitsandbytes") else "not possible"
+    return [
+        Optimisation("torch.compile", "speed.compile", state, reason),
+        Optimisation("activation recompute", "speed.recompute", recompute, why),
+        Optimisation("4-bit base (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
+    ]
+
+
+def _optimizer(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
+    optim = str(given.get("optim", "adamw_torch_fused"))
+    fused = "active" if "fused" in optim else "off"
+    clip = given.get("max_grad_norm", 1.0)
+    return [
+        Optimisation("fused AdamW", "train.optim", fused, f"optim: {optim}"),
+        Optimisation(
+            "8-bit optimizer",
+            "train.optim",
+            "active" if "8bit" in optim else "off",
+            f"optim: {optim}",
+        ),
+        Optimisation("set_to_none", "the Trainer", "active", "model.zero_grad() frees the gradients"),
+        Optimisation(
+            "gradient clipping",
+            "train.max_grad_norm",
+            "active" if clip else "off",
+            f"at norm {clip:g}",
+        ),
+    ]
+
+
+def _batches(train: Train, given: dict[str, Any]) -> list[Optimisation]:
+    effective = f"effective batch {train.effective_batch_size}"
+    stated = train.per_device_train_batch_size
+    split = f"{effective}, {stated} at once" if stated else f"{effective}, split to <= 8 at once"
+    bucketing = given.get("train_sampling_strategy") == "group_by_length"
+    return [
+        Optimisation("gradient accumulation", "train.effective_batch_size", "active", split),
+        Optimisation(
+            "automatic batch size",
+            "nowhere",
+            "off",
+            "not in this version: the split is derived, not searched",
+        ),
+        Optimisation(
+            "packing",
+            "nowhere",
+            "off",
+            "not in this version: rows are padded to the longest of their batch",
+        ),
+        Optimisation(
+            "length bucketing",
+            "train.train_sampling_strategy",
+            "active" if bucketing else "off",
+            "asked for" if bucketing else "train.train_sampling_strategy=group_by_length",
+        ),
+    ]
+
+
+def _loader(given: dict[str, Any], machine: Hardware, data: Data) -> list[Optimisation]:
+    workers = int(given.get("dataloader_num_workers", 0))
+    pinned = given.get("dataloader_pin_memory", True) and machine.device == "cuda"
+    state = "active" if pinned else "not possible" if machine.device == "cpu" else "off"
+    kept = "active" if workers and given.get("dataloader_persistent_workers") else "off"
+    why = f"{workers} workers" if workers else "0 workers: rows are tokenised before training starts"
+    return [
+        Optimisation(
+            "pinned memory",
+            "train.dataloader_pin_memory",
+            state,
+            "copies overlap with compute",
+            "GPU",
+        ),
+        Optimisation("loader workers", "train.dataloader_num_workers", "active" if workers else "off", why),
+        Optimisation("persistent workers", "train.dataloader_persistent_workers", kept, why),
+    ]
+
+
+def _machine(machine: Hardware) -> list[tuple[str, str]]:
+    rows = [
+        ("device", f"{machine.count} x {machine.name}"),
+        ("memory", f"{machine.memory_gib:.0f} GiB each"),
+    ]
+    if machine.device == "cuda":
+        rows.append(("compute capability", f"{machine.capability[0]}.{machine.capability[1]}"))
+    return [*rows, ("CPU cores", str(machine.cpu_cores)), ("system", platform.platform())]
+
+
+def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
+    launch = hw.launch(machine)
+    kind = recipe.adapter.type if recipe else "lora"
+    base = hw.choose_base(recipe.speed.base if recipe else "auto", kind, launch.precision)
+    asked = recipe.model.attention if recipe else "auto"
+    obstacle = hw.attention_obstacle(asked, machine) if asked != "auto" else ""
+    attention = ("-", obstacle) if obstacle else hw.choose_attention(asked, machine)
+    launcher = "accelerate launch" if machine.count > 1 else "in place"
+    return [
+        ("precision", launch.precision, launch.precision_reason),
+        ("base", base.value, base.reason),
+        ("attention", *attention),
+        ("launcher", launcher, f"{machine.count} device(s)"),
+    ]
+
+
+def _extras() -> list[tuple[str, str, str]]:
+    rows = []
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if not installed(module)]
+        build = " --no-build-isolation" if extra == "flash" else ""
+        fix = f"pip install 'finetune-toolkit[{extra}]'{build}" if missing else ""
+        rows.append((extra, "yes" if not missing else f"no ({', '.join(missing)})", fix))
+    return rows
+
+
+def _version(package: str) -> str | None:
+    if package == "python":
+        return platform.python_version()
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _problem(package: str) -> str:
+    """What is known to be wrong with an installed version."""
+    if package == "transformers" and installed("kernels"):
+        asked = next(
+            (r for r in map(Requirement, requires("transformers") or []) if r.name == "kernels"),
+            None,
+        )
+        have = _version("kernels")
+        if asked and have and not asked.specifier.contains(have):
+            return f"asks for kernels{asked.specifier}, found {have}: every Hub kernel is switched off"
+    found = _version(package)
+    if package == "transformers" and found and found.startswith("5.23."):
+        return "asks for a kernels release that does not exist, so Hub kernels are off; 5.22.2 has them"
+    if package == "finetune-toolkit" and found is None:
+        return "run from a folder that is not installed: pip install -e ."
+    return "" if found else "not installed"
