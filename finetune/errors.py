@@ -41,7 +41,8 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        head = f"error: {self.key}: {self.what}" if self.key else f"error: {self.what}"
+        key = self.key.rstrip("0123456789").rstrip(".")  # an item's place is its own, its name the list's
+        head = f"error: {key}: {self.what}" if key else f"error: {self.what}"
         lines = [f"{head} ({self.where})" if self.where else head]
         for label, text in (("found", self.found), ("expected", self.expected), ("try", self.fix)):
             if text:

@@ -248,10 +248,11 @@ def local_path(name: str) -> bool:
     """Whether a `name` means a file or folder rather than a Hub id: it exists, or only a path looks so."""
     if Path(name).expanduser().exists() or any(mark in name for mark in "*?["):
         return True
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(Path(name).suffix in DATA_SUFFIXES)
+    looks_like_file = Path(name).suffix in DATA_SUFFIXES or ("/" not in name and "." in name)
+    return looks_like_file or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-DATA_SUFFIXES = frozenset({".jsonl", ".json", ".jinja", ".j2", ".csv", ".parquet", ".arrow", ".txt"})
+DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt"})
 
 
 @cache

@@ -1,0 +1,78 @@
+"""Shared by all tests: the embedded model, small cuts of its data, and `train`, the command in process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
+
+from finetune import cli
+from finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+MODEL = ROOT / "examples" / "tiny_llama" / "model"
+DATA = ROOT / "examples" / "tiny_llama" / "data"
+ADAPTERS = ("lora", "qlora", "dora", "qdora", "adalora", "ia3", "full")
+
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shipped recipes name their files from the root of the project."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Overrides for a short run: 96 rows to train on, 12 held out."""
+    folder = tmp_path_factory.mktemp("data")
+    names = []
+    for name, rows in (("train", 96), ("test", 12)):
+        lines = (DATA / f"{name}.jsonl").read_text().splitlines()[:rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        names.append(str(folder / f"{name}.jsonl"))
+    return f"data.name={names[0]}", f"data.validation={names[1]}"
+
+
+@pytest.fixture
+def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
+    """`train(*overrides, name="run", code=0)`: the command on the quickstart, cut short; returns its folder."""
+
+    def run(*overrides: str, name: str = "run", code: int = 0, recipe: Path = QUICKSTART) -> RunFolder:
+        folder = tmp_path / name
+        short = ["train.max_steps=2", "train.warmup_steps=0", "train.effective_batch_size=8", *small]
+        short += ["eval.max_new_tokens=8", f"train.output_dir={folder}"]
+        given = {override.partition("=")[0] for override in overrides}
+        defaults = [override for override in short if override.partition("=")[0] not in given]
+        assert cli.main(["train", str(recipe), *defaults, *overrides, "--quiet"]) == code
+        return RunFolder(folder)
+
+    return run
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a recipe; `{model}` and `{data}` stand for the embedded ones."""
+
+    def write(text: str, name: str = "recipe.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text.replace("{model}", str(MODEL)).replace("{data}", str(DATA / "test.jsonl")))
+        return path
+
+    return write
+
+
+def metrics(run: RunFolder) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]

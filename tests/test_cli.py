@@ -1,0 +1,103 @@
+"""The surface of the command line, and how fast it answers."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import QUICKSTART, ROOT
+from finetune import cli
+
+
+def fastest(command: list[str], times: int = 3) -> float:
+    seconds = []
+    for _ in range(times):
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-m", "finetune", *command], check=True, capture_output=True, cwd=ROOT)
+        seconds.append(time.monotonic() - started)
+    return min(seconds)
+
+
+def test_the_surface() -> None:
+    """A new command or option is decided, not slipped in."""
+    (commands,) = [action for action in cli.parser()._actions if hasattr(action, "choices") and action.choices]
+    surface = {
+        name: sorted(option for action in command._actions for option in action.option_strings or [action.dest])
+        for name, command in commands.choices.items()
+    }
+    common = ["--debug", "--help", "--quiet", "-h"]
+    assert surface == {
+        "train": sorted([*common, "--accelerate", "recipe", "overrides"]),
+        "check": sorted([*common, "recipe", "overrides"]),
+        "evaluate": sorted([*common, "run"]),
+        "recipes": sorted([*common, "--copy", "name"]),
+        "doctor": sorted([*common, "recipe", "overrides"]),
+    }
+
+
+def test_help_answers_in_a_third_of_a_second() -> None:
+    assert fastest(["--help"]) < 0.3
+
+
+def test_check_answers_in_a_second() -> None:
+    assert fastest(["check", str(QUICKSTART)]) < 1
+
+
+def test_overrides_may_follow_options() -> None:
+    options = cli.parse(["train", "a.yaml", "a.b=1", "--quiet", "c.d=2"])
+    assert options.overrides == ["a.b=1", "c.d=2"]
+
+
+@pytest.mark.parametrize("command", [["train"], ["nothing"], ["evaluate", "run", "a.b=1"], ["check", "a", "--fast"]])
+def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(command)
+    assert raised.value.code == 2
+
+
+def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
+    assert cli.main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert "quickstart" in listed and "llama3_8b/dora" in listed
+    assert cli.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 0
+    assert (tmp_path / "examples" / "tiny_llama" / "model" / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "quickstart.yaml"]) == 0
+    assert cli.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert cli.main(["recipes", "quickstrat", "--copy", str(tmp_path)]) == 2
+    assert "quickstart" in capsys.readouterr().err
+
+
+def test_evaluate_wants_a_run(tmp_path, capsys) -> None:
+    assert cli.main(["evaluate", str(tmp_path)]) == 2
+    assert "no recipe.resolved.yaml" in capsys.readouterr().err
+
+
+def test_several_processes_are_launched(monkeypatch, tmp_path) -> None:
+    """`finetune train --accelerate FILE` becomes `accelerate launch`; the line it prints is the one it runs."""
+    seen = []
+    monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1", f"train.output_dir={tmp_path}/a"])
+    (command,) = seen
+    assert command[1:3] == ["-m", "accelerate.commands.launch"]
+    assert command[command.index("-m", 3) :][:3] == ["-m", "finetune", "train"]
+    assert "train.seed=1" in command and any(part.endswith("accelerate_configs/cpu_2.yaml") for part in command)
+
+
+def test_an_unknown_accelerate_config(capsys) -> None:
+    assert cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_3"]) == 2
+    assert "cpu_2" in capsys.readouterr().err
+
+
+def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
+    assert cli.main(["doctor", str(QUICKSTART), "adapter.type=qlora"]) == 0
+    text = capsys.readouterr().out
+    for name in ("bf16 autocast", "TF32", "fused AdamW", "cuDNN benchmark", "set_to_none", "gradient accumulation"):
+        assert name in text
+    for name in ("clipping", "pinned memory", "loader workers", "packing", "compile", "recompute", "attention"):
+        assert name in text
+    assert "finetune-toolkit[deepspeed]" in text
+    assert cli.main(["doctor"]) == 0

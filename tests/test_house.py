@@ -1,0 +1,186 @@
+"""The house keeps its own rules: imports, size, the schema, the recipes, the launch configs, the README."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import ADAPTERS, ROOT
+from finetune import cli, recipe, shipped
+
+PACKAGE = ROOT / "finetune"
+# Who may import whom, lowest first: a module imports only from the layers under its own, or its own layer's
+# modules named before it. Only `train` (and what drives it) sees everything.
+LAYERS = (
+    ("errors",),
+    ("strict_yaml", "upstream", "renames"),
+    ("recipe_errors",),
+    ("recipe", "receipts", "hardware", "modules"),
+    ("run_folder", "screen"),
+    ("data", "model", "adapters", "speed", "callbacks", "shipped"),
+    ("summary", "evaluate", "check"),
+    ("train", "doctor"),
+    ("cli",),
+    ("__main__",),
+)
+RECIPES = shipped.recipes()
+CONFIGS = sorted((ROOT / "accelerate_configs").rglob("*.yaml"))
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports at run time (not for type checking only)."""
+    tree = ast.parse(path.read_text())
+    guarded = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "finetune":
+            parts = (node.module or "").split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("finetune.")}
+    return found
+
+
+def test_imports_point_downwards() -> None:
+    level = {name: index for index, names in enumerate(LAYERS) for name in names}
+    files = [path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts and path.name != "__init__.py"]
+    assert len(files) > 20
+    for path in files:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        assert own in level, f"{own} has no layer: say in LAYERS who may import it"
+        for other in imports(path) - {own}:
+            assert level[other] < level[own], f"{own} imports {other}"
+
+
+def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
+    """Every other function receives its own section."""
+    takers = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                annotations = [ast.unparse(a.annotation) for a in node.args.args if a.annotation]
+                if any(re.fullmatch(r"(finetune\.)?Recipe( \| None)?", a) for a in annotations):
+                    takers.add(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
+    assert takers <= {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli"}
+
+
+def test_files_and_functions_fit_a_screen() -> None:
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 420, f"{path}: does it hold one concept?"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name} is long"
+
+
+def test_nothing_unsafe_is_called() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        for call in ("torch.load", "pickle", "trust_remote_code=True", "shell=True", "eval(", "exec("):
+            assert not re.search(rf"(?<![\w.]){re.escape(call)}", text.replace(".eval()", "")), f"{path}: {call}"
+
+
+def test_the_schema_is_current() -> None:
+    assert json.loads(shipped.SCHEMA.read_text()) == json.loads(json.dumps(recipe.json_schema())), "make schema"
+
+
+def test_there_are_recipes_for_each_model_and_adapter() -> None:
+    models = {name.partition("/")[0] for name in RECIPES if "/" in name}
+    assert models == {"llama3_8b", "llama3_1b", "qwen3_8b", "mistral_7b"}
+    for model in models:
+        kinds = {name.partition("/")[2] for name in RECIPES if name.startswith(f"{model}/")}
+        assert kinds == set(ADAPTERS) - {"qdora"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_checks(name: str, capsys) -> None:
+    assert cli.main(["check", str(RECIPES[name])]) == 0, capsys.readouterr().err
+    first = RECIPES[name].read_text().splitlines()[0]
+    schema = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
+    assert schema and (RECIPES[name].parent / schema[1]).resolve() == shipped.SCHEMA
+    assert shipped.purpose(RECIPES[name])
+
+
+@pytest.mark.parametrize("kind", sorted(set(ADAPTERS) - {"qdora"}))
+def test_each_adapter_s_recipe_trains_on_the_tiny_model(kind: str, train) -> None:
+    """As it is written for the 8B, but for the model, the data and the length of the run."""
+    small = ["model.name=examples/tiny_llama/model", "model.revision=null", "train.logging_steps=1"]
+    run = train(*small, recipe=RECIPES[f"llama3_8b/{kind}"])
+    assert all(receipt["ok"] for receipt in run.read("receipts.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_every_launch_config(path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    text = path.read_text()
+    config = load_config_from_file(str(path))
+    for key, value in yaml.safe_load(text).items():
+        got = getattr(config, key)
+        assert str(getattr(got, "value", got)) == str(value), key
+    assert text.startswith("# "), "its first line says when to use it"
+
+
+def test_there_are_launch_configs() -> None:
+    assert {path.stem for path in CONFIGS} >= {"cpu", "cpu_2", "single_gpu", "ddp_8"}
+
+
+def test_extras_of_doctor_are_those_of_the_package() -> None:
+    import tomllib
+
+    from finetune import doctor
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]) == {*doctor.EXTRAS, "dev"}
+
+
+def test_constraints_are_within_the_ranges() -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    allowed = {Requirement(line).name.lower(): Requirement(line).specifier for line in ranges}
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    for name, _, version in (line.partition("==") for line in pins):
+        if name.lower() in allowed:
+            assert allowed[name.lower()].contains(version), name
+
+
+def test_the_wheel_alone_can_train_the_quickstart(tmp_path) -> None:
+    """Recipes, configs and the embedded model are inside it, and found there."""
+    import zipfile
+
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("finetune_toolkit-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    work = tmp_path / "work"
+    work.mkdir()
+    program = "import sys; from finetune.cli import main; sys.exit(main(sys.argv[1:]))"
+
+    def finetune(*command: str) -> None:
+        run = [sys.executable, "-c", program, *command]
+        environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        environment |= {"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+        done = subprocess.run(run, cwd=work, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    finetune("recipes", "quickstart", "--copy", ".")
+    short = ["train.max_steps=1", "train.warmup_steps=0", "data.validation=null", "train.output_dir=run"]
+    finetune("train", "quickstart.yaml", *short, "train.effective_batch_size=4")
+    assert (work / "run" / "adapter" / "adapter_model.safetensors").exists()

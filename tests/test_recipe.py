@@ -1,0 +1,152 @@
+"""Loading, overriding and explaining recipes."""
+
+import pytest
+
+from conftest import ADAPTERS, QUICKSTART
+from finetune import recipe, run_folder
+from finetune.errors import UserError
+
+
+def problems(path: object, *overrides: str) -> dict[str, str]:
+    """Key -> whole message of each problem that loading a recipe gives."""
+    with pytest.raises(UserError) as raised:
+        recipe.load(path, overrides)
+    assert raised.value.code == 2
+    return {problem.key or problem.where: str(problem) for problem in raised.value.problems}
+
+
+def test_the_quickstart_says_what_it_will_do() -> None:
+    loaded = recipe.load(QUICKSTART)
+    assert loaded.train.max_steps and loaded.data.validation
+    assert loaded.train.passed_on()["logging_steps"] == 1
+    assert loaded.adapter.options()["r"] == 16
+    assert loaded.origin.set_by["adapter.r"] == "recipe"
+
+
+def test_it_is_frozen() -> None:
+    loaded = recipe.load(QUICKSTART)
+    with pytest.raises(ValueError, match="frozen"):
+        loaded.train.seed = 1
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_one_key_swaps_the_adapter(kind: str) -> None:
+    loaded = recipe.load(QUICKSTART, [f"adapter.type={kind}"])
+    assert loaded.adapter.type == kind
+    assert loaded.origin.set_by["adapter.type"] == "override"
+    assert ("r" in loaded.adapter.options()) == (kind not in ("ia3", "full"))
+
+
+def test_a_key_of_another_type_is_left_out_and_named() -> None:
+    loaded = recipe.load(QUICKSTART, ["adapter.type=ia3"])
+    assert any(notice.startswith("adapter.r: ia3 has no such key") for notice in loaded.origin.notices)
+
+
+def test_a_key_of_no_type_is_an_error() -> None:
+    found = problems(QUICKSTART, "adapter.type=ia3", "adapter.lora_alhpa=3")
+    assert "unknown key" in found["adapter.lora_alhpa"]
+
+
+def test_an_override_displaces_its_rival() -> None:
+    loaded = recipe.load(QUICKSTART, ["train.num_train_epochs=2"])
+    assert loaded.train.max_steps is None and loaded.train.num_train_epochs == 2
+    assert any("train.max_steps" in notice for notice in loaded.origin.notices)
+
+
+def test_values_of_overrides_are_yaml() -> None:
+    loaded = recipe.load(QUICKSTART, ["adapter.target_modules=[q_proj, v_proj]", "train.learning_rate=1e-4"])
+    assert loaded.adapter.options()["target_modules"] == ["q_proj", "v_proj"]
+    assert loaded.train.learning_rate == 1e-4
+
+
+def test_every_problem_at_once_each_with_its_place(recipe_file) -> None:
+    path = recipe_file(
+        """model: {name: "{model}", torch_dtype: bfloat16}
+data:
+  name: "{data}"
+  r: 16
+adapter:
+  type: lora
+  lora_dropout: 1.5
+train:
+  learning_rat: 1e-4
+  max_steps: ten
+"""
+    )
+    found = problems(path)
+    assert set(found) == {
+        "model.torch_dtype",
+        "data.r",
+        "adapter.lora_dropout",
+        "train.learning_rat",
+        "train.max_steps",
+    }
+    assert f"{path}:1:" in found["model.torch_dtype"] and "mixed_precision" in found["model.torch_dtype"]
+    assert "belongs under adapter:" in found["data.r"] and f"{path}:4:3" in found["data.r"]
+    assert "< 1" in found["adapter.lora_dropout"] and "1.5" in found["adapter.lora_dropout"]
+    assert "learning_rate" in found["train.learning_rat"] and f"{path}:9:3" in found["train.learning_rat"]
+    assert "a whole number" in found["train.max_steps"] and '"ten"' in found["train.max_steps"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.warmup_ratio=0.1", "train.warmup_steps"),
+        ("train.max_seq_length=512", "data.max_length"),
+        ("model.torch_dtype=bfloat16", "the launch"),
+        ("train.evaluation_strategy=steps", "eval"),
+        ("model.load_in_4bit=true", "adapter.type: qlora"),
+        ("adapter.use_dora=true", "adapter.type"),
+        ("train.bf16=true", "the launch"),
+        ("train.packing=true", "data"),
+        ("train.gradient_checkpointing=true", "speed.recompute"),
+        ("train.gradient_accumulation_steps=4", "train.effective_batch_size"),
+        ("train.push_to_hub=true", "publish"),
+        ("train.fsdp=full_shard", "the launch"),
+        ("train.eval_steps=3", "eval"),
+        ("train.ddp_timeout=3", "the launch"),
+        ("model.attn_implementation=sdpa", "model.attention"),
+        ("adapter.lora_r=8", "adapter.r"),
+        ("adapter.total_step=8", "the run's own number of steps"),
+        ("speed.learning_rate=1", "belongs under train:"),
+        ("adapter.type=lorra", "lora"),
+        ("model.attention=flash", "flash_attention_2"),
+        ("train.optim=adamw_tourch", "adamw_torch"),
+        ("lora.r=3", "unknown section"),
+    ],
+)
+def test_old_and_misplaced_names_are_explained(override: str, says: str) -> None:
+    found = problems(QUICKSTART, override)
+    assert len(found) == 1
+    assert says in next(iter(found.values()))
+
+
+def test_only_three_keys_are_required(recipe_file) -> None:
+    path = recipe_file("model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\n")
+    assert recipe.load(path).adapter.options() == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    empty = recipe_file("model: {}\ndata: {}\nadapter: {}\n", "empty.yaml")
+    assert {key for key in problems(empty)} == {"model.name", "data.name", "adapter.type"}
+
+
+def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkeypatch) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    path = recipe_file("model: {name: '{model}'}\ndata: {name: rows.jsonl}\nadapter: {type: lora}\n")
+    assert recipe.load(path).data.name == str(tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert recipe.load(path).data.name == "rows.jsonl"
+
+
+@pytest.mark.parametrize("init", ["eva", "corda", "loftq", "lora_ga"])
+def test_an_initialisation_that_peft_would_silently_skip_is_refused(init: str) -> None:
+    assert "plain LoRA" in problems(QUICKSTART, f"adapter.init_lora_weights={init}")["adapter.init_lora_weights"]
+
+
+def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
+    overrides = ["adapter.type=dora", "adapter.rank_pattern={q_proj: 8}", "train.seed=7"]
+    loaded = recipe.load(QUICKSTART, overrides)
+    path = tmp_path / "again.yaml"
+    path.write_text(run_folder.resolved_yaml(loaded, {"train.steps": (200, "asked for")}))
+    again = recipe.load(path)
+    assert again.model_dump() == loaded.model_dump()
+    text = path.read_text()
+    assert "seed: 7  # override" in text and "r: 16  # recipe" in text and "batch_size: 64  # default" in text

@@ -1,0 +1,206 @@
+"""Runs: every adapter trains through the command, and each promise of a receipt is checked from outside."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from conftest import ADAPTERS, MODEL, QUICKSTART, ROOT, metrics
+from finetune import cli, evaluate, recipe
+from finetune.run_folder import RunFolder
+
+FILES = {
+    "recipe.resolved.yaml",
+    "environment.json",
+    "data_report.json",
+    "receipts.json",
+    "metrics.jsonl",
+    "eval.json",
+    "log.txt",
+}
+SEEN = {"lora": "LORA", "qlora": "LORA", "dora": "LORA with DoRA", "qdora": "LORA with DoRA"}
+MOVED = {"adalora": "lora_E", "ia3": "ia3_l", "dora": "lora_magnitude_vector", "qdora": "lora_magnitude_vector"}
+
+
+def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
+    return {receipt["option"]: receipt for receipt in run.read("receipts.json")}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_every_adapter_trains_and_verifies(kind: str, train) -> None:
+    rate = {"ia3": "5e-2", "full": "1e-3"}.get(kind, "5e-3")
+    run = train(f"adapter.type={kind}", f"train.learning_rate={rate}", "train.max_steps=12")
+    assert {path.name for path in run.path.iterdir()} >= FILES
+    got = receipts(run)
+    assert all(receipt["ok"] for receipt in got.values())
+    assert got["adapter.type"]["got"] == SEEN.get(kind, kind if kind == "full" else kind.upper())
+    assert MOVED.get(kind, "") in got["trained weights moved"]["got"]
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    scores = run.read("eval.json")
+    assert scores["tuned"]["loss"] < scores["base"]["loss"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "adalora"])
+def test_what_is_saved_loads_in_plain_peft(kind: str, train) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = train(f"adapter.type={kind}", "train.max_steps=6", "train.learning_rate=1e-2")
+    tensors = load_file(run.adapter / "adapter_model.safetensors")
+    assert tensors and all(tensor.numel() and tensor.isfinite().all() for tensor in tensors.values())
+    tokenizer = AutoTokenizer.from_pretrained(run.adapter)
+    ids = tokenizer("Maria ordered three kettles.", return_tensors="pt")["input_ids"]
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        before = base(ids).logits
+        tuned = PeftModel.from_pretrained(base, run.adapter)
+        after = tuned(ids).logits
+        with tuned.disable_adapter():
+            assert torch.equal(tuned(ids).logits, before)
+    assert not torch.equal(before, after)
+
+
+def test_adalora_ends_at_its_budget(train) -> None:
+    run = train("adapter.type=adalora", "adapter.r=4", "train.max_steps=8", "train.learning_rate=1e-2")
+    config = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert config["init_r"] == 6 and config["target_r"] == 4 and config["total_step"] == 8
+    masks = config["rank_pattern"].values()
+    assert sum(map(sum, masks)) == 4 * len(masks)
+    assert len({sum(mask) for mask in masks}) > 1, "every module kept the same rank: nothing was allocated"
+
+
+def test_adalora_s_regulariser_reaches_the_gradients(train) -> None:
+    strong = train("adapter.type=adalora", "adapter.orth_reg_weight=50", "train.max_steps=6", name="strong")
+    none = train("adapter.type=adalora", "adapter.orth_reg_weight=0", "train.max_steps=6", name="none")
+    weak, without = metrics(strong), metrics(none)
+    assert weak[0]["loss"] == without[0]["loss"], "the loss shown is that of the tokens"
+    assert weak[-1]["orthogonality"] < weak[0]["orthogonality"]
+    assert weak[0]["grad_norm"] > 2 * without[0]["grad_norm"]
+
+
+def test_orthogonality_is_peft_s(train) -> None:
+    """Our regulariser against the one PEFT adds to `outputs.loss`."""
+    from peft import AdaLoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from finetune import adapters
+
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    targets = ["q_proj", "down_proj"]
+    config = AdaLoraConfig(task_type="CAUSAL_LM", target_modules=targets, total_step=10, orth_reg_weight=0.5)
+    model = get_peft_model(base, config)
+    ids = torch.arange(20).reshape(1, 20)
+    with torch.no_grad():
+        with_term = model(input_ids=ids, labels=ids).loss
+        plain = model.base_model.model(input_ids=ids, labels=ids).loss
+    assert (with_term - plain).item() == pytest.approx(0.5 * adapters.orthogonality(model).item(), abs=1e-5)
+
+
+def test_the_same_run_twice_is_the_same(train) -> None:
+    first, second = (train("adapter.lora_dropout=0.1", "train.max_steps=3", name=name) for name in "ab")
+    assert [line["loss"] for line in metrics(first)] == [line["loss"] for line in metrics(second)]
+    assert [line["grad_norm"] for line in metrics(first)] == [line["grad_norm"] for line in metrics(second)]
+
+
+def test_how_a_batch_is_split_does_not_matter(train) -> None:
+    """8 = 8 x 1 = 2 x 4: rows of unequal numbers of trained tokens weigh by token."""
+    whole = train("train.per_device_train_batch_size=8", "train.max_steps=3", name="whole")
+    split = train("train.per_device_train_batch_size=2", "train.max_steps=3", name="split")
+    for a, b in zip(metrics(whole), metrics(split), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_compile_and_recompute_change_nothing_but_time(train) -> None:
+    plain = train(name="plain")
+    again = train("speed.recompute=all", name="recompute")
+    assert [m["loss"] for m in metrics(plain)] == [m["loss"] for m in metrics(again)]
+    assert receipts(again)["speed.recompute"]["got"] == "all of 6"
+
+
+def test_the_run_folder_explains_itself(train) -> None:
+    run = train("adapter.type=ia3")
+    text = run.recipe.read_text()
+    assert "type: \"ia3\"  # override" in text and "attention: \"sdpa\"  # hardware:" in text
+    assert "# gradient_accumulation_steps: 1" in text and "adapter.r: ia3 has no such key" in text
+    assert recipe.load(run.recipe).adapter.type == "ia3"
+    environment = run.read("environment.json")
+    assert environment["packages"]["torch"] and environment["git"]["commit"]
+    assert environment["hardware"]["device"] == "cpu" and environment["launch"]["processes"] == 1
+    assert environment["sft_config"]["optim"] == "adamw_torch_fused"
+    data = run.read("data_report.json")
+    assert data["train"]["rows"] == 96 and data["train"]["ends_trained"] == 96
+    assert len(next(iter(data["train"]["sources"].values()))) == 64
+    assert yaml.safe_load(text)["data"]["name"].startswith("/")
+
+
+def test_a_run_can_be_evaluated_again(train, capsys) -> None:
+    run = train("train.max_steps=4")
+    before = run.read("eval.json")
+    (run.path / "eval.json").unlink()
+    assert cli.main(["evaluate", str(run.path)]) == 0
+    assert run.read("eval.json") == before
+    assert "exact match" in capsys.readouterr().out
+
+
+def test_without_held_out_rows_it_trains_all_the_same(train, recipe_file) -> None:
+    path = recipe_file("model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\n")
+    folder = path.parent / "run"
+    overrides = [f"train.output_dir={folder}", "train.max_steps=2", "train.effective_batch_size=8"]
+    assert cli.main(["train", str(path), *overrides, "--quiet"]) == 0
+    assert RunFolder(folder).read("eval.json")["base"] == {}
+
+
+def test_held_out_loss_is_that_of_a_plain_loop(train) -> None:
+    """Our batched, padded sum against one row at a time through transformers' own loss."""
+    from transformers import AutoModelForCausalLM
+
+    from finetune.data import chat, load
+
+    run = train()
+    loaded = recipe.load(run.recipe)
+    _, rows, _ = load.read(loaded.data, 0)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    encoder = chat.make_encoder(evaluate.model.load_tokenizer(loaded.model), loaded.data, "messages")
+    total = count = 0.0
+    for row in rows:
+        ids, labels = (torch.tensor([part]) for part in encoder(row))
+        tokens = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += model(input_ids=ids, labels=labels).loss.item() * tokens
+        count += tokens
+    assert run.read("eval.json")["base"]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_full_fine_tuning_leaves_a_model_and_its_base_untouched(train) -> None:
+    before = (MODEL / "model.safetensors").read_bytes()
+    run = train("adapter.type=full", "train.learning_rate=1e-3")
+    assert not run.adapter.exists() and (run.model / "model.safetensors").exists()
+    assert (MODEL / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "script"])
+def test_two_processes_learn_what_one_does(launcher: str, train, small, tmp_path) -> None:
+    one = train("train.max_steps=4", "train.per_device_train_batch_size=4", name="one")
+    overrides = ["train.max_steps=4", "train.warmup_steps=0", "train.per_device_train_batch_size=4", *small]
+    overrides += ["train.effective_batch_size=8", "eval.max_new_tokens=8"]
+    two = tmp_path / "two"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2.yaml"]
+    launch += ["-m", "finetune", "train"] if launcher == "accelerate" else ["scripts/train.py"]
+    command = [*launch, str(QUICKSTART), *overrides, f"train.output_dir={two}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    run = RunFolder(two)
+    assert receipts(run)["processes"]["got"] == "2"
+    assert run.read("environment.json")["launch"]["launcher"] == "accelerate"
+    for a, b in zip(metrics(one), metrics(run), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    assert run.read("eval.json")["tuned"]["loss"] == pytest.approx(one.read("eval.json")["tuned"]["loss"], abs=1e-5)
+    assert done.stdout.count("receipts") == 1, "only rank 0 speaks"

@@ -1,0 +1,55 @@
+"""What is read from the libraries' source is what the libraries really have."""
+
+import dataclasses
+
+import pytest
+
+from finetune import recipe, renames, upstream
+
+
+def test_fields_are_those_of_the_imported_classes() -> None:
+    from peft import AdaLoraConfig, IA3Config, LoraConfig
+    from trl.trainer.sft_config import SFTConfig
+
+    of_every_peft_config = {"task_type", "peft_type", "auto_mapping", "peft_version"}
+    of_every_peft_config |= {"base_model_name_or_path", "revision", "inference_mode"}
+    for sources, imported in (
+        (upstream.SFT_CONFIG, SFTConfig),
+        (upstream.LORA_CONFIG, LoraConfig),
+        (upstream.ADALORA_CONFIG, AdaLoraConfig),
+        (upstream.IA3_CONFIG, IA3Config),
+    ):
+        real = {field.name for field in dataclasses.fields(imported) if field.init}
+        read = set(upstream.fields(sources))
+        assert real - read <= of_every_peft_config, imported
+        assert read - {f.name for f in dataclasses.fields(imported)} == set(), imported
+
+
+def test_every_field_of_sft_config_is_ours_passed_on_or_owned() -> None:
+    passed_on = set(recipe.sections()["train"].model_fields)
+    for name in upstream.fields(upstream.SFT_CONFIG):
+        assert (name in passed_on) != bool(renames.owner_of(name)) or name in recipe.Train.model_fields, name
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad"),
+    [
+        ("SchedulerType | str", "cosine", "cosinee"),
+        ("int | None", None, "3"),
+        ("Optional[Union[list[str], str]]", ["a"], 3),
+        ("Literal['none', 'all']", "all", "some"),
+        ("bool | Literal['gaussian', 'pissa_niter_[number of iters]']", "pissa_niter_16", 3),
+        ("float", 1, "1"),
+        ("dict[str, Any] | str | None", {"a": 1}, 2),
+    ],
+)
+def test_annotations_become_checkable_types(annotation: str, good: object, bad: object) -> None:
+    import ast
+
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    parsed = upstream._type(ast.parse(annotation, mode="eval").body, upstream._enums())
+    adapter = TypeAdapter(parsed, config=ConfigDict(strict=True))
+    assert adapter.validate_python(good) == good
+    with pytest.raises(ValidationError):
+        adapter.validate_python(bad)
