@@ -170,7 +170,8 @@ def generate(tuned: Any, encoder: Encoder, rows: list[Row], all_rows: list[Row],
     prompts = [encoder.prompt(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
     pad: Any = tokenizer.pad_token_id
-    stops = chat.stop_ids(tokenizer)
+    declared = tuned.generation_config.eos_token_id  # the model may stop on more than the tokenizer knows
+    stops = chat.stop_ids(tokenizer) | set(declared if isinstance(declared, list) else [declared]) - {None}
     answers = [""] * len(rows)
     for start in range(0, len(order), settings.batch_size):
         batch = order[start : start + settings.batch_size]

@@ -1,0 +1,93 @@
+"""Fingerprints see every change; receipts stop a run; hardware choices have reasons."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from finetune import hardware
+from finetune.errors import Exit, UserError
+from finetune.hardware import Hardware
+from finetune.model import fingerprint
+from finetune.receipts import Ledger
+
+CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
+H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80, 64)
+T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_one_changed_byte_changes_the_fingerprint(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randint(0, 100, (37, 11)).to(dtype)
+    seen = {fingerprint({"a": tensor})}
+    for index in range(0, tensor.numel(), 7):
+        changed = tensor.clone().view(-1)
+        changed[index] += 1
+        seen.add(fingerprint({"a": changed.view(37, 11)}))
+    assert len(seen) == 1 + len(range(0, tensor.numel(), 7))
+
+
+def test_two_exchanged_values_or_names_change_it_too() -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    assert len({fingerprint({"x": a, "y": b}), fingerprint({"x": b, "y": a}), fingerprint({"x": a, "z": b})}) == 3
+
+
+def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
+    ledger = Ledger()
+    ledger.add("a", 1, 1, "counted")
+    ledger.check()
+    ledger.add("saved", "this", "that", "read back", code=Exit.ARTEFACT)
+    ledger.add("b", "> 0", 3, "counted", ok=True)
+    with pytest.raises(UserError, match="that") as raised:
+        ledger.check()
+    assert raised.value.code == 4
+    assert [receipt["ok"] for receipt in ledger.as_json()] == [True, False, True]
+
+
+@pytest.mark.parametrize(("machine", "precision"), [(CPU, "no"), (H100, "bf16"), (T4, "fp16")])
+def test_precision_without_a_launcher(machine: Hardware, precision: str, monkeypatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    launch = hardware.launch(machine)
+    assert (launch.precision, launch.precision_by) == (precision, "hardware")
+
+
+def test_the_launch_owns_precision(monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert hardware.launch(H100).precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(UserError, match="no bf16") as raised:
+        hardware.launch(T4)
+    assert raised.value.code == 3
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(UserError, match="not in this version"):
+        hardware.launch(H100)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "precision", "stored"),
+    [
+        ("auto", "lora", "no", "fp32"),
+        ("auto", "lora", "bf16", "bf16"),
+        ("auto", "full", "bf16", "fp32"),
+        ("auto", "qdora", "bf16", "nf4"),
+        ("nf4", "ia3", "no", "nf4"),
+        ("bf16", "full", "bf16", "bf16"),
+    ],
+)
+def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str) -> None:
+    choice = hardware.choose_base(asked, kind, precision)
+    assert choice.value == stored and choice.reason
+
+
+def test_recompute_is_planned_from_memory() -> None:
+    from transformers import LlamaConfig
+
+    from finetune.speed.apply import activation_gib, choose_recompute
+
+    llama_8b = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+    assert activation_gib(llama_8b, 16384) == pytest.approx(60, rel=0.1)  # measured
+    assert choose_recompute("auto", llama_8b, 15, 16384, H100).value == "all"
+    assert choose_recompute("auto", llama_8b, 15, 4096, H100).value == "none"
+    assert choose_recompute("auto", llama_8b, 15, 16384, dataclasses.replace(H100, memory_gib=141)).value == "none"
+    assert choose_recompute("all", llama_8b, 15, 1, CPU).value == "all"
