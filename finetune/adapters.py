@@ -176,6 +176,15 @@ def ranks(model: PeftModel) -> tuple[int, int]:
     return used, config.target_r * sum("lora_E" in name for name, _ in model.named_parameters())
 
 
+def drop_masked_ranks(model: PeftModel) -> None:
+    """AdaLoRA, after training: make the live adapter what PEFT saves and will load, by PEFT's own function.
+
+    PEFT saves only the ranks in use and, on loading, rounds them to the dtype of the base.
+    """
+    config: Any = model.peft_config["default"]
+    model.base_model.resize_modules_by_rank_pattern(config.rank_pattern, "default")  # type: ignore[operator]
+
+
 def learning_rate_advice(kind: str, rate: float) -> str:
     """One line if the rate is outside what usually works for this type, else the empty string."""
     low, high = USUAL_LEARNING_RATE[kind]

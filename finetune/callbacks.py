@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
+from finetune import model
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from finetune.hardware import Hardware
@@ -130,90 +132,58 @@ class FirstStep(TrainerCallback):
     def __init__(self, ledger: Ledger, *, steps: int, batch: int, precision: str, attention: str) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
         self.precision, self.attention = precision, attention
-        self.operations = Operations()
+        self.dtype = "none seen"
+        self.operations: list[str] = []
         self.rows = self.micro_batches = self.loss_tokens = 0
 
-    def saw(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Count one micro-batch of this process."""
+    @contextlib.contextmanager
+    def watch(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Count a micro-batch of this process, and see which operations the first one runs.
+
+        The profiler only looks on; a dispatch mode would keep compiled attention from being compiled.
+        """
         self.micro_batches += 1
         self.rows += len(inputs["input_ids"])
         self.loss_tokens += int((inputs["labels"][:, 1:] != -100).sum())
+        if self.micro_batches > 1:
+            yield
+            return
+        linear = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+        hook = linear.register_forward_hook(self._saw)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            yield
+        hook.remove()
+        self.operations = sorted(event.key for event in profile.key_averages())
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step != 1:
             return
-        add, seen = self.ledger.add, self.operations
+        add = self.ledger.add
         how = f"rows of step 1: {self.micro_batches} micro-batches x {args.world_size} processes"
         add("train.effective_batch_size", self.batch, self.rows * args.world_size, how)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
-        add(
-            "loss tokens in step 1",
-            "> 0",
-            self.loss_tokens,
-            "labels of rank 0",
-            ok=self.loss_tokens > 0,
-        )
-        add(
-            "dtype",
-            DTYPES[self.precision],
-            seen.dtype(),
-            "matrix products of the first forward",
-            code=Exit.ENVIRONMENT,
-        )
-        ran = seen.attention()
-        asked = self.attention
-        add(
-            "model.attention",
-            asked,
-            ran,
-            "operations of the first forward",
-            ok=attention_ok(asked, ran),
-            code=Exit.ENVIRONMENT,
-        )
+        add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
+        how, code = "the first linear layer's output in training", Exit.ENVIRONMENT
+        add("dtype", model.DTYPES[self.precision], self.dtype, how, code=code)
+        ran = attention_that_ran(self.operations)
+        ok = ran.partition(" ")[0] == self.attention
+        add("model.attention", self.attention, ran, "profile of the first forward", ok=ok, code=code)
         self.ledger.check()
 
-
-DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def attention_ok(asked: str, ran: str) -> bool:
-    """Whether the operations that ran are those of the implementation asked for."""
-    if asked == "sdpa":
-        return ran.startswith("sdpa")
-    if asked == "eager":
-        return ran == "eager"
-    return ran.replace("_", "").startswith(asked.replace("_", "")[:9])
+    def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.dtype = str(output.dtype).removeprefix("torch.")
 
 
-class Operations(TorchDispatchMode):
-    """Which attention and which matrix-product dtypes ran while it was active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[str, int] = {}
-        self.dtypes: dict[str, int] = {}  # matrix products by dtype, weighted by their size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.names[name] = self.names.get(name, 0) + 1
-        if name in ("mm", "addmm", "bmm"):
-            dtype = str(args[-1].dtype).removeprefix("torch.")
-            self.dtypes[dtype] = self.dtypes.get(dtype, 0) + args[-1].numel()
-        return func(*args, **(kwargs or {}))
-
-    def dtype(self) -> str:
-        """The dtype most of the matrix products had."""
-        return max(self.dtypes, key=lambda name: self.dtypes[name]) if self.dtypes else "none seen"
-
-    def attention(self) -> str:
-        """The attention that ran: `sdpa (<kernel>)`, `flash_attn ...`, `flex_attention` or `eager`."""
-        for name in self.names:
-            if "scaled_dot_product" in name:
-                kernel = name.removeprefix("_scaled_dot_product_").removesuffix("_attention")
-                return f"sdpa ({kernel})"
-            if "flash_attn" in name or "flex_attention" in name:
-                return name.strip("_")
-        return "eager" if any("softmax" in name for name in self.names) else "none seen"
+def attention_that_ran(operations: list[str]) -> str:
+    """The attention among profiled operations, by the name transformers gives it, with its kernel."""
+    for name in operations:
+        if "_scaled_dot_product" in name:
+            return f"sdpa ({name.removeprefix('aten::_scaled_dot_product_').removesuffix('_attention')})"
+    for word, implementation in (("flex", "flex_attention"), ("flash", "flash")):
+        found = [name for name in operations if word in name.lower()]
+        if found:
+            return f"{implementation} ({found[0]})"
+    return "eager" if any("softmax" in name for name in operations) else "none seen"
 
 
 def memory(hardware: Hardware) -> dict[str, float | None]:

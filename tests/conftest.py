@@ -26,7 +26,6 @@ DATA = ROOT / "examples" / "tiny_llama" / "data"
 ADAPTERS = ("lora", "qlora", "dora", "qdora", "adalora", "ia3", "full")
 
 
-
 @pytest.fixture(autouse=True)
 def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shipped recipes name their files from the root of the project."""

@@ -6,8 +6,8 @@ import sys
 import time
 
 import pytest
-
 from conftest import DATA, MODEL, QUICKSTART, ROOT
+
 from finetune import cli
 
 GOOD_ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
@@ -86,18 +86,28 @@ def test_9_all_together(recipe_file, capsys) -> None:
     [
         (17, b"", ["0 rows in", "rows.jsonl"]),
         (18, b"\n\n  \n", ["0 rows in", "rows.jsonl"]),
-        (19, f"{GOOD_ROW}\n{GOOD_ROW}\n{{'messages': 1}}\n{GOOD_ROW}\n".encode(), ["rows.jsonl:3:2", "'messages'"]),
+        (
+            19,
+            f"{GOOD_ROW}\n{GOOD_ROW}\n{{'messages': 1}}\n{GOOD_ROW}\n".encode(),
+            ["rows.jsonl:3:2", "'messages'"],
+        ),
         (20, f"{GOOD_ROW}\n{GOOD_ROW[:-30]}".encode(), ["rows.jsonl:2:", "looks cut off"]),
         (21, GOOD_ROW.encode() + b'\n{"prompt": "\xff"}', ["rows.jsonl:2", "not UTF-8"]),
         (25, b'{"instruction": "a", "output": "b"}', ["instruction, output", "messages"]),
         (27, GOOD_ROW.replace("assistant", "gpt").encode(), ["rows.jsonl:1, message 1", "gpt", "assistant"]),
         (30, GOOD_ROW.replace('"b"', "null").encode(), ["message 1", "content must be text"]),
-        (35, GOOD_ROW.replace('"a"', f'"{"word " * 300}"').encode(), ["0 of 1 rows", "raise data.max_length"]),
+        (
+            35,
+            GOOD_ROW.replace('"a"', f'"{"word " * 300}"').encode(),
+            ["0 of 1 rows", "raise data.max_length"],
+        ),
     ],
 )
 def test_data(number: int, content: bytes, phrases: list[str], recipe_file, tmp_path, capsys) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content)
-    path = recipe_file(RECIPE.replace("{data}", "rows.jsonl").replace("adapter:", "  max_length: 64\nadapter:"))
+    path = recipe_file(
+        RECIPE.replace("{data}", "rows.jsonl").replace("adapter:", "  max_length: 64\nadapter:")
+    )
     assert cli.main(["train", str(path), f"train.output_dir={tmp_path / 'run'}", "--quiet"]) == 2
     text = capsys.readouterr().err
     assert all(phrase in text for phrase in phrases), text
@@ -152,7 +162,9 @@ def test_a_missing_recipe_names_the_nearest(capsys) -> None:
     assert "quickstart.yaml" in stderr_of(["check", str(ROOT / "recipes" / "quikstart.yaml")], 2, capsys)
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"])
+@pytest.mark.parametrize(
+    "attention", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"]
+)
 def test_a_kernel_that_can_t_be_had_is_exit_3(attention: str, train, capsys) -> None:
     train(f"model.attention={attention}", code=3)
     text = capsys.readouterr().err

@@ -5,8 +5,8 @@ import sys
 import time
 
 import pytest
-
 from conftest import QUICKSTART, ROOT
+
 from finetune import cli
 
 
@@ -14,16 +14,22 @@ def fastest(command: list[str], times: int = 3) -> float:
     seconds = []
     for _ in range(times):
         started = time.monotonic()
-        subprocess.run([sys.executable, "-m", "finetune", *command], check=True, capture_output=True, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-m", "finetune", *command], check=True, capture_output=True, cwd=ROOT
+        )
         seconds.append(time.monotonic() - started)
     return min(seconds)
 
 
 def test_the_surface() -> None:
     """A new command or option is decided, not slipped in."""
-    (commands,) = [action for action in cli.parser()._actions if hasattr(action, "choices") and action.choices]
+    (commands,) = [
+        action for action in cli.parser()._actions if hasattr(action, "choices") and action.choices
+    ]
     surface = {
-        name: sorted(option for action in command._actions for option in action.option_strings or [action.dest])
+        name: sorted(
+            option for action in command._actions for option in action.option_strings or [action.dest]
+        )
         for name, command in commands.choices.items()
     }
     common = ["--debug", "--help", "--quiet", "-h"]
@@ -49,7 +55,9 @@ def test_overrides_may_follow_options() -> None:
     assert options.overrides == ["a.b=1", "c.d=2"]
 
 
-@pytest.mark.parametrize("command", [["train"], ["nothing"], ["evaluate", "run", "a.b=1"], ["check", "a", "--fast"]])
+@pytest.mark.parametrize(
+    "command", [["train"], ["nothing"], ["evaluate", "run", "a.b=1"], ["check", "a", "--fast"]]
+)
 def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main(command)
@@ -80,11 +88,22 @@ def test_several_processes_are_launched(monkeypatch, tmp_path) -> None:
     seen = []
     monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):
-        cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1", f"train.output_dir={tmp_path}/a"])
+        cli.main(
+            [
+                "train",
+                str(QUICKSTART),
+                "--accelerate",
+                "cpu_2",
+                "train.seed=1",
+                f"train.output_dir={tmp_path}/a",
+            ]
+        )
     (command,) = seen
     assert command[1:3] == ["-m", "accelerate.commands.launch"]
     assert command[command.index("-m", 3) :][:3] == ["-m", "finetune", "train"]
-    assert "train.seed=1" in command and any(part.endswith("accelerate_configs/cpu_2.yaml") for part in command)
+    assert "train.seed=1" in command and any(
+        part.endswith("accelerate_configs/cpu_2.yaml") for part in command
+    )
 
 
 def test_an_unknown_accelerate_config(capsys) -> None:
@@ -95,9 +114,24 @@ def test_an_unknown_accelerate_config(capsys) -> None:
 def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
     assert cli.main(["doctor", str(QUICKSTART), "adapter.type=qlora"]) == 0
     text = capsys.readouterr().out
-    for name in ("bf16 autocast", "TF32", "fused AdamW", "cuDNN benchmark", "set_to_none", "gradient accumulation"):
+    for name in (
+        "bf16 autocast",
+        "TF32",
+        "fused AdamW",
+        "cuDNN benchmark",
+        "set_to_none",
+        "gradient accumulation",
+    ):
         assert name in text
-    for name in ("clipping", "pinned memory", "loader workers", "packing", "compile", "recompute", "attention"):
+    for name in (
+        "clipping",
+        "pinned memory",
+        "loader workers",
+        "packing",
+        "compile",
+        "recompute",
+        "attention",
+    ):
         assert name in text
     assert "finetune-toolkit[deepspeed]" in text
     assert cli.main(["doctor"]) == 0

@@ -1,8 +1,8 @@
 """From rows to labels: which tokens carry loss, and what becomes of each row."""
 
 import pytest
-
 from conftest import DATA, MODEL
+
 from finetune.data import chat, load
 from finetune.data.load import Row, Split
 from finetune.errors import UserError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from conftest import ADAPTERS, ROOT
+
 from finetune import cli, recipe, shipped
 
 PACKAGE = ROOT / "finetune"
@@ -55,7 +55,9 @@ def imports(path: Path) -> set[str]:
 
 def test_imports_point_downwards() -> None:
     level = {name: index for index, names in enumerate(LAYERS) for name in names}
-    files = [path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts and path.name != "__init__.py"]
+    files = [
+        path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts and path.name != "__init__.py"
+    ]
     assert len(files) > 20
     for path in files:
         own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -89,11 +91,15 @@ def test_nothing_unsafe_is_called() -> None:
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         for call in ("torch.load", "pickle", "trust_remote_code=True", "shell=True", "eval(", "exec("):
-            assert not re.search(rf"(?<![\w.]){re.escape(call)}", text.replace(".eval()", "")), f"{path}: {call}"
+            assert not re.search(rf"(?<![\w.]){re.escape(call)}", text.replace(".eval()", "")), (
+                f"{path}: {call}"
+            )
 
 
 def test_the_schema_is_current() -> None:
-    assert json.loads(shipped.SCHEMA.read_text()) == json.loads(json.dumps(recipe.json_schema())), "make schema"
+    assert json.loads(shipped.SCHEMA.read_text()) == json.loads(json.dumps(recipe.json_schema())), (
+        "make schema"
+    )
 
 
 def test_there_are_recipes_for_each_model_and_adapter() -> None:
@@ -152,7 +158,10 @@ def test_constraints_are_within_the_ranges() -> None:
     from packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    ranges = [
+        *project["dependencies"],
+        *(r for extra in project["optional-dependencies"].values() for r in extra),
+    ]
     allowed = {Requirement(line).name.lower(): Requirement(line).specifier for line in ranges}
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     for name, _, version in (line.partition("==") for line in pins):

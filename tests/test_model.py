@@ -30,7 +30,10 @@ def test_one_changed_byte_changes_the_fingerprint(dtype: torch.dtype) -> None:
 
 def test_two_exchanged_values_or_names_change_it_too() -> None:
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-    assert len({fingerprint({"x": a, "y": b}), fingerprint({"x": b, "y": a}), fingerprint({"x": a, "z": b})}) == 3
+    assert (
+        len({fingerprint({"x": a, "y": b}), fingerprint({"x": b, "y": a}), fingerprint({"x": a, "z": b})})
+        == 3
+    )
 
 
 def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
@@ -89,5 +92,8 @@ def test_recompute_is_planned_from_memory() -> None:
     assert activation_gib(llama_8b, 16384) == pytest.approx(60, rel=0.1)  # measured
     assert choose_recompute("auto", llama_8b, 15, 16384, H100).value == "all"
     assert choose_recompute("auto", llama_8b, 15, 4096, H100).value == "none"
-    assert choose_recompute("auto", llama_8b, 15, 16384, dataclasses.replace(H100, memory_gib=141)).value == "none"
+    assert (
+        choose_recompute("auto", llama_8b, 15, 16384, dataclasses.replace(H100, memory_gib=141)).value
+        == "none"
+    )
     assert choose_recompute("all", llama_8b, 15, 1, CPU).value == "all"

@@ -6,11 +6,19 @@ import sys
 import time
 
 from conftest import DATA, QUICKSTART, ROOT
+
 from finetune.run_folder import RunFolder
 
 
 def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
-    command = [sys.executable, "-m", "finetune", "train", str(QUICKSTART), f"train.output_dir={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "train",
+        str(QUICKSTART),
+        f"train.output_dir={tmp_path / 'run'}",
+    ]
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - started

@@ -1,8 +1,8 @@
 """Loading, overriding and explaining recipes."""
 
 import pytest
-
 from conftest import ADAPTERS, QUICKSTART
+
 from finetune import recipe, run_folder
 from finetune.errors import UserError
 
@@ -138,7 +138,9 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
 
 @pytest.mark.parametrize("init", ["eva", "corda", "loftq", "lora_ga"])
 def test_an_initialisation_that_peft_would_silently_skip_is_refused(init: str) -> None:
-    assert "plain LoRA" in problems(QUICKSTART, f"adapter.init_lora_weights={init}")["adapter.init_lora_weights"]
+    assert (
+        "plain LoRA" in problems(QUICKSTART, f"adapter.init_lora_weights={init}")["adapter.init_lora_weights"]
+    )
 
 
 def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:

@@ -5,13 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-
 from conftest import ROOT, metrics
+
 from finetune import cli
 from finetune.run_folder import RunFolder
 
 ASSETS = Path(os.environ.get("FINETUNE_TEST_ASSETS", ROOT.parent / "shared" / "assets"))
-pytestmark = pytest.mark.skipif(not ASSETS.is_dir(), reason=f"no test assets in {ASSETS} (FINETUNE_TEST_ASSETS)")
+pytestmark = pytest.mark.skipif(
+    not ASSETS.is_dir(), reason=f"no test assets in {ASSETS} (FINETUNE_TEST_ASSETS)"
+)
 
 RECIPE = """model: {{name: {assets}/{model}}}
 data: {{name: {data}, {more}}}

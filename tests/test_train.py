@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 import yaml
-
 from conftest import ADAPTERS, MODEL, QUICKSTART, ROOT, metrics
+
 from finetune import cli, evaluate, recipe
 from finetune.run_folder import RunFolder
 
@@ -22,7 +22,12 @@ FILES = {
     "log.txt",
 }
 SEEN = {"lora": "LORA", "qlora": "LORA", "dora": "LORA with DoRA", "qdora": "LORA with DoRA"}
-MOVED = {"adalora": "lora_E", "ia3": "ia3_l", "dora": "lora_magnitude_vector", "qdora": "lora_magnitude_vector"}
+MOVED = {
+    "adalora": "lora_E",
+    "ia3": "ia3_l",
+    "dora": "lora_magnitude_vector",
+    "qdora": "lora_magnitude_vector",
+}
 
 
 def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
@@ -127,7 +132,7 @@ def test_compile_and_recompute_change_nothing_but_time(train) -> None:
 def test_the_run_folder_explains_itself(train) -> None:
     run = train("adapter.type=ia3")
     text = run.recipe.read_text()
-    assert "type: \"ia3\"  # override" in text and "attention: \"sdpa\"  # hardware:" in text
+    assert 'type: "ia3"  # override' in text and 'attention: "sdpa"  # hardware:' in text
     assert "# gradient_accumulation_steps: 1" in text and "adapter.r: ia3 has no such key" in text
     assert recipe.load(run.recipe).adapter.type == "ia3"
     environment = run.read("environment.json")
@@ -191,7 +196,13 @@ def test_two_processes_learn_what_one_does(launcher: str, train, small, tmp_path
     overrides = ["train.max_steps=4", "train.warmup_steps=0", "train.per_device_train_batch_size=4", *small]
     overrides += ["train.effective_batch_size=8", "eval.max_new_tokens=8"]
     two = tmp_path / "two"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2.yaml"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate_configs/cpu_2.yaml",
+    ]
     launch += ["-m", "finetune", "train"] if launcher == "accelerate" else ["scripts/train.py"]
     command = [*launch, str(QUICKSTART), *overrides, f"train.output_dir={two}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -202,5 +213,7 @@ def test_two_processes_learn_what_one_does(launcher: str, train, small, tmp_path
     for a, b in zip(metrics(one), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    assert run.read("eval.json")["tuned"]["loss"] == pytest.approx(one.read("eval.json")["tuned"]["loss"], abs=1e-5)
+    assert run.read("eval.json")["tuned"]["loss"] == pytest.approx(
+        one.read("eval.json")["tuned"]["loss"], abs=1e-5
+    )
     assert done.stdout.count("receipts") == 1, "only rank 0 speaks"

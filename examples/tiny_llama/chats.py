@@ -18,9 +18,7 @@ Messages = list[dict[str, str]]
 
 def render(messages: Messages) -> str:
     """The chat format; `model/chat_template.jinja` renders the same text."""
-    return "".join(
-        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
-    )
+    return "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
 
 
 def turns(*contents: str) -> Messages:

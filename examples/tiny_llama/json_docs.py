@@ -124,8 +124,7 @@ def json_lines(rng: Random) -> str:
     names = rng.sample(KEYS, rng.randint(2, 5))
     makers = [type_of_column(rng) for _ in names]
     rows = [
-        {name: make(rng) for name, make in zip(names, makers, strict=True)}
-        for _ in range(rng.randint(2, 5))
+        {name: make(rng) for name, make in zip(names, makers, strict=True)} for _ in range(rng.randint(2, 5))
     ]
     return "\n".join(json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in rows)
 

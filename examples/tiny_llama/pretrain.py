@@ -133,9 +133,7 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, device: str) -> torch.T
     ids = batch.to(device, non_blocking=True)
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         logits = model(input_ids=ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
-    )
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -157,9 +155,7 @@ def replayed(batches: Iterable[torch.Tensor], epochs: int) -> Iterator[torch.Ten
         yield from (batch.long() for batch in kept)
 
 
-def train(
-    model: LlamaForCausalLM, batches: Iterator[torch.Tensor], args: argparse.Namespace
-) -> None:
+def train(model: LlamaForCausalLM, batches: Iterator[torch.Tensor], args: argparse.Namespace) -> None:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     norms = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -186,9 +182,7 @@ def train(
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, batches: Batches, device: str) -> float:
     model.eval()
-    losses = [
-        loss_of(model, batch, device).item() for batch in (batches[i] for i in range(len(batches)))
-    ]
+    losses = [loss_of(model, batch, device).item() for batch in (batches[i] for i in range(len(batches)))]
     return math.exp(sum(losses) / len(losses))
 
 

@@ -40,8 +40,7 @@ def story(rng: Random) -> str:
                 [
                     f"At the {place} {pronoun.lower()} found {bought[-1]}.",
                     f"{given} went to the {place} and paid {words.price(rng)} for {bought[-1]}.",
-                    f"{pronoun} carried {bought[-1]} from the {place} to the "
-                    f"{rng.choice(words.PLACES)}.",
+                    f"{pronoun} carried {bought[-1]} from the {place} to the {rng.choice(words.PLACES)}.",
                 ]
             )
         )
@@ -84,9 +83,7 @@ def speech(rng: Random, name: str) -> str:
 def chronicle(rng: Random) -> str:
     """Several sentences about events, of one person or of many."""
     name = words.person(rng) if chance(rng, 0.3) else None
-    return " ".join(
-        events.tell(rng, events.new_event(rng, name))[0] for _ in range(rng.randint(1, 5))
-    )
+    return " ".join(events.tell(rng, events.new_event(rng, name))[0] for _ in range(rng.randint(1, 5)))
 
 
 def notes(rng: Random) -> str:
@@ -178,8 +175,7 @@ def arithmetic(rng: Random) -> str:
                 [
                     f"{words.number_word(number)} {item} at {words.number_word(each)} {money} each "
                     f"cost {number} x {each} = {total} {money}.",
-                    f"{number} {item} at {each} {money} each cost {words.number_word(total % 100)} "
-                    f"{money}."
+                    f"{number} {item} at {each} {money} each cost {words.number_word(total % 100)} {money}."
                     if total < 100
                     else f"{number} {item} cost {total} {money}.",
                 ]
@@ -235,9 +231,7 @@ def amounts(rng: Random) -> str:
 
 def lookup(rng: Random) -> str:
     """A table and questions that look its entries up."""
-    value = rng.choice(
-        [words.code, words.price, words.city, words.clock, words.person, words.address]
-    )
+    value = rng.choice([words.code, words.price, words.city, words.clock, words.person, words.address])
     key = rng.choice([words.person, words.city, words.product, words.code])
     table = [(key(rng), value(rng)) for _ in range(rng.randint(3, 8))]
     lines = [f"{left}{rng.choice([' ', ': '])}{right}" for left, right in table]

@@ -19,9 +19,7 @@ ONSETS = listed(
 )
 ONSETS += ["", ""]
 VOWELS = listed("a a a e e e i i i o o o u u ai au ea ee ei ie io oa oo ou ue y")
-CODAS = listed(
-    "b ck d ff g l ll lm ln m n nd ng nk nn nt p r rd rk rl rn rs rt s ss st t th tt x z"
-)
+CODAS = listed("b ck d ff g l ll lm ln m n nd ng nk nn nt p r rd rk rl rn rs rt s ss st t th tt x z")
 GIVEN_ENDINGS = listed(
     "a o i e y ia ie in an en on el al ar er is us as ette ina ine elle ana ora ika eth ard win "
     "bert mund fred ric na ra la lo to io eo een ane"
@@ -67,9 +65,7 @@ ADJECTIVES = listed(
     "linen silk velvet rubber stone clay bamboo oak pine walnut garden kitchen office travel "
     "winter summer children's double single broken repaired soft hard bright dark narrow wide"
 )
-FEELINGS = listed(
-    "happy tired glad proud curious calm worried surprised hungry quiet busy cheerful thankful"
-)
+FEELINGS = listed("happy tired glad proud curious calm worried surprised hungry quiet busy cheerful thankful")
 JOBS = listed(
     "baker carpenter teacher doctor farmer sailor painter singer driver tailor gardener plumber "
     "librarian nurse clerk mechanic cook writer student engineer fisher potter weaver printer"
@@ -91,9 +87,7 @@ QUARRY = sorted(
     | {word.lower() for word in [*PLACES, *MONTHS, *WEEKDAYS, *UNITS, *TENS]}
     | {*GIVEN_ENDINGS, *SURNAME_ENDINGS, *CITY_ENDINGS}
 )
-ACCENTS = dict(
-    zip("aceinouszy", "\u00e4\u00e7\u00e9\u00ed\u00f1\u00f6\u00fc\u0161\u017e\u00fd", strict=True)
-)
+ACCENTS = dict(zip("aceinouszy", "\u00e4\u00e7\u00e9\u00ed\u00f1\u00f6\u00fc\u0161\u017e\u00fd", strict=True))
 CURRENCIES = ["euros", "dollars", "pounds", "crowns", "francs", "EUR", "USD", "GBP"]
 
 
