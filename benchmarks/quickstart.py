@@ -56,8 +56,10 @@ def measure(kind: str, rate: float, seed: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as markdown."""
-    head = "| type | learning rate | device | training | whole command | exact match: base | tuned | held-out loss | saved |"
-    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    names = (
+        "type, learning rate, device, training, whole command, exact match: base, tuned, held-out loss, saved"
+    )
+    lines = [f"| {names.replace(', ', ' | ')} |", "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         base, tuned = row["base"], row["tuned"]
         loss = f"{base['loss']:.3f} -> {tuned['loss']:.4f}"

@@ -179,10 +179,15 @@ def ranks(model: PeftModel) -> tuple[int, int]:
 def drop_masked_ranks(model: PeftModel) -> None:
     """AdaLoRA, after training: make the live adapter what PEFT saves and will load, by PEFT's own function.
 
-    PEFT saves only the ranks in use and, on loading, rounds them to the dtype of the base.
+    PEFT saves only the ranks in use and, on loading, rounds them to the dtype of the base, then casts them
+    to fp32 (peft 0.21.2, `resize_modules_by_rank_pattern`).
     """
     config: Any = model.peft_config["default"]
-    model.base_model.resize_modules_by_rank_pattern(config.rank_pattern, "default")  # type: ignore[operator]
+    base: Any = model.base_model
+    base.resize_modules_by_rank_pattern(config.rank_pattern, "default")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
 
 
 def learning_rate_advice(kind: str, rate: float) -> str:

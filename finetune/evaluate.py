@@ -132,7 +132,7 @@ def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], recip
 def inference(tuned: Any) -> Any:
     """Evaluation mode, no gradients, and the launch's precision where the weights are not already in it."""
     precision = hardware.launch(hardware.detect()).precision
-    dtype = getattr(torch, model.DTYPES[precision])
+    dtype = getattr(torch, hardware.DTYPES[precision])
     tuned.eval()
     with (
         torch.inference_mode(),

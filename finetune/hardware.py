@@ -11,6 +11,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
 
 FOUR_BIT = frozenset({"qlora", "qdora"})  # adapter types that mean an nf4 base
+DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by precision
 # Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets.
 PEAK_BF16 = {
     "H200": 989e12,
@@ -177,8 +178,6 @@ def attention_obstacle(name: str, hardware: Hardware) -> str:
         return ""
     if hardware.device != "cuda":
         return f"{name} needs an NVIDIA GPU"
-    if name == "flex_attention":
-        return ""
     module, remedy, capability = FLASH[name]
     if hardware.capability < capability:
         return f"{name} needs compute capability {capability[0]}.{capability[1]}, {hardware.name} is older"

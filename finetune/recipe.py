@@ -42,7 +42,6 @@ class Model(Section):
         "auto",
         "eager",
         "sdpa",
-        "flex_attention",
         "flash_attention_2",
         "flash_attention_3",
         "flash_attention_4",

@@ -1,4 +1,4 @@
-"""Write the JSON schema of recipes into the package: `python scripts/make_schema.py`. A test keeps it current."""
+"""Write the JSON schema of recipes into the package (`make schema`); a test keeps it current."""
 
 import json
 

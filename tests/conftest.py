@@ -46,7 +46,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
-    """`train(*overrides, name="run", code=0)`: the command on the quickstart, cut short; returns its folder."""
+    """`train(*overrides, name="run", code=0)`: the quickstart by the command, cut short -> its folder."""
 
     def run(*overrides: str, name: str = "run", code: int = 0, recipe: Path = QUICKSTART) -> RunFolder:
         folder = tmp_path / name

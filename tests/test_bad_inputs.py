@@ -162,9 +162,7 @@ def test_a_missing_recipe_names_the_nearest(capsys) -> None:
     assert "quickstart.yaml" in stderr_of(["check", str(ROOT / "recipes" / "quikstart.yaml")], 2, capsys)
 
 
-@pytest.mark.parametrize(
-    "attention", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"]
-)
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
 def test_a_kernel_that_can_t_be_had_is_exit_3(attention: str, train, capsys) -> None:
     train(f"model.attention={attention}", code=3)
     text = capsys.readouterr().err

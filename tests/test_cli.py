@@ -83,21 +83,12 @@ def test_evaluate_wants_a_run(tmp_path, capsys) -> None:
     assert "no recipe.resolved.yaml" in capsys.readouterr().err
 
 
-def test_several_processes_are_launched(monkeypatch, tmp_path) -> None:
-    """`finetune train --accelerate FILE` becomes `accelerate launch`; the line it prints is the one it runs."""
+def test_several_processes_are_launched(monkeypatch) -> None:
+    """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
     seen = []
     monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):
-        cli.main(
-            [
-                "train",
-                str(QUICKSTART),
-                "--accelerate",
-                "cpu_2",
-                "train.seed=1",
-                f"train.output_dir={tmp_path}/a",
-            ]
-        )
+        cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
     (command,) = seen
     assert command[1:3] == ["-m", "accelerate.commands.launch"]
     assert command[command.index("-m", 3) :][:3] == ["-m", "finetune", "train"]

@@ -1,4 +1,4 @@
-"""The promise of the quickstart, as it is written: base under 5 %, tuned at 90 % or more, in about two minutes."""
+"""The promise of the quickstart, as written: base under 5 %, tuned at 90 % or more."""
 
 import json
 import subprocess

@@ -125,7 +125,7 @@ def test_only_three_keys_are_required(recipe_file) -> None:
     path = recipe_file("model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\n")
     assert recipe.load(path).adapter.options() == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
     empty = recipe_file("model: {}\ndata: {}\nadapter: {}\n", "empty.yaml")
-    assert {key for key in problems(empty)} == {"model.name", "data.name", "adapter.type"}
+    assert set(problems(empty)) == {"model.name", "data.name", "adapter.type"}
 
 
 def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkeypatch) -> None:

@@ -49,10 +49,9 @@ def test_compile_and_recompute_follow_the_plain_run(train) -> None:
             assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
-def test_other_attention_is_what_was_asked(attention: str, train) -> None:
+def test_eager_attention_is_what_was_asked(train) -> None:
     plain = train("train.max_steps=4", name="plain")
-    run = train(f"model.attention={attention}", "train.max_steps=4", name=attention)
-    receipts(run)
+    run = train("model.attention=eager", "train.max_steps=4", name="eager")
+    assert receipts(run)["model.attention"] == "eager"
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
