@@ -118,6 +118,9 @@ def attach(
             raise UserError(*problems)
     config = BUILDERS[adapter.type](options, steps, linear)
     adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if ".ranknum." in name:  # PEFT does not save it, and on a bf16 base leaves it trainable
+            parameter.requires_grad = False
     got = Counter(modules.short(name) for name in adapted.targeted_module_names)
     asked = _expected(targets, linear) if targets is not None else got
     ledger.add(
@@ -186,7 +189,7 @@ def drop_masked_ranks(model: PeftModel) -> None:
     base: Any = model.base_model
     base.resize_modules_by_rank_pattern(config.rank_pattern, "default")
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or ".ranknum." in name:
             parameter.data = parameter.data.float()
 
 

@@ -48,7 +48,6 @@ def train(options: argparse.Namespace) -> None:
         checks.run(recipe)
         if not launched():
             launch_if_needed(options)
-        os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each run to the Hub otherwise
         quieten_libraries()
         from finetune import train as training
 

@@ -6,6 +6,7 @@ Only rank 0 speaks. Messages of other libraries go to log.txt, since the user ca
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,8 @@ class Screen:
 
 def quieten_libraries() -> None:
     """Send warnings and log records of libraries to the root logger, and their progress bars nowhere."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each run to the Hub otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own prints
     logging.captureWarnings(True)
     root = logging.getLogger()
     if not any(isinstance(handler, logging.NullHandler) for handler in root.handlers):

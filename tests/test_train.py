@@ -217,3 +217,13 @@ def test_two_processes_learn_what_one_does(launcher: str, train, small, tmp_path
         one.read("eval.json")["tuned"]["loss"], abs=1e-5
     )
     assert done.stdout.count("receipts") == 1, "only rank 0 speaks"
+
+
+def test_adalora_on_a_bf16_base_saves_what_it_trained(train, monkeypatch) -> None:
+    """PEFT leaves `ranknum` trainable there and does not save it: the adapter on disk was another one."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    run = train("adapter.type=adalora", "train.max_steps=6", "train.learning_rate=2e-2")
+    got = receipts(run)
+    assert got["dtype"]["got"] == "bfloat16" and got["precision"]["got"] == "bf16"
+    assert got["saved weights"]["got"] == "0"
+    assert set(got["trained weights moved"]["got"].split()[::4]) == {"lora_A", "lora_B", "lora_E"}

@@ -1,0 +1,75 @@
+"""The README's commands are run, its example recipe loads, and its numbers are those that were measured."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+from finetune import cli, recipe
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^    ((?:finetune|accelerate|make) [^#\n]*)", README, re.MULTILINE)
+
+
+def test_the_commands_are_there() -> None:
+    assert sum(command.startswith("make ") for command in COMMANDS) == 2
+    assert len(COMMANDS) >= 10
+
+
+@pytest.mark.parametrize("command", [c.strip() for c in COMMANDS if c.startswith("finetune")])
+def test_a_finetune_command_runs(command: str, train, small, tmp_path, capsys) -> None:
+    words = shlex.split(command)[1:]
+    if words[0] == "evaluate":
+        words[1] = str(train().path)
+    elif words[0] == "recipes" and "--copy" in words:
+        words[-1] = str(tmp_path / words[-1])
+    elif words[0] == "train":
+        short = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=2"]
+        words += [*short, *small, "eval.max_new_tokens=4", f"train.output_dir={tmp_path}/run"]
+        if "--accelerate" in words:
+            done = subprocess.run(
+                [sys.executable, "-m", "finetune", *words], capture_output=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            return
+    assert cli.main(words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [c.strip() for c in COMMANDS if c.startswith("accelerate")])
+def test_an_accelerate_line_names_what_exists(command: str) -> None:
+    """That such lines train is shown in test_train.py; here: they are spelt as Accelerate reads them."""
+    from accelerate.commands.launch import launch_command_parser
+
+    options = launch_command_parser().parse_args(shlex.split(command)[2:])
+    assert (ROOT / options.config_file).exists()
+    assert options.training_script == "finetune" or (ROOT / options.training_script).exists()
+    words = options.training_script_args
+    assert cli.main(["check", words[-1]]) == 0
+
+
+def test_make_has_the_targets() -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {command.split()[1] for command in COMMANDS if command.startswith("make")} <= set(targets)
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_example_recipe_is_valid(tmp_path) -> None:
+    lines = re.findall(r"^    ((?:model|data|adapter|speed|train|eval|publish): .*)", README, re.MULTILINE)
+    assert len(lines) == 7
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines))
+    loaded = recipe.load(tmp_path / "recipe.yaml")
+    assert loaded.adapter.type == "dora" and loaded.origin.notices == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_the_tables_are_what_was_measured(page: str) -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from quickstart import RESULTS, table
+    finally:
+        sys.path.pop(0)
+    assert table(json.loads(RESULTS.read_text())) in (ROOT / page).read_text(), "quickstart.py --table"
