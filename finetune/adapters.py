@@ -5,6 +5,7 @@ To add a type: a function here with an entry in `BUILDERS`, and an entry in `rec
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,9 @@ def ia3(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
     if options.get("target_modules") == "all-linear":
         options["target_modules"] = sorted(set(map(modules.short, linear)))
     if isinstance(options.get("target_modules"), list):
-        options.setdefault("feedforward_modules", [n for n in options["target_modules"] if n == "down_proj"])
+        options.setdefault(
+            "feedforward_modules", [n for n in options["target_modules"] if modules.short(n) == "down_proj"]
+        )
     return IA3Config(task_type=TaskType.CAUSAL_LM, **options)
 
 
@@ -112,17 +115,21 @@ def attach(
     options = adapter.options()
     targets = options.get("target_modules")
     linear = linear_layers(model)
-    if targets is not None:
-        problems = modules.unmatched(targets, linear)
-        if problems:
-            raise UserError(*problems)
-    config = BUILDERS[adapter.type](options, steps, linear)
-    adapted = get_peft_model(model, config)
+    problems = [] if targets is None else modules.unmatched(targets, linear)
+    for key in ("exclude_modules", "rank_pattern", "alpha_pattern"):  # a typo here would change nothing
+        problems += modules.unmatched(list(options.get(key) or ()), linear, key)
+    if problems:
+        raise UserError(*problems)
+    try:
+        config = BUILDERS[adapter.type](options, steps, linear)
+        adapted = get_peft_model(model, config)
+    except (ValueError, TypeError) as error:
+        raise UserError(Problem("PEFT refuses it", "adapter", found=" ".join(str(error).split()))) from error
     for name, parameter in adapted.named_parameters():
         if ".ranknum." in name:  # PEFT does not save it, and on a bf16 base leaves it trainable
             parameter.requires_grad = False
     got = Counter(modules.short(name) for name in adapted.targeted_module_names)
-    asked = _expected(targets, linear) if targets is not None else got
+    asked = _expected(options, linear) if targets is not None else got
     ledger.add(
         "adapter.type",
         _peft_type(config),
@@ -201,12 +208,21 @@ def learning_rate_advice(kind: str, rate: float) -> str:
     return f"learning_rate {rate:g} is outside the usual {low:g} to {high:g} for {kind}; it is used as it is"
 
 
-def _expected(targets: str | list[str], linear: list[str]) -> Counter[str]:
-    if targets == "all-linear":
-        return Counter(map(modules.short, linear))
-    if isinstance(targets, str):
-        return Counter(modules.short(name) for name in linear if modules.match(targets, [name])[targets])
-    return Counter(modules.short(n) for n in linear if any(modules.match(targets, [n]).values()))
+def _expected(options: dict[str, Any], linear: list[str]) -> Counter[str]:
+    """The layers that PEFT's rules pick, counted by name: targets, less exclusions, in the layers named."""
+    targets, excluded = options["target_modules"], options.get("exclude_modules") or []
+    layers = options.get("layers_to_transform")
+    wanted = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
+
+    def picked(name: str) -> bool:
+        if not any(modules.match(targets, [name]).values()):
+            return False
+        if any(modules.match(excluded, [name]).values()):
+            return False
+        number = re.search(r"\.(\d+)\.", name)
+        return wanted is None or (number is not None and int(number[1]) in wanted)
+
+    return Counter(modules.short(name) for name in linear if picked(name))
 
 
 def _peft_type(config: PeftConfig) -> str:

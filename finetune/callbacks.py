@@ -12,7 +12,6 @@ import torch
 from transformers import TrainerCallback
 
 from finetune.errors import Exit, Problem, UserError
-from finetune.hardware import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,6 +85,8 @@ class Metrics(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.idle_since = time.perf_counter()
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # the last step, whatever logging_steps is
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or "loss" not in logs:
@@ -129,10 +130,10 @@ class Metrics(TrainerCallback):
 class FirstStep(TrainerCallback):
     """Receipts of the first optimizer step, read from the operations and batches that really ran."""
 
-    def __init__(self, ledger: Ledger, *, steps: int, batch: int, precision: str, attention: str) -> None:
+    def __init__(self, ledger: Ledger, *, steps: int, batch: int, dtype: str, attention: str) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
-        self.precision, self.attention = precision, attention
-        self.dtype = "none seen"
+        self.dtype, self.attention = dtype, attention
+        self.seen_dtype = "none seen"
         self.operations: list[str] = []
         self.rows = self.micro_batches = self.loss_tokens = 0
 
@@ -164,7 +165,7 @@ class FirstStep(TrainerCallback):
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
         add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
         how, code = "the first linear layer's output in training", Exit.ENVIRONMENT
-        add("dtype", DTYPES[self.precision], self.dtype, how, code=code)
+        add("dtype", self.dtype, self.seen_dtype, how, code=code)
         ran = attention_that_ran(self.operations)
         ok = self.attention.startswith(
             ran.partition(" ")[0]
@@ -173,7 +174,7 @@ class FirstStep(TrainerCallback):
         self.ledger.check()
 
     def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        self.dtype = str(output.dtype).removeprefix("torch.")
+        self.seen_dtype = str(output.dtype).removeprefix("torch.")
 
 
 def attention_that_ran(operations: list[str]) -> str:
@@ -184,7 +185,7 @@ def attention_that_ran(operations: list[str]) -> str:
     flash = [name for name in operations if "flash" in name.lower()]
     if flash:
         return f"flash ({flash[0]})"
-    return "eager" if any("softmax" in name for name in operations) else "none seen"
+    return "eager" if "aten::_softmax" in operations else "none seen"
 
 
 def memory(hardware: Hardware) -> dict[str, float | None]:

@@ -54,8 +54,11 @@ def _data(recipe: Recipe) -> list[str]:
     data = recipe.data
     notes = []
     for key, name in (("data.name", data.name), ("data.validation", data.validation)):
+        if name is not None and not name:
+            raise UserError(Problem("is empty", key))
         if name is not None and load.files(name, key) is None:
             notes.append(f"{key}: {name} is on the Hub; its rows are checked when it loads")
+    load.check_disjoint(data)
     if data.chat_template and not Path(data.chat_template).is_file():
         raise UserError(Problem("no such file", "data.chat_template", found=data.chat_template))
     return notes

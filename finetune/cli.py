@@ -50,8 +50,10 @@ def train(options: argparse.Namespace) -> None:
             launch_if_needed(options)
         quieten_libraries()
         from finetune import train as training
+        from finetune.evaluate import memory_errors
 
-        training.run(recipe, quiet=options.quiet)
+        with memory_errors():
+            training.run(recipe, quiet=options.quiet)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -200,15 +202,14 @@ def launch_if_needed(options: argparse.Namespace) -> None:
 
     config, extra = options.accelerate, []
     if config is None:
-        import torch
+        from finetune.hardware import default_precision, detect
 
-        count = torch.cuda.device_count()
-        if count < 2:
+        machine = detect()
+        if machine.count < 2:
             return
-        config, extra = (
-            str(shipped.folder("accelerate_configs") / "ddp_8.yaml"),
-            ["--num_processes", str(count)],
-        )
+        config = str(shipped.folder("accelerate_configs") / "ddp_8.yaml")
+        extra = ["--num_processes", str(machine.count)]
+        extra += ["--mixed_precision", default_precision(machine).value]
     if not Path(config).is_file():
         shelf = shipped.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
         if not shelf.is_file():
@@ -217,8 +218,8 @@ def launch_if_needed(options: argparse.Namespace) -> None:
                 Problem("no such accelerate config", found=config, expected=f"a file, or one of {known}")
             )
         config = str(shelf)
-    quiet = ["--quiet"] if options.quiet else []
+    flags = [f"--{flag}" for flag in ("quiet", "debug") if getattr(options, flag)]
     command = ["accelerate", "launch", "--config_file", config, *extra, "-m", "finetune", "train"]
-    command += [options.recipe, *options.overrides, *quiet]
+    command += [options.recipe, *options.overrides, *flags]
     print(shlex.join(command), flush=True)
     os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *command[2:]])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.requirements import Requirement
 
 from finetune import hardware as hw
+from finetune.errors import UserError
 from finetune.recipe import Data, Model, Speed, Train
 from finetune.run_folder import PACKAGES
 from finetune.screen import Screen
@@ -193,7 +194,10 @@ def _machine(machine: Hardware) -> list[tuple[str, str]]:
 def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
     launch = hw.launch(machine)
     kind = recipe.adapter.type if recipe else "lora"
-    base = hw.choose_base(recipe.speed.base if recipe else "auto", kind, launch.precision)
+    try:
+        base = hw.choose_base(recipe.speed.base if recipe else "auto", kind, launch.precision)
+    except UserError as error:
+        base = hw.Choice("-", f"{error.problems[0].what}: {error.problems[0].fix}")
     asked = recipe.model.attention if recipe else "auto"
     obstacle = hw.attention_obstacle(asked, machine) if asked != "auto" else ""
     attention = ("-", obstacle) if obstacle else hw.choose_attention(asked, machine)

@@ -8,6 +8,7 @@ error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
@@ -41,7 +42,7 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        key = self.key.rstrip("0123456789").rstrip(".")  # an item's place is its own, its name the list's
+        key = re.sub(r"(\.\d+)+$", "", self.key)  # an item's place is its own, its name the list's
         head = f"error: {key}: {self.what}" if key else f"error: {self.what}"
         lines = [f"{head} ({self.where})" if self.where else head]
         for label, text in (("found", self.found), ("expected", self.expected), ("try", self.fix)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,15 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig
 
 from finetune import hardware, model, run_folder
 from finetune.data import chat, load
+from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from finetune.run_folder import RunFolder
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
+MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> di
     if inspect:
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
-    _, rows, _ = load.read(recipe.data, recipe.train.seed)
+    rows = load.held_out(recipe.data, recipe.train.seed)
     result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
     if rows:
         after = score(tuned, tokenizer, rows, recipe)
@@ -123,9 +127,22 @@ def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], recip
     count = sum(tokens for (_, tokens), _ in gathered)
     by_index = dict(pair for _, pairs in gathered for pair in pairs)
     ordered = [by_index[index] for index in range(len(rows))]
-    references = [chat.prompt_and_answer(row)[1].strip() for row in rows]
+    references = [without_thinking(chat.prompt_and_answer(row)[1]) for row in rows]
     hits = sum(answer == reference for answer, reference in zip(ordered, references, strict=True))
     return Score(total / max(count, 1), hits / len(rows), ordered)
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Out of GPU memory is the user's to mend: say how."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        fix = (
+            "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
+        )
+        problem = Problem("out of GPU memory", found=str(error).splitlines()[0], fix=fix)
+        raise UserError(problem, code=Exit.TRAINING) from error
 
 
 @contextlib.contextmanager
@@ -144,10 +161,10 @@ def inference(tuned: Any) -> Any:
 def token_losses(tuned: Any, encoder: Encoder, rows: list[Row], batch_size: int) -> tuple[float, int]:
     """Sum of the negative log-likelihoods (fp32, summed in fp64) and number of tokens that carry loss."""
     total, count = 0.0, 0
-    encoded = sorted(map(encoder, rows), key=lambda pair: len(pair[0]))
+    encoded = [encoder(row) for row in rows]
     pad = encoder.tokenizer.pad_token_id
-    for start in range(0, len(encoded), batch_size):
-        batch = encoded[start : start + batch_size]
+    for indices in batches([len(ids) for ids, _ in encoded], batch_size):
+        batch = [encoded[index] for index in indices]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=tuned.device)
         labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in batch], device=tuned.device)
@@ -163,18 +180,41 @@ def token_losses(tuned: Any, encoder: Encoder, rows: list[Row], batch_size: int)
     return total, count
 
 
+def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices of rows of similar length together: at most `batch_size` of them, and MAX_TOKENS tokens."""
+    order = sorted(
+        range(len(lengths)), key=lambda index: -lengths[index]
+    )  # the longest first: it fits or it fails
+    while order:
+        size = max(1, min(batch_size, MAX_TOKENS // max(1, lengths[order[0]])))
+        yield order[:size]
+        order = order[size:]
+
+
+def without_thinking(text: str) -> str:
+    """An answer without the reasoning that some templates put before it, stripped."""
+    return re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL).strip()
+
+
 def generate(tuned: Any, encoder: Encoder, rows: list[Row], all_rows: list[Row], settings: Eval) -> list[str]:
     """The greedy answer to each row, stripped; similar lengths together, padded on the left."""
     tokenizer = encoder.tokenizer
     longest = max(len(tokenizer(chat.prompt_and_answer(row)[1])["input_ids"]) for row in all_rows)
     prompts = [encoder.prompt(row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda index: len(prompts[index]))
     pad: Any = tokenizer.pad_token_id
     declared = tuned.generation_config.eos_token_id  # the model may stop on more than the tokenizer knows
     stops = chat.stop_ids(tokenizer) | set(declared if isinstance(declared, list) else [declared]) - {None}
+    greedy = GenerationConfig(
+        max_new_tokens=settings.max_new_tokens or longest + ANSWER_MARGIN,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,  # the model's own generation_config may hold another
+        no_repeat_ngram_size=0,
+        eos_token_id=sorted(stops),
+        pad_token_id=pad,
+    )
     answers = [""] * len(rows)
-    for start in range(0, len(order), settings.batch_size):
-        batch = order[start : start + settings.batch_size]
+    for batch in batches([len(prompt) for prompt in prompts], settings.batch_size):
         width = max(len(prompts[index]) for index in batch)
         ids = torch.full((len(batch), width), pad)
         mask = torch.zeros_like(ids)
@@ -184,14 +224,11 @@ def generate(tuned: Any, encoder: Encoder, rows: list[Row], all_rows: list[Row],
         output = tuned.generate(
             input_ids=ids.to(tuned.device),
             attention_mask=mask.to(tuned.device),
-            max_new_tokens=settings.max_new_tokens or longest + ANSWER_MARGIN,
-            do_sample=False,
-            eos_token_id=sorted(stops),
-            pad_token_id=pad,
+            generation_config=greedy,
         )
         for position, index in enumerate(batch):
             text = tokenizer.decode(output[position, width:], skip_special_tokens=True)
-            answers[index] = str(text).strip()
+            answers[index] = without_thinking(str(text))
     return answers
 
 

@@ -11,6 +11,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
 
 FOUR_BIT = frozenset({"qlora", "qdora"})  # adapter types that mean an nf4 base
+STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by precision
 # Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets.
 PEAK_BF16 = {
@@ -82,6 +83,13 @@ class Setup:
     attention: Choice
     storage: Choice
 
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of matrix products: autocast's, or without autocast that of the stored weights."""
+        if self.launch.precision == "no" and self.storage.value != "nf4":
+            return STORED[self.storage.value]
+        return DTYPES[self.launch.precision]
+
 
 def choose(*, attention: str, base: str, adapter_type: str) -> Setup:
     """Detect everything and choose, in one go.
@@ -122,7 +130,7 @@ def launch(hardware: Hardware) -> Launch:
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = "accelerate" if asked else "torchrun" if torchrun else "none"
-    precision, reason = (asked, "its mixed_precision") if asked else _precision(hardware)
+    precision, reason = (asked, "its mixed_precision") if asked else default_precision(hardware)
     processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if precision == "fp8":
         fix = "mixed_precision: bf16 in the accelerate config"
@@ -141,7 +149,7 @@ def launch(hardware: Hardware) -> Launch:
     return Launch(launcher, processes, rank, precision, "launch" if asked else "hardware", reason)
 
 
-def _precision(hardware: Hardware) -> Choice:
+def default_precision(hardware: Hardware) -> Choice:
     if hardware.device == "cpu":
         return Choice("no", "no GPU: fp32 on the CPU")
     if hardware.capability >= (8, 0):

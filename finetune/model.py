@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import Exit, Problem, UserError
-from finetune.hardware import DTYPES
+from finetune.hardware import DTYPES, STORED
 from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from finetune.hardware import Setup
     from finetune.recipe import Model
-
-STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def check_exists(model: Model) -> None:

@@ -8,6 +8,7 @@ against the installed classes (`upstream.py`). The sections below hold what is o
 
 from __future__ import annotations
 
+import glob
 import os
 from dataclasses import dataclass, field
 from functools import cache
@@ -99,13 +100,13 @@ class Train(Section):
     """Sequences in one optimizer step, over all processes."""
     per_device_train_batch_size: int | None = Field(default=None, ge=1)
     """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8."""
-    learning_rate: float = Field(default=2e-4, ge=0)
+    learning_rate: float = Field(default=2e-4, ge=0, allow_inf_nan=False)
     """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps; excludes `num_train_epochs`."""
     num_train_epochs: float | None = Field(default=None, gt=0)
     """Passes over the data; neither given: 3."""
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Seeds adapter initialisation, dropout, shuffling and the validation split."""
 
     def passed_on(self) -> dict[str, Any]:
@@ -226,8 +227,10 @@ def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recip
         raise UserError(Problem("a recipe is a mapping of sections", where=str(path), fix=fix))
     origin.where = document.where
     origin.set_by = {".".join(key): "recipe" for key in document.where if len(key) == 2}
-    problems += recipe_errors.secrets(raw, origin.where)
+    for section in [name for name, content in raw.items() if content is None]:
+        raw[section] = {}  # `train:` with every line commented out
     problems += _apply_overrides(raw, overrides, origin)
+    problems += recipe_errors.secrets(raw, origin.where)
     problems += recipe_errors.conflicts(raw, origin.where)
     _complete_adapter(raw, origin)
     _resolve_paths(raw, origin.path.parent)
@@ -245,7 +248,7 @@ def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recip
 
 def local_path(name: str) -> bool:
     """Whether a `name` means a file or folder rather than a Hub id: it exists, or only a path looks so."""
-    if Path(name).expanduser().exists() or any(mark in name for mark in "*?["):
+    if os.path.exists(os.path.expanduser(name)) or any(mark in name for mark in "*?["):
         return True
     looks_like_file = Path(name).suffix in DATA_SUFFIXES or ("/" not in name and "." in name)
     return looks_like_file or name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -334,23 +337,25 @@ def _apply_overrides(
             expected = "section.key=value, such as train.learning_rate=1e-4"
             problems.append(Problem("not an override", where=where, expected=expected))
             continue
-        if not isinstance(raw.setdefault(section, {}), dict):
-            raw[section] = {}
         document = strict_yaml.parse(value, where)
         problems += document.problems
-        target = raw[section]
-        *parents, leaf = name.split(".")
-        for parent in parents:  # adapter.rank_pattern.q_proj=8
-            target = target.setdefault(parent, {}) if isinstance(target.get(parent, {}), dict) else {}
-        target[leaf] = document.value
-        origin.where[(section, *name.split("."))] = where
+        target, path = raw, (section, *name.split("."))
+        for depth, part in enumerate(path[:-1], start=1):  # adapter.rank_pattern.q_proj=8
+            origin.where.setdefault(path[:depth], where)
+            if not isinstance(target.setdefault(part, {}), dict):
+                problems.append(Problem("holds a value, not keys", ".".join(path[:depth]), where))
+                target = {}
+                break
+            target = target[part]
+        target[path[-1]] = document.value
+        origin.where[path] = where
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
         for rival in recipe_errors.RIVALS.get(key, ()):
             rival_section, rival_name = rival.split(".")
             dropped = raw.get(rival_section, {})
             if document.value is not None and dropped.get(rival_name) is not None:
                 origin.notices.append(
-                    f"{rival}: {dropped.pop(rival_name)} of the recipe is displaced by {key}"
+                    f"{rival}: {dropped.pop(rival_name)} is displaced by the override of {key}"
                 )
                 origin.set_by.pop(rival, None)
     return problems
@@ -383,9 +388,8 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             return [resolve(item) for item in value]
         if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
-        here, beside = Path(value), folder / value
-        matches = any(folder.glob(value)) if any(mark in value for mark in "*?[") else beside.exists()
-        return str(beside) if matches and not here.exists() else value
+        here, beside = (glob.glob(str(base / value)) for base in (Path(), folder))
+        return str(folder / value) if beside and not here else value
 
     for section, key in (
         ("model", "name"),

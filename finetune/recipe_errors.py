@@ -23,14 +23,13 @@ RIVALS = {  # an override of one displaces the other; both in one file is an err
     "data.validation": ("data.validation_fraction",),
     "data.validation_fraction": ("data.validation",),
 }
-_UNPREPARED_INITS = (
-    "eva",
-    "corda",
-    "loftq",
-    "lora_ga",
-)  # each needs a pass over data or weights first
-_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{20,}")
-_SECRET_KEY = re.compile(r"(^|_)(token|api_key|password|secret)$")
+# Initialisations that need a pass over data or weights first, and those that change the base's own weights
+_UNPREPARED_INITS = ("eva", "corda", "loftq", "lora_ga")
+_REBASING_INITS = ("pissa", "olora")
+_SECRET_VALUE = re.compile(
+    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{20,})"
+)
+_SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
 _EXPECTED = {  # pydantic's error types in a recipe writer's words
     "int_type": "a whole number",
@@ -71,9 +70,9 @@ def secrets(raw: Any, where: Where, path: tuple[str, ...] = ()) -> list[Problem]
         named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
         if named or (isinstance(value, str) and _SECRET_VALUE.search(value)):
             fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
-            found.append(Problem("a secret in a recipe", ".".join(here), _at(here, where), "****", fix=fix))
-            if isinstance(raw, dict):
-                del raw[key]
+            place = _SECRET_VALUE.sub("****", _at(here, where))  # an override is its own place
+            found.append(Problem("a secret in a recipe", ".".join(here), place, "****", fix=fix))
+            raw[key] = None  # no later message shows it
         else:
             found += secrets(value, where, here)
     return found
@@ -90,10 +89,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         found.append(Problem(what, key, _at(tuple(key.split(".")), where), **texts))
 
     found: list[Problem] = []
-    for key, rival in (
-        ("train.max_steps", "train.num_train_epochs"),
-        ("data.validation", "data.validation_fraction"),
-    ):
+    for key, (rival,) in list(RIVALS.items())[::2]:
         if get(key) is not None and get(rival) is not None:
             problem(
                 key,
@@ -134,8 +130,14 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
             "adapter.init_lora_weights",
             what,
             found=init,
-            fix="true, gaussian, olora, pissa or orthogonal",
+            fix="true, gaussian or orthogonal",
         )
+    if isinstance(init, str) and init.startswith(_REBASING_INITS):
+        what = "changes the base's own weights: base and tuned can't be compared in this version"
+        problem("adapter.init_lora_weights", what, found=init, fix="true, gaussian or orthogonal")
+    if get("adapter.bias") not in (None, "none"):
+        what = "trains biases of the base: base and tuned can't be compared in this version"
+        problem("adapter.bias", what, found=str(get("adapter.bias")), fix="bias: none")
     if get("publish.repo") is not None:
         problem("publish.repo", "publishing is not in this version", fix="repo: null")
     effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")

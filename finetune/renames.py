@@ -1,5 +1,7 @@
 """Names people bring along: keys that another section owns, and what old or foreign keys are called today."""
 
+_NO_CHECKPOINTS = "drop it: checkpoints are not in this version; the adapter is saved at the end"
+
 OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "packing": "data: (padded rows only, so far)",
     "packing_strategy": "data: (padded rows only, so far)",
@@ -54,6 +56,13 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "batch_eval_metrics": "eval",
     "include_for_metrics": "eval",
     "prediction_loss_only": "eval",
+    "logging_strategy": "train.logging_steps",
+    "save_strategy": _NO_CHECKPOINTS,
+    "save_steps": _NO_CHECKPOINTS,
+    "save_total_limit": _NO_CHECKPOINTS,
+    "save_only_model": _NO_CHECKPOINTS,
+    "save_on_each_node": _NO_CHECKPOINTS,
+    "enable_jit_checkpoint": _NO_CHECKPOINTS,
     "load_best_model_at_end": "eval",
     "metric_for_best_model": "eval",
     "greater_is_better": "eval",

@@ -172,17 +172,15 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
 def _flow(value: Any) -> str:
     """A value on one line, such that strict YAML 1.2 reads the same value back."""
     if isinstance(value, float):
-        return (
-            repr(value) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
-        )
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     if value is None or isinstance(value, (bool, int)):
         return json.dumps(value)
     if isinstance(value, (list, tuple, set)):
         return "[" + ", ".join(_flow(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_flow(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
     return yaml.safe_dump(value, default_flow_style=True).strip()
 
 

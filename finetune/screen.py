@@ -53,6 +53,11 @@ class Screen:
             table.add_row(*(Text(str(cell)) for cell in row))
         self.say("", table)
 
+    def log(self, text: str) -> None:
+        """Into log.txt only."""
+        if self._log:
+            self._log.print(text, markup=False)
+
     def log_to(self, path: Path) -> None:
         """Write what was said so far, and all that follows, to `path`; warnings of libraries too."""
         file = path.open("w", encoding="utf-8")
@@ -82,8 +87,7 @@ class Screen:
         text = f"step {step}/{total}  {line}  {left:.0f}s left"
         if not self._progress and (step in (1, total) or step % max(1, total // PLAIN_LINES) == 0):
             self.console.print(text, markup=False)
-        if self._log:
-            self._log.print(text, markup=False)
+        self.log(text)
 
     def stop(self) -> None:
         """End the training display."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from finetune import adapters, run_folder
+from finetune.recipe import load as load_recipe
 
 if TYPE_CHECKING:
     from finetune.data.load import Split
@@ -32,13 +33,16 @@ def choices(
     split = f"{batch.effective} = {factors}"
     return {
         **{key: (os.path.abspath(path), set_by[key]) for key, path in _local_paths(recipe).items()},
-        "model.attention": _by("hardware", setup.attention),
-        "speed.base": (_base_key(setup.storage.value), _by("hardware", setup.storage)[1]),
+        "model.attention": _by("hardware", setup.attention, set_by.get("model.attention", "recipe")),
+        "speed.base": (
+            _base_key(setup.storage.value),
+            _by("launch", setup.storage, set_by.get("speed.base", "recipe"))[1],
+        ),
         "speed.compile": (
             fast["speed.compile"].value == "on",
-            _by("default", fast["speed.compile"])[1],
+            _by("default", fast["speed.compile"], set_by.get("speed.compile", "recipe"))[1],
         ),
-        "speed.recompute": _by("hardware", fast["speed.recompute"]),
+        "speed.recompute": _by("hardware", fast["speed.recompute"], set_by.get("speed.recompute", "recipe")),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
         "train.per_device_train_batch_size": (
             batch.per_device,
@@ -60,6 +64,7 @@ def write_start(
 ) -> None:
     """recipe.resolved.yaml, data_report.json and environment.json."""
     folder.recipe.write_text(run_folder.resolved_yaml(recipe, chosen), encoding="utf-8")
+    load_recipe(folder.recipe)  # what later commands read must load: better to know now
     folder.write("data_report.json", {name: asdict(split) for name, split in data.items()})
     environment = run_folder.environment(setup.hardware, setup.launch)
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})
@@ -151,8 +156,8 @@ def _base_key(storage: str) -> str:
     return {"nf4": "nf4", "bf16": "bf16"}.get(storage, "auto")
 
 
-def _by(who: str, choice: Choice) -> tuple[str, str]:
-    return choice.value, "recipe" if choice.reason == "asked for" else f"{who}: {choice.reason}"
+def _by(who: str, choice: Choice, set_by: str = "recipe") -> tuple[str, str]:
+    return choice.value, set_by if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
 
 def _options(recipe: Recipe) -> str:

@@ -203,3 +203,45 @@ def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> N
         (tmp_path / "model" / name).write_bytes((MODEL / name).read_bytes())
     train(f"model.name={tmp_path / 'model'}", code=2)
     assert "does not hold a model that loads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "phrases"),
+    [
+        ("r: 8", "target_modules: '(q_proj'", ["not a regular expression"]),
+        ("r: 8", "target_modules: q_proj", ["[q_proj]"]),
+        ('"{data}"', "'~nobodyx/a.jsonl'", ["no such file"]),
+        (
+            '"{data}"',
+            str(DATA) + "\n  validation: " + str(DATA / "test.jsonl"),
+            ["both trained on and held out"],
+        ),
+        ('"{data}"', '"{data}"\n  validation: org/name', ["held-out rows come from a file"]),
+        ('"{data}"', str(DATA.parent), ["no .jsonl or .json file in"]),
+    ],
+)
+def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_file, capsys) -> None:
+    text = stderr_of(["check", str(recipe_file(RECIPE.replace(old, new)))], 2, capsys)
+    assert all(phrase in text for phrase in phrases), text
+
+
+def test_a_git_lfs_pointer_is_not_a_model(recipe_file, tmp_path, capsys) -> None:
+    (tmp_path / "model").mkdir()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n"
+    (tmp_path / "model" / "model.safetensors").write_text(pointer)
+    path = recipe_file(RECIPE.replace('"{model}"', str(tmp_path / "model")))
+    assert "not a safetensors file" in stderr_of(["check", str(path)], 2, capsys)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.effective_batch_size=1000", "96 rows are fewer than one step takes"),
+        ("adapter.rank_pattern={q_prj: 4}", "q_proj"),
+        ("adapter.exclude_modules=[q_prj]", "q_proj"),
+        ("train.dataloader_prefetch_factor=2", "SFTConfig refuses it"),
+    ],
+)
+def test_what_is_seen_once_model_and_data_are_there(override: str, says: str, train, capsys) -> None:
+    train(override, code=2)
+    assert says in capsys.readouterr().err

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-
 from conftest import ROOT
+
 from finetune import cli, recipe
 
 README = (ROOT / "README.md").read_text()

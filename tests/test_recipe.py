@@ -152,3 +152,46 @@ def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
     assert again.model_dump() == loaded.model_dump()
     text = path.read_text()
     assert "seed: 7  # override" in text and "r: 16  # recipe" in text and "batch_size: 64  # default" in text
+
+
+@pytest.mark.parametrize("override", ["adapter.init_lora_weights=pissa", "adapter.bias=all"])
+def test_what_would_change_the_base_is_refused(override: str) -> None:
+    assert "can't be compared" in problems(QUICKSTART, override)[override.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "says"),
+    [
+        ("model.name.x=3", "override", "holds a value, not keys"),
+        ("foo.bar=3", "override", "unknown section"),
+        ("train.run_name=hf_" + "c" * 30, "override", "HF_TOKEN"),
+        ("train.seed=4294967296", "override", "< 4.29497e+09"),
+        ("train.learning_rate=.inf", "override", "finite"),
+        ("train.save_steps=10", "override", "checkpoints are not in this version"),
+        ("train.adam_beta1=x", "override", "train.adam_beta1:"),
+        ("train.eos_token=x", "override", "the tokenizer"),
+    ],
+)
+def test_overrides_are_checked_like_the_file(override: str, place: str, says: str) -> None:
+    text = "\n".join(problems(QUICKSTART, override).values())
+    assert place in text and says in text and "cccc" not in text
+
+
+def test_an_empty_section_is_an_empty_section(recipe_file) -> None:
+    path = recipe_file("model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\ntrain:\n")
+    assert recipe.load(path).train.seed == 42
+
+
+def test_a_word_that_only_looks_like_a_secret_is_fine(recipe_file, tmp_path) -> None:
+    name = "task-specific-instructions.jsonl"
+    (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
+    path = recipe_file(f"model: {{name: '{{model}}'}}\ndata: {{name: {name}}}\nadapter: {{type: lora}}\n")
+    assert recipe.load(path).data.name.endswith(name)
+
+
+@pytest.mark.parametrize("value", [float("inf"), 1e-05, 3.0, "\U0001f600 a: b", None, True, {"a": [1, "x"]}])
+def test_what_is_written_reads_back(value: object) -> None:
+    from finetune import strict_yaml
+
+    document = strict_yaml.parse(f"key: {run_folder._flow(value)}", "-")
+    assert document.value["key"] == value and not document.problems

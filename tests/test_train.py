@@ -227,3 +227,54 @@ def test_adalora_on_a_bf16_base_saves_what_it_trained(train, monkeypatch) -> Non
     assert got["dtype"]["got"] == "bfloat16" and got["precision"]["got"] == "bf16"
     assert got["saved weights"]["got"] == "0"
     assert set(got["trained weights moved"]["got"].split()[::4]) == {"lora_A", "lora_B", "lora_E"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "adapter.exclude_modules=[o_proj]",
+        "adapter.layers_to_transform=[0, 2]",
+        "train.dataloader_drop_last=true",
+        "speed.base=bf16",
+        "train.logging_steps=10",
+    ],
+)
+def test_no_valid_option_fails_a_receipt(override: str, train) -> None:
+    more = ["adapter.target_modules=[q_proj, o_proj]"] if "layers" in override else []
+    run = train(override, *more)
+    assert all(receipt["ok"] for receipt in receipts(run).values())
+    assert metrics(run)[-1]["step"] == 2, "the last step is always logged"
+
+
+def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) -> None:
+    """An adapter that was saved wrong is exit 4, and nothing takes the folder for a finished run."""
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+
+    original = PeftModel.save_pretrained
+
+    def broken(self, folder, **options):
+        original(self, folder, **options)
+        path = f"{folder}/adapter_model.safetensors"
+        tensors = load_file(path)
+        tensors[next(iter(tensors))] += 1e-3
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", broken)
+    run = train(code=4)
+    assert "saved tensors" in capsys.readouterr().err
+    assert not run.adapter.exists() and (run.path / "adapter.unverified").exists()
+    assert cli.main(["evaluate", str(run.path)]) == 2
+    assert "saved tensors" in (run.path / "log.txt").read_text()
+
+
+def test_reasoning_before_an_answer_is_not_compared() -> None:
+    assert evaluate.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
+    assert evaluate.without_thinking(" a <think>b</think>") == "a <think>b</think>"
+
+
+def test_batches_hold_each_row_once_and_stay_small() -> None:
+    lengths = [5, 20000, 300, 300, 1, 7000]
+    batches = list(evaluate.batches(lengths, 2))
+    assert sorted(index for batch in batches for index in batch) == list(range(6))
+    assert all(len(b) * max(lengths[i] for i in b) <= evaluate.MAX_TOKENS or len(b) == 1 for b in batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from finetune.recipe import Data
 
@@ -55,16 +56,40 @@ def read(data: Data, seed: int) -> tuple[list[Row], list[Row], dict[str, str]]:
         UserError: a file that is missing, empty or holds a row that is not a JSON object (exit 2).
     """
     hashes: dict[str, str] = {}
-    rows = _rows(data.name, data, hashes)
     if data.validation is not None:
-        return rows, _rows(data.validation, data, hashes), hashes
+        check_disjoint(data)
+        return _rows(data.name, "data.name", data, hashes), held_out(data, seed), hashes
+    rows = _rows(data.name, "data.name", data, hashes)
     if data.validation_fraction is None:
         return rows, [], hashes
-    held_out = max(1, round(len(rows) * data.validation_fraction))
+    count = max(1, round(len(rows) * data.validation_fraction))
     order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{seed}:{i}".encode()).digest())
-    chosen = set(order[:held_out])
+    chosen = set(order[:count])
     train = [row for i, row in enumerate(rows) if i not in chosen]
     return train, [row for i, row in enumerate(rows) if i in chosen], hashes
+
+
+def held_out(data: Data, seed: int) -> list[Row]:
+    """The held-out rows alone; reads training data only where they are a share of it."""
+    if data.validation is not None:
+        return _rows(data.validation, "data.validation", data, {})
+    return read(data, seed)[1] if data.validation_fraction is not None else []
+
+
+def check_disjoint(data: Data) -> None:
+    """Held-out rows must not be trained on: no file may be both (exit 2)."""
+    if data.validation is None:
+        return
+    validation = files(data.validation, "data.validation")
+    if validation is None:
+        what, fix = "held-out rows come from a file", "a file, or data.validation_fraction"
+        raise UserError(Problem(what, "data.validation", found=data.validation, fix=fix))
+    trained = files(data.name, "data.name") or ()
+    both = {path.resolve() for path in trained} & {path.resolve() for path in validation}
+    if both:
+        what, found = "a file is both trained on and held out", ", ".join(map(str, sorted(both)))
+        fix = "name the training files one by one"
+        raise UserError(Problem(what, "data.validation", found=found, fix=fix))
 
 
 def files(name: str | list[str], key: str) -> list[Path] | None:
@@ -82,9 +107,7 @@ def files(name: str | list[str], key: str) -> list[Path] | None:
         return None
     path = Path(name)
     if any(mark in name for mark in "*?["):
-        paths = sorted(
-            Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)) if path.anchor else name)
-        )
+        paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif path.is_dir():
         paths = sorted(entry for entry in path.iterdir() if entry.suffix in SUFFIXES)
     else:
@@ -92,7 +115,8 @@ def files(name: str | list[str], key: str) -> list[Path] | None:
     missing = [entry for entry in paths if not entry.exists()]
     if missing or not paths:
         found = f"looked in {Path.cwd()} and beside the recipe"
-        raise UserError(Problem(f"no such file: {name}", key, found=found, fix=similar_files(path)))
+        what = f"no {' or '.join(SUFFIXES)} file in {name}" if path.is_dir() else f"no such file: {name}"
+        raise UserError(Problem(what, key, found=found, fix="" if path.is_dir() else similar_files(path)))
     for entry in paths:
         if entry.suffix not in SUFFIXES:
             expected = " or ".join(SUFFIXES)
@@ -100,8 +124,8 @@ def files(name: str | list[str], key: str) -> list[Path] | None:
     return paths
 
 
-def _rows(name: str | list[str], data: Data, hashes: dict[str, str]) -> list[Row]:
-    paths = files(name, "data.name" if name == data.name else "data.validation")
+def _rows(name: str | list[str], key: str, data: Data, hashes: dict[str, str]) -> list[Row]:
+    paths = files(name, key)
     if paths is None:
         return _hub_rows(str(name), data, hashes)
     rows = []
@@ -110,7 +134,7 @@ def _rows(name: str | list[str], data: Data, hashes: dict[str, str]) -> list[Row
         hashes[str(path)] = hashlib.sha256(content).hexdigest()
         rows += list(_file_rows(path, content))
     if not rows:
-        raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", "data.name"))
+        raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key))
     return rows
 
 
@@ -181,15 +205,11 @@ def _hub_rows(name: str, data: Data, hashes: dict[str, str]) -> list[Row]:
     import datasets
 
     try:
-        dataset = datasets.load_dataset(name, revision=data.revision, split=data.split)
+        dataset: Any = datasets.load_dataset(name, revision=data.revision, split=data.split)
     except (ConnectionError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         fix = "check the name and the network, or download it and give a path"
         problem = Problem("the data set can't be loaded from the Hub", "data.name", found=reason, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     hashes[name] = dataset._fingerprint
-    return [Row(row, f"{name}[{index}]") for index, row in enumerate(_iterate(dataset))]
-
-
-def _iterate(dataset: Any) -> Iterable[dict[str, Any]]:
-    return iter(dataset)
+    return [Row(row, f"{name}[{index}]") for index, row in enumerate(dataset)]
