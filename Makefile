@@ -20,7 +20,7 @@ schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py
 
 .venv/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from finetune.hardware import Hardware
+    from finetune.hardware import Hardware, Setup
     from finetune.receipts import Ledger
     from finetune.screen import Screen
 
@@ -32,12 +32,13 @@ class AllocateRanks(TrainerCallback):
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
+        if kwargs["optimizer"].step_was_skipped:  # fp16: gradients overflowed, and would stay in the averages
+            return
         adalora, step = model.base_model, state.global_step + 1
         allocator = adalora.rankallocator
         budget, masks = allocator.budget_schedule(step)
-        if (
-            masks and budget == allocator.init_bgt
-        ):  # nothing to take away yet: PEFT would ask for the 0th smallest
+        nothing_to_take = budget == allocator.init_bgt  # PEFT would ask for the 0th smallest importance
+        if masks and nothing_to_take:
             allocator.update_ipt(adalora.model)
         else:
             adalora.update_and_allocate(step)
@@ -62,16 +63,11 @@ class Metrics(TrainerCallback):
     """One flat JSON object a logged step into metrics.jsonl, and a line for the screen."""
 
     def __init__(
-        self,
-        path: Path,
-        screen: Screen,
-        hardware: Hardware,
-        batch: int,
-        flops_per_token: float,
-        processes: int,
+        self, path: Path, screen: Screen, setup: Setup, *, batch: int, flops_per_token: float
     ) -> None:
-        self.path, self.screen, self.hardware, self.batch = path, screen, hardware, batch
-        self.flops_per_token, self.processes = flops_per_token, processes
+        self.path, self.screen, self.batch = path, screen, batch
+        self.hardware, self.processes = setup.hardware, setup.launch.processes
+        self.flops_per_token = flops_per_token
         self.waited = 0.0  # seconds since the last logged step in which no step was running
         self.idle_since = self.logged_at = time.perf_counter()
         self.logged_step = self.logged_tokens = 0
@@ -130,9 +126,9 @@ class Metrics(TrainerCallback):
 class FirstStep(TrainerCallback):
     """Receipts of the first optimizer step, read from the operations and batches that really ran."""
 
-    def __init__(self, ledger: Ledger, *, steps: int, batch: int, dtype: str, attention: str) -> None:
+    def __init__(self, ledger: Ledger, setup: Setup, *, steps: int, batch: int) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
-        self.dtype, self.attention = dtype, attention
+        self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype = "none seen"
         self.operations: list[str] = []
         self.rows = self.micro_batches = self.loss_tokens = 0

@@ -66,7 +66,8 @@ def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> di
     if inspect:
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
-    rows = load.held_out(recipe.data, recipe.train.seed)
+    rows, hashes = load.held_out(recipe.data, recipe.train.seed)
+    check_unchanged(hashes, folder)
     result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
     if rows:
         after = score(tuned, tokenizer, rows, recipe)
@@ -82,6 +83,15 @@ def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> di
     if PartialState().is_main_process:
         folder.write("eval.json", result)
     return result
+
+
+def check_unchanged(hashes: dict[str, str], folder: RunFolder) -> None:
+    """Held-out rows must be those of the run; a changed file may mix them with rows that were trained on."""
+    recorded = folder.read("data_report.json")["train"]["sources"]
+    changed = [path for path, digest in hashes.items() if recorded.get(path, digest) != digest]
+    if changed:
+        what, fix = "the data changed since the run", "put the file back as it was"
+        raise UserError(*(Problem(what, where=path, fix=fix) for path in changed))
 
 
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:

@@ -76,9 +76,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
     base = model.load(recipe.model, setup, str(arguments.device))
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger)
-    fast = speed.apply(
-        adapted, recipe.speed, batch.per_device * recipe.data.max_length, setup.hardware, ledger
-    )
+    tokens = batch.per_device * recipe.data.max_length
+    fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup):
@@ -87,9 +86,12 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report)
 
-        trainer = build_trainer(
-            recipe, adapted, arguments, dataset, tokenizer, setup, steps, screen, ledger, folder
-        )
+        size, flops = batch.effective, flops_per_token(adapted)
+        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=size)
+        path = folder.path / "metrics.jsonl"
+        metrics = callbacks.Metrics(path, screen, setup, batch=size, flops_per_token=flops)
+        trainer = build_trainer(adapted, arguments, dataset, tokenizer, first_step, metrics)
+        add_launch_receipts(trainer, setup, ledger)
         add_data_receipt(data_report["train"], ledger)
         train(trainer, recipe.adapter.type, ledger)
         screen.stop()
@@ -146,11 +148,8 @@ def training_arguments(train: Train, setup: Setup, batch: Batch) -> SFTConfig:
     """SFTConfig from the recipe's `train:` and from what this project decides itself."""
     new_name = "activation_checkpointing" in upstream.fields(upstream.SFT_CONFIG)  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
-    length = (
-        {"max_steps": train.max_steps}
-        if train.max_steps
-        else {"num_train_epochs": train.num_train_epochs or 3.0}
-    )
+    epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
+    length = {"max_steps": train.max_steps} if train.max_steps else epochs
     decided: dict[str, Any] = {
         "per_device_train_batch_size": batch.per_device,
         "gradient_accumulation_steps": batch.accumulation,
@@ -170,9 +169,8 @@ def training_arguments(train: Train, setup: Setup, batch: Batch) -> SFTConfig:
     try:
         return SFTConfig(**{**decided, **length, **train.passed_on()})
     except (ValueError, ImportError) as error:
-        raise UserError(
-            Problem("SFTConfig refuses it", "train", found=" ".join(str(error).split()))
-        ) from error
+        said = " ".join(str(error).split())
+        raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
 
 
 class Trainer(SFTTrainer):
@@ -197,49 +195,38 @@ class Trainer(SFTTrainer):
 
 
 def build_trainer(
-    recipe: Recipe,
     adapted: Any,
     arguments: SFTConfig,
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    setup: Setup,
-    steps: int,
-    screen: Screen,
-    ledger: Ledger,
-    folder: RunFolder,
+    first_step: callbacks.FirstStep,
+    metrics: callbacks.Metrics,
 ) -> Trainer:
     """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
-    size, launch = recipe.train.effective_batch_size, setup.launch
-    first_step = callbacks.FirstStep(
-        ledger, steps=steps, batch=size, dtype=setup.compute_dtype, attention=setup.attention.value
-    )
-    flops = flops_per_token(adapted)
-    metrics = callbacks.Metrics(
-        folder.path / "metrics.jsonl", screen, setup.hardware, size, flops, launch.processes
-    )
+    config: Any = getattr(adapted, "peft_config", {}).get("default")
+    adalora = config is not None and config.peft_type == "ADALORA"
     watching: list[Any] = [first_step, metrics]
-    if launch.precision != "fp16":  # there the loss scaler skips such steps
+    if not arguments.fp16:  # there the loss scaler skips such steps
         watching.append(callbacks.StopOnNonFinite())
-    if recipe.adapter.type == "adalora":
+    if adalora:
         watching.append(callbacks.AllocateRanks())
     made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
     trainer = Trainer(
-        model=adapted,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        callbacks=watching,
+        model=adapted, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=watching
     )
     trainer.remove_callback(PrinterCallback)
     for name, parameter in adapters.trainable(adapted).items():
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
     trainer.first_step = first_step
-    got = trainer.accelerator
-    ledger.add("precision", launch.precision, got.mixed_precision, "the Accelerator", code=Exit.ENVIRONMENT)
-    ledger.add("processes", launch.processes, got.num_processes, "the Accelerator", code=Exit.ENVIRONMENT)
-    if recipe.adapter.type == "adalora":
-        trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight
+    trainer.orthogonality_weight = getattr(config, "orth_reg_weight", 0.0)  # AdaLoRA's alone
     return trainer
+
+
+def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
+    """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
+    got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
+    ledger.add("precision", setup.launch.precision, got.mixed_precision, how, code=code)
+    ledger.add("processes", setup.launch.processes, got.num_processes, how, code=code)
 
 
 def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:

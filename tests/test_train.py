@@ -278,3 +278,12 @@ def test_batches_hold_each_row_once_and_stay_small() -> None:
     batches = list(evaluate.batches(lengths, 2))
     assert sorted(index for batch in batches for index in batch) == list(range(6))
     assert all(len(b) * max(lengths[i] for i in b) <= evaluate.MAX_TOKENS or len(b) == 1 for b in batches)
+
+
+def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:
+    rows = (MODEL.parent / "data" / "test.jsonl").read_text().splitlines()[:8]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows))
+    run = train(f"data.validation={tmp_path / 'held_out.jsonl'}")
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows[:-1]))
+    assert cli.main(["evaluate", str(run.path)]) == 2
+    assert "changed since the run" in capsys.readouterr().err

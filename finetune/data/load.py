@@ -56,10 +56,10 @@ def read(data: Data, seed: int) -> tuple[list[Row], list[Row], dict[str, str]]:
         UserError: a file that is missing, empty or holds a row that is not a JSON object (exit 2).
     """
     hashes: dict[str, str] = {}
+    rows = _rows(data.name, "data.name", data, hashes)
     if data.validation is not None:
         check_disjoint(data)
-        return _rows(data.name, "data.name", data, hashes), held_out(data, seed), hashes
-    rows = _rows(data.name, "data.name", data, hashes)
+        return rows, _rows(data.validation, "data.validation", data, hashes), hashes
     if data.validation_fraction is None:
         return rows, [], hashes
     count = max(1, round(len(rows) * data.validation_fraction))
@@ -69,11 +69,15 @@ def read(data: Data, seed: int) -> tuple[list[Row], list[Row], dict[str, str]]:
     return train, [row for i, row in enumerate(rows) if i in chosen], hashes
 
 
-def held_out(data: Data, seed: int) -> list[Row]:
-    """The held-out rows alone; reads training data only where they are a share of it."""
+def held_out(data: Data, seed: int) -> tuple[list[Row], dict[str, str]]:
+    """The held-out rows alone, and hashes of the files read: training data only if they are a share of it."""
+    hashes: dict[str, str] = {}
     if data.validation is not None:
-        return _rows(data.validation, "data.validation", data, {})
-    return read(data, seed)[1] if data.validation_fraction is not None else []
+        return _rows(data.validation, "data.validation", data, hashes), hashes
+    if data.validation_fraction is None:
+        return [], hashes
+    _, rows, hashes = read(data, seed)
+    return rows, hashes
 
 
 def check_disjoint(data: Data) -> None:
@@ -131,7 +135,7 @@ def _rows(name: str | list[str], key: str, data: Data, hashes: dict[str, str]) -
     rows = []
     for path in paths:
         content = path.read_bytes()
-        hashes[str(path)] = hashlib.sha256(content).hexdigest()
+        hashes[str(path.resolve())] = hashlib.sha256(content).hexdigest()
         rows += list(_file_rows(path, content))
     if not rows:
         raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key))
