@@ -31,23 +31,20 @@ def choices(
     how = "asked for" if recipe.train.max_steps else f"{recipe.train.num_train_epochs or 3.0:g} epochs"
     factors = f"{batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
     split = f"{batch.effective} = {factors}"
+
+    def by(key: str, who: str, choice: Choice) -> str:
+        return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
+
+    compile, recompute = fast["speed.compile"], fast["speed.recompute"]
+    per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {
         **{key: (os.path.abspath(path), set_by[key]) for key, path in _local_paths(recipe).items()},
-        "model.attention": _by("hardware", setup.attention, set_by.get("model.attention", "recipe")),
-        "speed.base": (
-            _base_key(setup.storage.value),
-            _by("launch", setup.storage, set_by.get("speed.base", "recipe"))[1],
-        ),
-        "speed.compile": (
-            fast["speed.compile"].value == "on",
-            _by("default", fast["speed.compile"], set_by.get("speed.compile", "recipe"))[1],
-        ),
-        "speed.recompute": _by("hardware", fast["speed.recompute"], set_by.get("speed.recompute", "recipe")),
+        "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
+        "speed.base": (_base_key(setup.storage.value), by("speed.base", "launch", setup.storage)),
+        "speed.compile": (compile.value == "on", by("speed.compile", "default", compile)),
+        "speed.recompute": (recompute.value, by("speed.recompute", "hardware", recompute)),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
-        "train.per_device_train_batch_size": (
-            batch.per_device,
-            set_by.get("train.per_device_train_batch_size", f"default: {split}"),
-        ),
+        "train.per_device_train_batch_size": (batch.per_device, per_device),
         "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),
         "train.steps": (steps, how),
         "train.precision": (launch.precision, f"{launch.precision_by}: {launch.precision_reason}"),
@@ -154,10 +151,6 @@ def _local_paths(recipe: Recipe) -> dict[str, str]:
 def _base_key(storage: str) -> str:
     """The storage as the recipe's `speed.base` spells it: what `auto` became must load again."""
     return {"nf4": "nf4", "bf16": "bf16"}.get(storage, "auto")
-
-
-def _by(who: str, choice: Choice, set_by: str = "recipe") -> tuple[str, str]:
-    return choice.value, set_by if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
 
 def _options(recipe: Recipe) -> str:
