@@ -35,7 +35,10 @@ def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
 
 
 def test_rows_are_as_many_and_as_new_as_promised() -> None:
-    train, test = ([json.loads(line) for line in (DATA / f"{n}.jsonl").open()] for n in ("train", "test"))
+    train, test = (
+        [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    )
     assert (len(train), len(test)) == (2000, 300)
 
     def values(rows: list[dict], *keys: str) -> set[str]:
