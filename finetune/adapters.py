@@ -1,6 +1,7 @@
 """One small function for each adapter type -> PEFT's config; `attach` puts it on the model and counts.
 
-To add a type: a function here with an entry in `BUILDERS`, and an entry in `recipe.ADAPTERS`.
+To add a type: a function here with its entries in `BUILDERS` and `USUAL_LEARNING_RATE`, and an entry in
+`recipe.ADAPTERS` (one that means a 4-bit base: in `hardware.FOUR_BIT` too).
 """
 
 from __future__ import annotations
@@ -139,6 +140,18 @@ def attach(
     ledger.add("adapter.target_modules", _counts(asked), _counts(got), "adapted modules, counted by name")
     _count_trainable(adapted, ledger)
     return adapted
+
+
+def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
+    """PEFT keys that a builder set, not the recipe: AdaLoRA's schedule, IA3's feed-forward modules."""
+    if adapter.type not in ("adalora", "ia3"):
+        return {}
+    config = model.peft_config["default"]
+    keys = {"adalora": ("target_r", "init_r", "tinit", "tfinal"), "ia3": ("feedforward_modules",)}[
+        adapter.type
+    ]
+    values = {key: getattr(config, key) for key in keys if key not in adapter.options()}
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

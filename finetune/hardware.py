@@ -205,7 +205,7 @@ def choose_base(asked: str, adapter_type: str, precision: str) -> Choice:
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
     stored = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}[precision]
-    return Choice(stored, f"auto: the launch's precision ({precision})")
+    return Choice(stored, f"precision {precision}")
 
 
 def _has_flash(module: str) -> bool:

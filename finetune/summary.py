@@ -24,7 +24,13 @@ Choices = dict[str, tuple[Any, str]]  # dotted key -> (value, who chose it and w
 
 
 def choices(
-    recipe: Recipe, setup: Setup, batch: Any, steps: int, fast: dict[str, Choice], folder: RunFolder
+    recipe: Recipe,
+    setup: Setup,
+    batch: Any,
+    steps: int,
+    derived: dict[str, Any],
+    fast: dict[str, Choice],
+    folder: RunFolder,
 ) -> Choices:
     """Every value that was not simply read from the recipe, with who set it and why."""
     launch, set_by = setup.launch, recipe.origin.set_by
@@ -39,8 +45,9 @@ def choices(
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {
         **{key: (os.path.abspath(path), set_by[key]) for key, path in _local_paths(recipe).items()},
+        **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},
         "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
-        "speed.base": (_base_key(setup.storage.value), by("speed.base", "launch", setup.storage)),
+        "speed.storage": (setup.storage.value, by("speed.base", "launch", setup.storage)),
         "speed.compile": (compile.value == "on", by("speed.compile", "default", compile)),
         "speed.recompute": (recompute.value, by("speed.recompute", "hardware", recompute)),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
@@ -146,11 +153,6 @@ def _local_paths(recipe: Recipe) -> dict[str, str]:
         "data.chat_template": recipe.data.chat_template,
     }
     return {key: name for key, name in named.items() if isinstance(name, str) and os.path.exists(name)}
-
-
-def _base_key(storage: str) -> str:
-    """The storage as the recipe's `speed.base` spells it: what `auto` became must load again."""
-    return {"nf4": "nf4", "bf16": "bf16"}.get(storage, "auto")
 
 
 def _options(recipe: Recipe) -> str:

@@ -81,7 +81,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup):
-        choices = summary.choices(recipe, setup, batch, steps, fast, folder)
+        derived = adapters.derived(adapted, recipe.adapter)
+        choices = summary.choices(recipe, setup, batch, steps, derived, fast, folder)
         if setup.launch.main:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report)

@@ -78,6 +78,7 @@ def test_adalora_ends_at_its_budget(train) -> None:
     masks = config["rank_pattern"].values()
     assert sum(map(sum, masks)) == 4 * len(masks)
     assert len({sum(mask) for mask in masks}) > 1, "every module kept the same rank: nothing was allocated"
+    assert "# init_r: 6  (default: made for this run)" in run.recipe.read_text()
 
 
 def test_adalora_s_regulariser_reaches_the_gradients(train) -> None:

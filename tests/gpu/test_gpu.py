@@ -27,7 +27,7 @@ def test_every_adapter_trains_in_bf16(kind: str, train) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["gpu_memory_gib"] > 0
     storage = "nf4" if kind in ("qlora", "qdora") else None
-    assert storage is None or 'base: "nf4"' in run.recipe.read_text()
+    assert storage is None or '# storage: "nf4"' in run.recipe.read_text()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
