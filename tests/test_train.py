@@ -288,3 +288,11 @@ def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None
     (tmp_path / "held_out.jsonl").write_text("\n".join(rows[:-1]))
     assert cli.main(["evaluate", str(run.path)]) == 2
     assert "changed since the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora", "dora", "ia3", "full"])
+def test_under_bf16_too_what_is_saved_is_what_was_trained(kind: str, train, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    got = receipts(train(f"adapter.type={kind}"))
+    assert got["dtype"]["got"] == "bfloat16" and got["saved weights"]["got"] == "0"
+    assert got["saved tensors"]["got"] == got["saved tensors"]["asked"]
