@@ -113,7 +113,8 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     from peft import PeftModel
 
     base: Any = open_base(recipe)
-    return PeftModel.from_pretrained(base, str(folder.adapter)).eval()  # type: ignore[return-value]
+    tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
+    return tuned.eval()
 
 
 def release() -> None:

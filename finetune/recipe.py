@@ -261,7 +261,7 @@ DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".tx
 def sections() -> dict[str, type[BaseModel]]:
     """The complete models, ours plus upstream's fields, by section name, `adapter.<type>` and `recipe`."""
     types = {f"adapter.{name}": _adapter_section(name, kind) for name, kind in ADAPTERS.items()}
-    union = Annotated[Union[tuple(types.values())], Field(discriminator="type")]  # noqa: UP007
+    union = Annotated[Union[tuple(types.values())], Field(discriminator="type")]  # noqa: UP007 (from a tuple)
     train = _train_section()
     recipe = _create("Recipe", __base__=Recipe, adapter=(union, ...), train=(train, train()))
     return {

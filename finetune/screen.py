@@ -30,20 +30,17 @@ class Screen:
         self.console = Console(quiet=quiet, highlight=False)
         if not self.console.is_terminal:
             self.console = Console(quiet=quiet, highlight=False, width=PLAIN_WIDTH)
-        self._said: list[Any] = []
         self._log: Console | None = None
         self._progress: Progress | None = None
         self._started = self._last = 0.0
 
     def say(self, *renderables: Any) -> None:
-        """Print, and keep for log.txt."""
+        """Print, and write to log.txt once there is one."""
         for renderable in renderables:
             plain: Any = {"soft_wrap": isinstance(renderable, str), "markup": False}
             self.console.print(renderable, **plain)
             if self._log:
                 self._log.print(renderable, **plain)
-            else:
-                self._said.append(renderable)
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -59,12 +56,9 @@ class Screen:
             self._log.print(text, markup=False)
 
     def log_to(self, path: Path) -> None:
-        """Write what was said so far, and all that follows, to `path`; warnings of libraries too."""
+        """Write all that is said from here on to `path`; warnings of libraries too."""
         file = path.open("w", encoding="utf-8")
         self._log = Console(file=file, width=140, highlight=False)
-        for renderable in self._said:
-            self._log.print(renderable)
-        self._said.clear()
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)

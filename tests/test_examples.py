@@ -43,6 +43,6 @@ def test_the_model_is_small_and_in_bf16() -> None:
     assert (MODEL / "model.safetensors").stat().st_size <= 16e6
     with safe_open(MODEL / "model.safetensors", "pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (not a dict)
-        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118 (not a dict)
     count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
     assert 3e6 <= count <= 8e6
