@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune import adapters, model, modules
-from finetune.data import load
+from finetune.data import chat, load
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import FOUR_BIT
+from finetune.recipe import Source
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
@@ -53,14 +54,18 @@ def _model(recipe: Recipe) -> list[str]:
 def _data(recipe: Recipe) -> list[str]:
     data = recipe.data
     notes = []
-    for key, name in (("data.name", data.name), ("data.validation", data.validation)):
-        if name is not None and not name:
-            raise UserError(Problem("is empty", key))
-        if name is not None and load.files(name, key) is None:
-            notes.append(f"{key}: {name} is on the Hub; its rows are checked when it loads")
+    named = [(source, "data.name") for source in load.sources(data)]
+    named += [(Source(name=data.validation), "data.validation")] if data.validation is not None else []
+    if not data.name or not all(source.name for source, _ in named):
+        raise UserError(Problem("is empty", "data.name"))
+    for source, key in named:
+        if load.files(source.name, key) is None:
+            pinned = load.COMMIT.fullmatch(source.revision or "")
+            pin = "" if pinned else "; pin data.revision to a commit, or tomorrow's run may see other rows"
+            notes.append(f"{key}: {source.name} is on the Hub; its rows are checked when it loads{pin}")
     load.check_disjoint(data)
-    if data.chat_template and not Path(data.chat_template).is_file():
-        raise UserError(Problem("no such file", "data.chat_template", found=data.chat_template))
+    if data.chat_template:
+        chat.read_template(data.chat_template)
     return notes
 
 

@@ -19,7 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
 from finetune import hardware, model, run_folder
-from finetune.data import chat, load
+from finetune.data import chat, load, prepare
+from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoder
-    from finetune.data.load import Row
+    from finetune.data.formats import Example
     from finetune.recipe import Eval, Recipe
     from finetune.run_folder import RunFolder
 
@@ -66,8 +67,8 @@ def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> di
     if inspect:
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
-    rows, hashes = load.held_out(recipe.data, recipe.train.seed)
-    check_unchanged(hashes, folder)
+    check_unchanged(load.fingerprints(recipe.data, held_out=True), folder)
+    rows = prepare.held_out(recipe.data, recipe.train.seed)
     result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
     if rows:
         after = score(tuned, tokenizer, rows, recipe)
@@ -124,12 +125,12 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], recipe: Recipe) -> Score:
+def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Example], recipe: Recipe) -> Score:
     """Loss and exact match of a model on `rows`, the rows spread over all processes."""
     state = PartialState()
     mine = list(range(state.process_index, len(rows), state.num_processes))
     own = [rows[index] for index in mine]
-    encoder = chat.make_encoder(tokenizer, recipe.data, chat.detect_format(rows[0]))
+    encoder = chat.make_encoder(tokenizer, recipe.data, chats=any(row.messages for row in rows))
     with inference(tuned):
         losses = token_losses(tuned, encoder, own, recipe.eval.batch_size)
         answers = generate(tuned, encoder, own, rows, recipe.eval)
@@ -138,7 +139,7 @@ def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Row], recip
     count = sum(tokens for (_, tokens), _ in gathered)
     by_index = dict(pair for _, pairs in gathered for pair in pairs)
     ordered = [by_index[index] for index in range(len(rows))]
-    references = [without_thinking(chat.prompt_and_answer(row)[1]) for row in rows]
+    references = [without_thinking(row.answer) for row in rows]
     hits = sum(answer == reference for answer, reference in zip(ordered, references, strict=True))
     return Score(total / max(count, 1), hits / len(rows), ordered)
 
@@ -169,10 +170,10 @@ def inference(tuned: Any) -> Any:
         yield
 
 
-def token_losses(tuned: Any, encoder: Encoder, rows: list[Row], batch_size: int) -> tuple[float, int]:
+def token_losses(tuned: Any, encoder: Encoder, rows: list[Example], batch_size: int) -> tuple[float, int]:
     """Sum of the negative log-likelihoods (fp32, summed in fp64) and number of tokens that carry loss."""
     total, count = 0.0, 0
-    encoded = [encoder(row) for row in rows]
+    encoded = [(e.ids, e.labels()) for e in encoder(rows) if not isinstance(e, BadRow)]
     pad = encoder.tokenizer.pad_token_id
     for indices in batches([len(ids) for ids, _ in encoded], batch_size):
         batch = [encoded[index] for index in indices]
@@ -207,11 +208,13 @@ def without_thinking(text: str) -> str:
     return re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL).strip()
 
 
-def generate(tuned: Any, encoder: Encoder, rows: list[Row], all_rows: list[Row], settings: Eval) -> list[str]:
+def generate(
+    tuned: Any, encoder: Encoder, rows: list[Example], all_rows: list[Example], settings: Eval
+) -> list[str]:
     """The greedy answer to each row, stripped; similar lengths together, padded on the left."""
     tokenizer = encoder.tokenizer
-    longest = max(len(tokenizer(chat.prompt_and_answer(row)[1])["input_ids"]) for row in all_rows)
-    prompts = [encoder.prompt(row) for row in rows]
+    longest = max(len(tokenizer(row.answer)["input_ids"]) for row in all_rows)
+    prompts = encoder.prompts(rows)
     pad: Any = tokenizer.pad_token_id
     declared = tuned.generation_config.eos_token_id  # the model may stop on more than the tokenizer knows
     stops = chat.stop_ids(tokenizer) | set(declared if isinstance(declared, list) else [declared]) - {None}
@@ -251,13 +254,14 @@ def logits(tuned: Any, rows: list[list[int]]) -> list[torch.Tensor]:
         ]
 
 
-def samples(rows: list[Row], before: Score, after: Score, count: int) -> list[dict[str, Any]]:
+def samples(rows: list[Example], before: Score, after: Score, count: int) -> list[dict[str, Any]]:
     """The first `count` held-out rows with what base and tuned answered."""
     found = []
     for index in range(min(count, len(rows))):
-        prompt, reference = chat.prompt_and_answer(rows[index])
+        row = rows[index]
+        prompt = row.messages[:-1] if row.messages else row.prompt or ""
         answers = {
-            "reference": reference,
+            "reference": row.answer,
             "base": before.answers[index],
             "tuned": after.answers[index],
         }

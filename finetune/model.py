@@ -28,7 +28,7 @@ def check_exists(model: Model) -> None:
 
 
 def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token and, if given, another chat template (a Jinja file)."""
+    """The model's tokenizer, with a padding token and, if given, another chat template (Jinja source)."""
     from transformers import AutoTokenizer
 
     check_exists(model)
@@ -36,12 +36,16 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            problem = Problem(f"can't be read: {error.strerror}", "data.chat_template", found=chat_template)
-            raise UserError(problem) from None
+        tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def vocabulary(model: Model) -> int:
+    """Rows of the model's embedding, from its config."""
+    from transformers import AutoConfig
+
+    check_exists(model)
+    return _from_hub(AutoConfig.from_pretrained, model).get_text_config().vocab_size
 
 
 def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:

@@ -50,25 +50,83 @@ class Model(Section):
     """Attention kernel; `auto` chooses for this machine and says why."""
 
 
-class Data(Section):
-    name: str | list[str]
-    """File (jsonl, json), folder, glob, list of these, or Hub id."""
+class Source(Section):
+    """One of several sources in `data.name`."""
+
+    name: str
+    """File, folder, glob or Hub id."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """How often a row is used in an epoch: 2 is twice, 0.5 is half of the rows, drawn with `train.seed`."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub data set."""
+    """Commit (or tag or branch) of a Hub data set; `null`: `data.revision`."""
+    subset: str | None = None
+    """Configuration of a Hub data set; `null`: `data.subset`."""
+    split: str | None = None
+    """Split of a Hub data set; `null`: `data.split`."""
+
+
+class Expect(Section):
+    """What the audit lets pass. Each limit is a share of all rows; more than that ends the run (exit 2)."""
+
+    unreadable: float = Field(default=0.0, ge=0, le=1)
+    """Rows that are not JSON objects."""
+    malformed: float = Field(default=0.0, ge=0, le=1)
+    """Rows with an unknown role, or with a content that is empty or not text."""
+    role_order: float = Field(default=0.0, ge=0, le=1)
+    """Chats that the assistant begins, or in which a role speaks twice in a row."""
+    dropped: float = Field(default=0.05, ge=0, le=1)
+    """Rows left out: too long, no answer at the end, or no token to train on."""
+    duplicates: float = Field(default=0.2, ge=0, le=1)
+    """Rows that repeat an earlier one."""
+    in_validation: float = Field(default=0.01, ge=0, le=1)
+    """Held-out rows that also stand in the training data (a share of the held-out rows)."""
+    no_end_of_turn: float = Field(default=0.01, ge=0, le=1)
+    """Rows that do not teach the model to stop: their last trained token does not end the turn."""
+
+
+class Data(Section):
+    name: str | list[str | Source]
+    """File (jsonl, json, csv, parquet, arrow, tar, txt), folder, glob or Hub id, or a list of these."""
+    revision: str | None = None
+    """Commit (or tag or branch) of a Hub data set."""
+    subset: str | None = None
+    """Configuration of a Hub data set."""
     split: str = "train"
     """Split of a Hub data set."""
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
+    """What a row looks like; `auto` goes by the columns and says what it found."""
+    columns: dict[str, str] = {}
+    """The data's names for ours: `{instruction: question, output: answer}`."""
+    role_map: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
+    """The data's names for roles: `{bot: assistant}`."""
+    reasoning: Literal["keep", "cut"] = "keep"
+    """`<think>` parts of the assistant's messages."""
     validation: str | None = None
     """File with held-out rows; or see `validation_fraction`."""
     validation_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the rows held out, drawn with `train.seed`."""
+    """Share of the rows held out, drawn with `train.seed`; equal rows stay on one side."""
     max_length: int = Field(default=1024, ge=8)
-    """Longest row in tokens."""
-    too_long: Literal["drop", "error"] = "drop"
-    """What happens to a longer row; none is ever cut."""
-    train_on: Literal["assistant", "all"] = "assistant"
-    """Tokens that carry loss: the assistant's (with its end of turn), or every one."""
+    """Longest row in tokens; with packing, the tokens of a packed row."""
+    too_long: Literal["drop", "truncate_prompt", "split", "error"] = "drop"
+    """What happens to a longer row. An answer is never cut; `split` is for plain text."""
+    train_on: Literal["assistant", "last_turn", "completion", "all"] = "assistant"
+    """Tokens that carry loss: the assistant's turns with their ends, its last one, those after the last
+    user's turn, or every token."""
     chat_template: str | None = None
-    """A Jinja file to use instead of the tokenizer's own template."""
+    """A bundled template (llama3, qwen3, mistral, gemma, phi3, chatml ...) or a Jinja file, in place of the
+    tokenizer's own."""
+    packing: bool = False
+    """Several rows in one of `max_length` tokens, none seeing another."""
+    padding_free: bool = False
+    """Rows of a batch end to end in place of padding (packing always does it)."""
+    streaming: bool = False
+    """Read while training, for what does not fit on disk a second time; needs `train.max_steps`."""
+    shuffle_buffer: int = Field(default=10_000, ge=1)
+    """Rows that are shuffled (and packed) together when streaming."""
+    cache: str | None = None
+    """Folder of prepared data; `null`: ~/.cache/finetune."""
+    expect: Expect = Expect()
+    """Limits of the audit that runs before any weight is loaded."""
 
 
 class Adapter(Section):
@@ -254,7 +312,7 @@ def local_path(name: str) -> bool:
     return looks_like_file or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt"})
+DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".tar", ".txt"})
 
 
 @cache
@@ -386,6 +444,8 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     def resolve(value: Any) -> Any:
         if isinstance(value, list):
             return [resolve(item) for item in value]
+        if isinstance(value, dict) and isinstance(value.get("name"), str):  # one of several sources
+            return {**value, "name": resolve(value["name"])}
         if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
         here, beside = (glob.glob(str(base / value)) for base in (Path(), folder))
@@ -396,6 +456,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
         ("data", "name"),
         ("data", "validation"),
         ("data", "chat_template"),
+        ("data", "cache"),
     ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])

@@ -3,10 +3,10 @@
 _NO_CHECKPOINTS = "drop it: checkpoints are not in this version; the adapter is saved at the end"
 
 OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
-    "packing": "data: (padded rows only, so far)",
-    "packing_strategy": "data: (padded rows only, so far)",
-    "eval_packing": "data: (padded rows only, so far)",
-    "padding_free": "data: (padded rows only, so far)",
+    "packing": "data.packing",
+    "packing_strategy": "data.packing (best-fit decreasing)",
+    "eval_packing": "data.packing (evaluation never packs)",
+    "padding_free": "data.padding_free",
     "max_length": "data.max_length",
     "truncation_mode": "data.too_long",
     "assistant_only_loss": "data.train_on: assistant",

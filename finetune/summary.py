@@ -13,7 +13,7 @@ from finetune import adapters, run_folder
 from finetune.recipe import load as load_recipe
 
 if TYPE_CHECKING:
-    from finetune.data.load import Split
+    from finetune.data.audit import Report
     from finetune.hardware import Choice, Setup
     from finetune.receipts import Ledger
     from finetune.recipe import Recipe
@@ -62,7 +62,7 @@ def write_start(
     folder: RunFolder,
     recipe: Recipe,
     chosen: Choices,
-    data: dict[str, Split],
+    data: dict[str, Report],
     setup: Setup,
     arguments: Any,
 ) -> None:
@@ -74,7 +74,7 @@ def write_start(
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})
 
 
-def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, Split]) -> None:
+def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, Report]) -> None:
     """One table: what will happen, and why so."""
     train, held_out = data["train"], data["validation"]
     rows = [
@@ -83,7 +83,7 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, S
         (
             "data",
             f"{train.kept} rows, {train.trained_tokens:,} tokens with loss of {train.tokens:,}",
-            _left_out(train),
+            f"{train.dropped} of {train.rows} left out",
         ),
         (
             "held out",
@@ -99,7 +99,7 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, S
     paths = _local_paths(recipe)
     rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
     screen.table("plan", ("what", "value", "why"), rows)
-    for notice in recipe.origin.notices:
+    for notice in [*train.remarks(), *recipe.origin.notices]:
         screen.say(f"note: {notice}")
     advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
     if advice:
@@ -157,12 +157,3 @@ def _local_paths(recipe: Recipe) -> dict[str, str]:
 
 def _options(recipe: Recipe) -> str:
     return ", ".join(f"{key} {value}" for key, value in recipe.adapter.options().items())
-
-
-def _left_out(split: Split) -> str:
-    parts = []
-    if split.too_long:
-        parts.append(f"{split.too_long} of {split.rows} dropped as too long (longest {split.longest})")
-    if split.nothing_trained:
-        parts.append(f"{split.nothing_trained} dropped with nothing to train on")
-    return "; ".join(parts) or f"none of {split.rows} left out"

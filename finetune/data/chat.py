@@ -1,217 +1,319 @@
-"""Rows to token ids and labels. A label is the token's own id where it carries loss, else -100.
+"""Examples to token ids, and which of them carry loss.
 
-Which tokens are the assistant's is never guessed. In this order: the chat template marks them itself
-(`{% generation %}`); TRL has a marked twin of the template; or the turns are rendered one by one, each text
-the beginning of the next, and what the assistant's turn added is its own. Otherwise it is an error.
+What is trained on is what the model has to say: from the end of the prompt it is given at inference to the
+token that ends its turn, both exactly. Where the assistant's turns are is never guessed. In this order: the
+chat template marks them itself (`{% generation %}`); TRL has a marked twin of the template; or the turns are
+rendered one by one, each text the beginning of the next. Otherwise it is an error.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data import load
-from finetune.data.load import MAX_SHOWN, Row, Split
-from finetune.errors import Problem, UserError
+from finetune.data.formats import BadRow, Example
+from finetune.data.render import Rendered, render
+from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from finetune.recipe import Data
 
 IGNORED = -100
-ROLES = ("system", "user", "assistant", "tool")
-Tokens = tuple[list[int], list[int]]  # ids and labels, of one length
+ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>")
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+HALVINGS = 8  # attempts to shorten a row's prompts until the row fits
+
+
+class Encoded(NamedTuple):
+    """One row as the model sees it."""
+
+    ids: list[int]
+    trained: list[tuple[int, int]]
+    """Ranges [start, end) of tokens that carry loss."""
+    merged: bool = False
+    """A token holds the end of the prompt and the beginning of the answer: inference never sees it."""
+    doubled: bool = False
+    """The text brought a BOS of its own, besides the tokenizer's; one was taken away."""
+    cut: int = 0
+    """Tokens taken off the row's prompts."""
+
+    def labels(self) -> list[int]:
+        """The token's own id where it carries loss, else -100."""
+        labels = [IGNORED] * len(self.ids)
+        for start, end in self.trained:
+            labels[start:end] = self.ids[start:end]
+        return labels
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """One way to turn rows into tokens, for training and evaluation alike."""
+    """One way to turn examples into tokens, for training and evaluation alike."""
 
     tokenizer: Any
-    train_on: str  # assistant | all
-    template: str | None = None  # a marked twin of the tokenizer's template
-    by_turns: bool = False  # no marks: render turn by turn
+    train_on: str  # assistant | last_turn | completion | all
+    template: str = ""  # as training renders it: the tokenizer's own, or its marked twin
+    way: str = "none"  # marks | turns: how the assistant's turns are found
+    prompt_end: str = ""  # what the template writes before an answer
+    stops: frozenset[int] = frozenset()
 
-    def __call__(self, row: Row) -> Tokens:
-        """Token ids and labels of one row."""
-        if "messages" not in row.value:
-            return self._prompt_completion(row)
-        turns = messages(row)
-        if self.train_on == "all":
-            ids = list(self._render(turns, tokenize=True, return_dict=True)["input_ids"])
-            return ids, list(ids)
-        if self.by_turns:
-            return self._turn_by_turn(turns, row)
-        output = self._render(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        ids, marked = list(output["input_ids"]), output["assistant_masks"]
-        return ids, [i if mark else IGNORED for i, mark in zip(ids, marked, strict=True)]
+    def __call__(self, examples: list[Example]) -> list[Encoded | BadRow]:
+        """Tokens of each example, in order."""
+        return self.tokenise(examples, self.render(examples))
 
-    def prompt(self, row: Row) -> list[int]:
-        """Token ids of everything before the answer, ending where the model is to go on."""
-        given, _ = prompt_and_answer(row)
-        if isinstance(given, str):
-            return self.tokenizer(given)["input_ids"]
-        return list(
-            self._render(given, tokenize=True, return_dict=True, add_generation_prompt=True)["input_ids"]
+    def render(self, examples: list[Example]) -> list[Rendered | None]:
+        """The text of each chat; `None` for examples that are none."""
+        chats = [(example.messages, example.tools) for example in examples if example.messages]
+        special = self.tokenizer.special_tokens_map
+        texts = iter(render(self.template, special, self.way, chats) if chats else [])
+        return [next(texts) if example.messages else None for example in examples]
+
+    def tokenise(self, examples: list[Example], rendered: list[Rendered | None]) -> list[Encoded | BadRow]:
+        """Tokens of examples whose chats have been rendered, all in one call of the tokenizer."""
+        backend = self.tokenizer.backend_tokenizer
+        # The template wrote the special tokens of a chat; adding them again would double the first one
+        chats = iter(backend.encode_batch([r.text for r in rendered if r], add_special_tokens=False))
+        given = [e.prompt if e.prompt is not None else e.completion for e in examples if not e.messages]
+        plain = iter(backend.encode_batch(given, add_special_tokens=True))
+        answers = [e.completion for e in examples if e.prompt is not None]
+        completions = iter(backend.encode_batch(answers, add_special_tokens=False))
+        found: list[Encoded | BadRow] = []
+        for example, text in zip(examples, rendered, strict=True):
+            if text is None:
+                completion = next(completions).ids if example.prompt is not None else None
+                found.append(self._plain(next(plain).ids, completion))
+                continue
+            encoding = next(chats)
+            try:
+                found.append(self._chat(example, text, encoding))
+            except BadRow as bad:
+                found.append(bad)
+        return found
+
+    def prompts(self, examples: list[Example]) -> list[list[int]]:
+        """Token ids of all before each example's answer, ending where the model is to go on.
+
+        Chats are rendered by the template that is saved with the tokenizer, as any client will.
+        """
+        backend, special = self.tokenizer.backend_tokenizer, self.tokenizer.special_tokens_map
+        chats = [(example.messages[:-1], example.tools) for example in examples if example.messages]
+        own = self.tokenizer.get_chat_template() if chats else ""
+        rendered = render(own, special, "none", chats, prompt=True) if chats else []
+        texts = iter(rendered)
+        found = []
+        for example in examples:
+            if example.messages:
+                text = next(texts)
+                if text.error:
+                    raise UserError(Problem("no prompt can be made", where=example.where, found=text.error))
+                found.append(backend.encode(text.text, add_special_tokens=False).ids)
+            else:
+                ids = backend.encode(example.prompt or "", add_special_tokens=True).ids
+                found.append(self._one_bos(ids)[0])
+        return found
+
+    def shortened(self, example: Example, limit: int) -> Encoded | None:
+        """The example with the beginnings of its longest prompts cut off; `None` if that is not enough.
+
+        Every answer and every system message stays whole.
+        """
+        (whole,) = self([example])
+        if isinstance(whole, BadRow):
+            return None
+        if not example.messages:
+            return self._cut_plain(example, whole, limit)
+        encoded: Encoded | BadRow | None = whole
+        for _ in range(HALVINGS):
+            if encoded is None or isinstance(encoded, BadRow):
+                return None
+            excess = len(encoded.ids) - limit
+            if excess <= 0:
+                return encoded._replace(cut=len(whole.ids) - len(encoded.ids))
+            shorter = self._cut_longest(example, excess)
+            if shorter is None:
+                return None
+            example = shorter
+            (encoded,) = self([example])
+        return None
+
+    def _cut_longest(self, example: Example, excess: int) -> Example | None:
+        """The longest of the user's and the tools' contents without its first `excess` tokens."""
+        messages = list(example.messages or ())
+        given = [index for index, message in enumerate(messages) if message["role"] in ("user", "tool")]
+        contents = [messages[index]["content"] for index in given]
+        encodings = self.tokenizer.backend_tokenizer.encode_batch(contents, add_special_tokens=False)
+        length, index, encoding = max(
+            ((len(encoding.ids), index, encoding) for index, encoding in zip(given, encodings, strict=True)),
+            key=lambda candidate: candidate[0],
         )
+        if length < 2:
+            return None
+        first, _ = encoding.offsets[min(excess, length - 1)]
+        messages[index] = {**messages[index], "content": messages[index]["content"][first:]}
+        return replace(example, messages=messages)
 
-    def _prompt_completion(self, row: Row) -> Tokens:
-        prompt, completion = (_text(row, key) for key in ("prompt", "completion"))
-        prefix = self.tokenizer(prompt)["input_ids"]
-        answer = self.tokenizer(completion, add_special_tokens=False)["input_ids"]
-        ids = [*prefix, *answer, self.tokenizer.eos_token_id]
-        untrained = 0 if self.train_on == "all" else len(prefix)
-        return ids, [IGNORED] * untrained + ids[untrained:]
+    def _cut_plain(self, example: Example, whole: Encoded, limit: int) -> Encoded | None:
+        """A prompt without its first tokens, but for its BOS."""
+        excess = len(whole.ids) - limit
+        bos = int(whole.ids[0] == self.tokenizer.bos_token_id)
+        prompt = whole.trained[0][0] if example.prompt is not None and self.train_on != "all" else 0
+        if excess <= 0:
+            return whole
+        if prompt - bos <= excess:
+            return None
+        ids = whole.ids[:bos] + whole.ids[bos + excess :]
+        return whole._replace(ids=ids, trained=[(prompt - excess, len(ids))], cut=excess)
 
-    def _turn_by_turn(self, turns: list[dict[str, Any]], row: Row) -> Tokens:
-        """What an assistant's turn adds to the text so far is the assistant's, and so are its tokens."""
-        text = self._render(turns, tokenize=False)
-        spans = []
-        for index, turn in enumerate(turns):
-            if turn["role"] == "assistant":
-                before = self._render(turns[:index], tokenize=False, add_generation_prompt=True)
-                after = self._render(turns[: index + 1], tokenize=False)
-                if not (after.startswith(before) and text.startswith(after)):
-                    what = "the chat template neither marks the assistant's tokens nor renders turn by turn"
-                    fix = "chat_template: <a Jinja file with {% generation %} marks>, or train_on: all"
-                    raise UserError(Problem(what, "data.chat_template", row.where, fix=fix))
-                spans.append((len(before), len(after)))
-        # The template wrote the special tokens; adding them again would double the first one
-        output = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = output["input_ids"]
-        mine = [any(low <= start < high for low, high in spans) for start, _ in output["offset_mapping"]]
-        return ids, [i if own else IGNORED for i, own in zip(ids, mine, strict=True)]
+    def _plain(self, ids: list[int], completion: list[int] | None) -> Encoded:
+        """A prompt and its completion, or a text, closed by the eos token."""
+        ids, doubled = self._one_bos(ids)
+        start = 0 if completion is None or self.train_on == "all" else len(ids)
+        ids = [*ids, *(completion or ())]
+        if ids[-1:] != [self.tokenizer.eos_token_id]:
+            ids.append(self.tokenizer.eos_token_id)
+        return Encoded(ids, [(start, len(ids))], doubled=doubled)
 
-    def _render(self, turns: list[dict[str, Any]], **options: Any) -> Any:
-        return self.tokenizer.apply_chat_template(turns, chat_template=self.template, **options)
+    def _one_bos(self, ids: list[int]) -> tuple[list[int], bool]:
+        """A text may bring its own BOS, and the tokenizer add another."""
+        bos = self.tokenizer.bos_token_id
+        doubled = bos is not None and ids[:2] == [bos, bos]
+        return (ids[1:], True) if doubled else (ids, False)
+
+    def _chat(self, example: Example, text: Rendered, encoding: Any) -> Encoded:
+        if text.error:
+            raise BadRow("malformed", "the chat can't be rendered", example.where, found=text.error)
+        called = [
+            call["function"]["name"] for m in example.messages or () for call in m.get("tool_calls", ())
+        ]
+        if any(name not in text.text for name in called):
+            fix = "a chat_template that renders tool calls (qwen3, llama3 ...)"
+            raise BadRow("malformed", "the chat template leaves tool calls out", example.where, fix=fix)
+        ids = encoding.ids
+        if self.train_on == "all":
+            return Encoded(ids, [(0, len(ids))])
+        found, merged = [], False
+        for start, end in self._chosen(example, text):
+            low, high, straddles = self._tokens(text.text, start, end, encoding, ids)
+            merged |= straddles
+            if low < high:
+                found.append((low, high))
+        return Encoded(ids, found, merged)
+
+    def _chosen(self, example: Example, text: Rendered) -> list[list[int]]:
+        """Characters of the assistant's turns that are to carry loss."""
+        spans, roles = text.spans, [message["role"] for message in example.messages or ()]
+        if len(spans) != len(example.trained):
+            eos = self.tokenizer.eos_token  # a template may mark one more, after the last turn
+            spans = [[start, end] for start, end in spans if text.text[start:end].strip() != eos]
+        if len(spans) != len(example.trained):
+            if self.train_on == "assistant" and all(example.trained):
+                return spans
+            what = "the chat template does not mark the assistant's turns one by one"
+            raise BadRow(
+                "malformed", what, example.where, fix="train_on: assistant, or another chat_template"
+            )
+        first = 0
+        if self.train_on == "last_turn":
+            first = len(spans) - 1
+        elif self.train_on == "completion":
+            after = roles[len(roles) - roles[::-1].index("user") :] if "user" in roles else roles
+            first = len(spans) - after.count("assistant")
+        return [span for i, span in enumerate(spans) if i >= first and example.trained[i]]
+
+    def _tokens(
+        self, text: str, start: int, end: int, encoding: Any, ids: list[int]
+    ) -> tuple[int, int, bool]:
+        """Tokens [low, high) of the characters [start, end), and whether one reaches over their borders."""
+        for back in range(min(len(self.prompt_end), start), 0, -1):
+            if text.startswith(self.prompt_end, start - back):  # marks may begin inside of the prompt's end
+                start += len(self.prompt_end) - back
+                break
+        first = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
+        if first is None:
+            return 0, 0, False
+        last = next(t for c in range(end - 1, -1, -1) if (t := encoding.char_to_token(c)) is not None)
+        high, count = last + 1, len(encoding)
+        while high < count and (at := encoding.token_to_chars(high)) and at[0] < end:
+            high += 1  # one character may be several tokens
+        merged = encoding.token_to_chars(first)[0] < start
+        stop = next((i for i in range(high - 1, first - 1, -1) if ids[i] in self.stops), None)
+        if stop is not None and not text[encoding.token_to_chars(stop)[1] : end].strip():
+            high = stop + 1  # what the template writes after the end of a turn is nobody's
+        return first, high, merged
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, format: str) -> Encoder:
-    """The exact way to find the assistant's tokens with this tokenizer (exit 2 if it has no template)."""
-    if format == "messages" and not tokenizer.chat_template:
-        fix = "chat_template: <a Jinja file>"
-        raise UserError(Problem("the tokenizer has no chat template", "data.chat_template", fix=fix))
-    if format != "messages" or data.train_on == "all":
-        return Encoder(tokenizer, data.train_on)
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) -> Encoder:
+    """The exact way to find the assistant's tokens with this tokenizer.
 
-    if has_generation_markers(tokenizer.chat_template):
-        return Encoder(tokenizer, data.train_on)
-    try:
-        return Encoder(tokenizer, data.train_on, template=get_training_chat_template(tokenizer))
-    except ValueError:  # not one of the templates TRL knows
-        return Encoder(tokenizer, data.train_on, by_turns=True)
-
-
-def load_splits(
-    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> tuple[Dataset, dict[str, Split]]:
-    """Training rows as `input_ids` and `labels`, and a report of them and of the held-out rows.
+    Args:
+        chats: whether there are chats at all; other rows need no template.
 
     Raises:
-        UserError: rows that are not chats, no exact mask, or no row left to train on (exit 2).
+        UserError: chats and no template, or one that does not compile (exit 2).
     """
-    from datasets import Dataset
-
-    train_rows, held_out, hashes = load.read(data, seed)
-    report = {"train": Split(sources=hashes), "validation": Split()}
-    encoded = encode(train_rows, data, tokenizer, report["train"])
-    encode(held_out, data, tokenizer, report["validation"])
-    if not encoded:
-        split = report["train"]
-        what = f"0 of {split.rows} rows keep a trained token"
-        found = (
-            f"{split.too_long} longer than {data.max_length}, {split.nothing_trained} with nothing to train"
-        )
-        fix = f"raise data.max_length (the longest row has {split.longest} tokens)"
-        raise UserError(Problem(what, "data.max_length", found=found, fix=fix))
-    return Dataset.from_list(encoded), report
-
-
-def encode(
-    rows: list[Row], data: Data, tokenizer: PreTrainedTokenizerBase, split: Split
-) -> list[dict[str, list[int]]]:
-    """Token ids and labels of each row that is kept; `split` counts what became of the others."""
-    if not rows:
-        return []
-    split.rows, split.format = len(rows), detect_format(rows[0])
-    encoder, stops = make_encoder(tokenizer, data, split.format), stop_ids(tokenizer)
-    encoded = []
-    for row in rows:
-        ids, labels = encoder(row)
-        split.longest = max(split.longest, len(ids))
-        if len(ids) > data.max_length and data.too_long == "error":
-            expected = f"at most {data.max_length}, or too_long: drop"
-            raise UserError(
-                Problem("a row is too long", "data.max_length", row.where, f"{len(ids)}", expected)
-            )
-        trained = [label for label in labels[1:] if label != IGNORED]  # the first token is never predicted
-        if len(ids) > data.max_length:
-            split.too_long += 1
-        elif not trained:
-            split.nothing_trained += 1
-        else:
-            split.kept += 1
-            split.tokens += len(ids)
-            split.trained_tokens += len(trained)
-            split.ends_trained += any(label in stops for label in trained[-2:])  # "\n" may follow the stop
-            encoded.append({"input_ids": ids, "labels": labels})
-    return encoded
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(Problem("the tokenizer has no tokenizer.json", "model.name"))
+    backend.no_truncation()
+    backend.no_padding()
+    stops = frozenset(stop_ids(tokenizer))
+    if not chats:
+        return Encoder(tokenizer, data.train_on, stops=stops)
+    if not tokenizer.chat_template:
+        fix = f"chat_template: {' | '.join(['chatml', *bundled()][:8])} ..., or a Jinja file"
+        raise UserError(Problem("the tokenizer has no chat template", "data.chat_template", fix=fix))
+    own = str(tokenizer.get_chat_template())
+    template = own if MARKS.search(own) else marked_twin(own)
+    way = "none" if data.train_on == "all" else "marks" if template else "turns"
+    asked: Any = ([{"role": "user", "content": "x"}], None)
+    special: Any = tokenizer.special_tokens_map
+    (without,), (with_prompt,) = (render(own, special, "none", [asked], prompt) for prompt in (False, True))
+    if "unknown tag" in with_prompt.error or "expected" in with_prompt.error:
+        raise UserError(Problem("the chat template is broken", "data.chat_template", found=with_prompt.error))
+    added = with_prompt.text.startswith(without.text)
+    prompt_end = with_prompt.text[len(without.text) :] if added else ""
+    return Encoder(tokenizer, data.train_on, template or own, way, prompt_end, stops)
 
 
-def detect_format(row: Row) -> str:
-    """`messages` or `prompt_completion`, by the columns of the first row."""
-    if "messages" in row.value:
-        return "messages"
-    if {"prompt", "completion"} <= row.value.keys():
-        return "prompt_completion"
-    found = ", ".join(map(str, row.value))
-    expected = "messages (a list of role and content), or prompt and completion"
-    raise UserError(Problem("no columns to train on", where=row.where, found=found, expected=expected))
+@cache
+def bundled() -> dict[str, str]:
+    """Templates by name: TRL's for which it has a marked twin, and ours for families it has none for."""
+    trl = files("trl") / "chat_templates"
+    names = {entry.name.removesuffix(".jinja") for entry in trl.iterdir()}
+    found = {name: (trl / f"{name}.jinja").read_text() for name in names if f"{name}_training" in names}
+    own = files("finetune.data") / "templates"
+    found |= {entry.name.removesuffix(".jinja"): entry.read_text() for entry in own.iterdir()}
+    return dict(sorted(found.items()))
 
 
-def prompt_and_answer(row: Row) -> tuple[list[dict[str, Any]] | str, str]:
-    """What the model is given and what it should say: all before the last turn, and the last turn."""
-    if "messages" in row.value:
-        turns = messages(row)
-        return turns[:-1], turns[-1]["content"]
-    return _text(row, "prompt"), _text(row, "completion")
+def marked_twin(template: str) -> str | None:
+    """TRL's variant of a template with the assistant's tokens marked, if it has one."""
+    name = next((name for name, text in bundled().items() if text == template), None)
+    twin = files("trl") / "chat_templates" / f"{name}_training.jinja"
+    return twin.read_text() if name and twin.is_file() else None
 
 
-def messages(row: Row) -> list[dict[str, Any]]:
-    """The row's messages, checked: known roles, text contents, an assistant's answer at the end."""
-    turns = row.value.get("messages")
-    if not isinstance(turns, list) or not turns:
-        raise UserError(Problem("messages must be a list", where=row.where, found=str(turns)[:60]))
-    problems = []
-    for number, turn in enumerate(turns):
-        role = turn.get("role") if isinstance(turn, dict) else None
-        where = f"{row.where}, message {number}"
-        if role not in ROLES:
-            expected = ", ".join(ROLES)
-            problems.append(Problem("no such role", where=where, found=str(role), expected=expected))
-        elif not isinstance(turn.get("content"), str):
-            problems.append(Problem("content must be text", where=where, found=str(turn.get("content"))[:60]))
-    if not problems and turns[-1]["role"] != "assistant":
-        found = ", ".join(turn["role"] for turn in turns)
-        problems.append(Problem("the last message must be the assistant's", where=row.where, found=found))
-    if problems:
-        raise UserError(*problems[:MAX_SHOWN])
-    return turns
+def read_template(name: str) -> str:
+    """A bundled template, or the content of a file (exit 2 if it is neither)."""
+    path = Path(name)
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    known = bundled()
+    if name not in known:
+        expected = f"a Jinja file, or one of {', '.join(known)}"
+        fix = nearest(name, known)
+        problem = Problem("no such template", "data.chat_template", found=name, expected=expected, fix=fix)
+        raise UserError(problem)
+    return known[name]
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids that end a turn: the tokenizer's eos and the usual end-of-turn tokens it knows."""
-    vocabulary, eos = tokenizer.get_vocab(), tokenizer.eos_token_id
-    usual = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>")
-    ids = {vocabulary[token] for token in usual if token in vocabulary}
-    return ids | ({eos} if isinstance(eos, int) else set())
-
-
-def _text(row: Row, key: str) -> str:
-    value = row.value.get(key)
-    if not isinstance(value, str):
-        raise UserError(Problem(f"{key} must be text", where=row.where, found=str(value)[:60]))
-    return value
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    ids = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
+    return (ids | {tokenizer.eos_token_id}) - {None}

@@ -1,219 +1,329 @@
-"""Rows from files or the Hub, with the place of every row that can't be read."""
+"""Rows from files or the Hub, one at a time, each with its place. What can't be read comes as a `BadRow`."""
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import re
+import tarfile
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import local_path
+from finetune.recipe import Source, local_path
 from finetune.recipe_errors import similar_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from finetune.recipe import Data
 
-SUFFIXES = (".jsonl", ".json")
 MAX_SHOWN = 5
+RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     value: dict[str, Any]
     where: str  # file:line, or name[index]
 
-
-@dataclass
-class Split:
-    """What became of the rows of one split; the run folder's `data_report.json` holds it."""
-
-    sources: dict[str, str] = field(default_factory=dict)
-    """File -> sha256 of its content (Hub data: its fingerprint)."""
-    rows: int = 0
-    format: str = ""
-    kept: int = 0
-    too_long: int = 0
-    nothing_trained: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    longest: int = 0
-    ends_trained: int = 0
-    """Kept rows whose last trained token ends the turn."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def digest(self, seed: int) -> int:
+        """64 bits that tell rows apart by content, shuffled by `seed`."""
+        content = json.dumps(self.value, sort_keys=True, default=str)
+        hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
+        return int.from_bytes(hashed.digest())
 
 
-def read(data: Data, seed: int) -> tuple[list[Row], list[Row], dict[str, str]]:
-    """All rows to train on, all held-out rows, and a hash for each source.
+Rows: TypeAlias = "Iterator[Row | BadRow]"
+
+
+def sources(data: Data) -> list[Source]:
+    """What `data.name` names, each with the revision, subset and split that hold for it."""
+    named = [data.name] if isinstance(data.name, str) else data.name
+    found = [Source(name=item) if isinstance(item, str) else item for item in named]
+    defaults = {"revision": data.revision, "subset": data.subset, "split": data.split}
+    return [
+        source.model_copy(update={key: getattr(source, key) or value for key, value in defaults.items()})
+        for source in found
+    ]
+
+
+def training(source: Source, held_out: set[int], seed: int) -> Rows:
+    """The rows of one source, less those that are held out.
 
     Raises:
-        UserError: a file that is missing, empty or holds a row that is not a JSON object (exit 2).
+        UserError: a file that is missing, empty or of a kind that is not read (exit 2).
     """
-    hashes: dict[str, str] = {}
-    rows = _rows(data.name, "data.name", data, hashes)
+    rows = _read(source, "data.name")
+    if not held_out:
+        return rows
+    return (row for row in rows if isinstance(row, BadRow) or row.digest(seed) not in held_out)
+
+
+def validation(data: Data, held_out: set[int], seed: int) -> Rows:
+    """The held-out rows: a file of their own, or a share of the training data."""
     if data.validation is not None:
         check_disjoint(data)
-        return rows, _rows(data.validation, "data.validation", data, hashes), hashes
-    if data.validation_fraction is None:
-        return rows, [], hashes
-    count = max(1, round(len(rows) * data.validation_fraction))
-    order = sorted(range(len(rows)), key=lambda i: hashlib.sha256(f"{seed}:{i}".encode()).digest())
-    chosen = set(order[:count])
-    train = [row for i, row in enumerate(rows) if i not in chosen]
-    return train, [row for i, row in enumerate(rows) if i in chosen], hashes
+        return _read(Source(name=data.validation), "data.validation")
+    if not held_out:
+        return iter(())
+    rows = chain.from_iterable(_read(source, "data.name") for source in sources(data))
+    return (row for row in rows if isinstance(row, Row) and row.digest(seed) in held_out)
 
 
-def held_out(data: Data, seed: int) -> tuple[list[Row], dict[str, str]]:
-    """The held-out rows alone, and hashes of the files read: training data only if they are a share of it."""
-    hashes: dict[str, str] = {}
-    if data.validation is not None:
-        return _rows(data.validation, "data.validation", data, hashes), hashes
+def draw_held_out(data: Data, seed: int) -> set[int]:
+    """Digests of the rows that `data.validation_fraction` holds out; rows of equal content go together."""
     if data.validation_fraction is None:
-        return [], hashes
-    _, rows, hashes = read(data, seed)
-    return rows, hashes
+        return set()
+    rows = chain.from_iterable(_read(source, "data.name") for source in sources(data))
+    digests = sorted(row.digest(seed) for row in rows if isinstance(row, Row))
+    return set(digests[: max(1, round(len(digests) * data.validation_fraction))])
+
+
+def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
+    """Each file -> the sha256 of its content; each Hub data set -> the commit that was asked for.
+
+    Args:
+        held_out: only of the files that the held-out rows are read from.
+    """
+    found = {}
+    named = [(Source(name=data.validation), "data.validation")] if data.validation else []
+    if not (held_out and (data.validation or data.validation_fraction is None)):
+        named += [(source, "data.name") for source in sources(data)]
+    for source, key in named:
+        paths = files(source.name, key)
+        if paths is None:
+            found[source.name] = f"{source.revision or 'main'} {source.subset or ''} {source.split}"
+        for path in paths or ():
+            with path.open("rb") as file:
+                found[str(path.resolve())] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def check_disjoint(data: Data) -> None:
     """Held-out rows must not be trained on: no file may be both (exit 2)."""
     if data.validation is None:
         return
-    validation = files(data.validation, "data.validation")
-    if validation is None:
+    held_out = files(data.validation, "data.validation")
+    if held_out is None:
         what, fix = "held-out rows come from a file", "a file, or data.validation_fraction"
         raise UserError(Problem(what, "data.validation", found=data.validation, fix=fix))
-    trained = files(data.name, "data.name") or ()
-    both = {path.resolve() for path in trained} & {path.resolve() for path in validation}
+    trained = chain.from_iterable(files(source.name, "data.name") or () for source in sources(data))
+    both = {path.resolve() for path in trained} & {path.resolve() for path in held_out}
     if both:
         what, found = "a file is both trained on and held out", ", ".join(map(str, sorted(both)))
         fix = "name the training files one by one"
         raise UserError(Problem(what, "data.validation", found=found, fix=fix))
 
 
-def files(name: str | list[str], key: str) -> list[Path] | None:
-    """The local files that `data.name` or `data.validation` means; `None` for a Hub id.
+def files(name: str, key: str) -> list[Path] | None:
+    """The local files that a name means; `None` for a Hub id.
 
     Raises:
         UserError: a path where nothing is, or a kind of file that is not read (exit 2).
     """
-    if isinstance(name, list):
-        found = [files(item, key) for item in name]
-        if None in found:
-            raise UserError(Problem("a list holds files only", key, fix="one Hub id, or files"))
-        return [path for paths in found for path in paths or ()]
     if not local_path(name):
         return None
     path = Path(name)
     if any(mark in name for mark in "*?["):
         paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif path.is_dir():
-        paths = sorted(entry for entry in path.iterdir() if entry.suffix in SUFFIXES)
+        paths = sorted(entry for entry in path.iterdir() if entry.suffix in READERS)
     else:
         paths = [path]
     missing = [entry for entry in paths if not entry.exists()]
     if missing or not paths:
         found = f"looked in {Path.cwd()} and beside the recipe"
-        what = f"no {' or '.join(SUFFIXES)} file in {name}" if path.is_dir() else f"no such file: {name}"
+        what = f"no {', '.join(READERS)} file in {name}" if path.is_dir() else f"no such file: {name}"
         raise UserError(Problem(what, key, found=found, fix="" if path.is_dir() else similar_files(path)))
     for entry in paths:
-        if entry.suffix not in SUFFIXES:
-            expected = " or ".join(SUFFIXES)
-            raise UserError(Problem(f"can't read {entry.name}", key, found=entry.suffix, expected=expected))
+        if entry.suffix not in READERS:
+            runs_code = "; such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
+            expected, what = ", ".join(READERS), f"can't read {entry.name}{runs_code}"
+            raise UserError(Problem(what, key, found=entry.suffix, expected=expected))
     return paths
 
 
-def _rows(name: str | list[str], key: str, data: Data, hashes: dict[str, str]) -> list[Row]:
-    paths = files(name, key)
+def _read(source: Source, key: str) -> Rows:
+    paths = files(source.name, key)
     if paths is None:
-        return _hub_rows(str(name), data, hashes)
-    rows = []
+        yield from _hub(source)
+        return
+    empty = True
     for path in paths:
-        content = path.read_bytes()
-        hashes[str(path.resolve())] = hashlib.sha256(content).hexdigest()
-        rows += list(_file_rows(path, content))
-    if not rows:
+        for row in READERS[path.suffix](path):
+            empty = False
+            yield row
+    if empty:
         raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key))
-    return rows
 
 
-def _file_rows(path: Path, content: bytes) -> Iterator[Row]:
+def _json_lines(path: Path) -> Rows:
+    with path.open("rb") as file:
+        yield from json_lines(file, path)
+
+
+def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
+    """Rows of lines; `first` is the number of the first one."""
+    offset = 0
+    for number, line in enumerate(lines, start=first):
+        text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if text.strip():
+            try:
+                value = json.loads(text)
+                yield Row(value, f"{path}:{number}") if isinstance(value, dict) else _no_object(path, number)
+            except UnicodeDecodeError as error:
+                yield _not_utf8(path, number, offset + error.start, line)
+            except json.JSONDecodeError as error:
+                yield _not_json(path, number, text.decode(errors="replace"), error)
+        offset += len(line)
+
+
+def _json(path: Path) -> Rows:
+    with path.open("rb") as file:
+        start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start.startswith(b"["):
+        yield from _json_lines(path)
+        return
+    content = path.read_bytes()
     try:
-        text = content.decode("utf-8-sig")
+        values = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        where = f"{path}:{line}, byte {error.start}"
-        raise UserError(Problem("not UTF-8", where=where, fix="save the file as UTF-8")) from None
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        yield from _json_array(path, text)
-        return
-    lines = text.split("\n")
-    bad = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield Row(_object(json.loads(line)), f"{path}:{number}")
-            except ValueError as error:
-                last = not any(map(str.strip, lines[number:]))
-                bad.append(_bad_line(path, number, line, error, last))
-    _raise_bad(bad, path)
-
-
-def _json_array(path: Path, text: str) -> Iterator[Row]:
-    try:
-        values = json.loads(text)
+        raise UserError(_not_utf8(path, line, error.start, content).problem) from None
     except json.JSONDecodeError as error:
-        raise UserError(
-            _bad_line(path, error.lineno, text.split("\n")[error.lineno - 1], error, False)
-        ) from None
+        text = content.decode("utf-8-sig").split("\n")[error.lineno - 1]
+        raise UserError(_not_json(path, error.lineno, text, error).problem) from None
     for index, value in enumerate(values):
-        if not isinstance(value, dict):
-            raise UserError(
-                Problem("a row must be a JSON object", where=f"{path}[{index}]", found=str(value)[:60])
-            )
-        yield Row(value, f"{path}[{index}]")
+        yield Row(value, f"{path}[{index}]") if isinstance(value, dict) else _no_object(path, index)
 
 
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("a row must be a JSON object")
-    return value
+def _csv(path: Path) -> Rows:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            for value in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in value or None in value.values():
+                    found, expected = f"{len(value)}", f"{len(reader.fieldnames or ())} fields"
+                    yield BadRow(
+                        "unreadable", "a row of another length", where, expected=expected, found=found
+                    )
+                else:
+                    yield Row(value, where)
+        except UnicodeDecodeError as error:
+            raise UserError(Problem("not UTF-8", where=f"{path}:{reader.line_num + 1}")) from error
 
 
-def _bad_line(path: Path, number: int, line: str, error: ValueError, last: bool) -> Problem:
-    column = error.colno if isinstance(error, json.JSONDecodeError) else 1
-    start = max(0, column - 31)
-    cut = (
-        last
-        and isinstance(error, json.JSONDecodeError)
-        and column >= len(line) - 1
-        and not line.endswith("}")
-    )
-    what = "the file looks cut off" if cut else "not valid JSON"
-    reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-    return Problem(f"{what}: {reason}", where=f"{path}:{number}:{column}", found=line[start : start + 60])
+def _columnar(path: Path) -> Rows:
+    """Parquet or Arrow, a batch of rows in memory at a time."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    try:
+        if path.suffix == ".parquet":
+            batches: Any = parquet.ParquetFile(path).iter_batches(batch_size=1000)
+        else:
+            batches = _arrow_batches(ipc, pyarrow.memory_map(str(path)))
+        start = 0
+        for batch in batches:
+            for index, value in enumerate(batch.to_pylist(), start=start):
+                yield Row(value, f"{path}[{index}]")
+            start += batch.num_rows
+    except pyarrow.ArrowInvalid as error:
+        found = str(error).splitlines()[0]
+        raise UserError(Problem(f"not a {path.suffix[1:]} file", where=str(path), found=found)) from error
 
 
-def _raise_bad(bad: list[Problem], path: Path) -> None:
-    if bad:
-        count = Problem(f"{len(bad)} rows of {path} can't be read") if len(bad) > MAX_SHOWN else None
-        raise UserError(*bad[:MAX_SHOWN], *([count] if count else []))
+def _arrow_batches(ipc: Any, content: Any) -> Iterator[Any]:
+    try:
+        reader = ipc.open_file(content)
+    except ValueError:  # the streaming format has no footer
+        content.seek(0)
+        yield from ipc.open_stream(content)
+        return
+    yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _hub_rows(name: str, data: Data, hashes: dict[str, str]) -> list[Row]:
+def _tar(path: Path) -> Rows:
+    """A webdataset shard: the files that share a name up to the first dot are one row."""
+    row: dict[str, Any] = {}
+    name = ""
+    with tarfile.open(path, "r|*") as archive:
+        for member in archive:
+            if not member.isfile():
+                continue
+            stem, _, kind = Path(member.name).name.partition(".")
+            stem = f"{Path(member.name).parent}/{stem}"
+            if row and stem != name:
+                yield Row(row, f"{path}!{name}")
+                row = {}
+            name = stem
+            opened = archive.extractfile(member)
+            try:
+                text = (opened.read() if opened else b"").decode()
+                value = json.loads(text) if kind == "json" else text
+            except ValueError:
+                yield BadRow("unreadable", f"not text, or not JSON: {member.name}", where=str(path))
+                continue
+            row |= value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
+    if row:
+        yield Row(row, f"{path}!{name}")
+
+
+def _txt(path: Path) -> Rows:
+    try:
+        yield Row({"text": path.read_text(encoding="utf-8-sig")}, str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(Problem("not UTF-8", where=f"{path}, byte {error.start}")) from None
+
+
+def _hub(source: Source) -> Rows:
     import datasets
 
+    options: dict[str, Any] = {"revision": source.revision, "split": source.split}
     try:
-        dataset: Any = datasets.load_dataset(name, revision=data.revision, split=data.split)
+        dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
     except (ConnectionError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        fix = "check the name and the network, or download it and give a path"
+        fix = "check name, subset, split and network, or prepare it elsewhere: finetune data RECIPE --prepare"
         problem = Problem("the data set can't be loaded from the Hub", "data.name", found=reason, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
-    hashes[name] = dataset._fingerprint
-    return [Row(row, f"{name}[{index}]") for index, row in enumerate(dataset)]
+    for index, value in enumerate(dataset):
+        yield Row(value, f"{source.name}[{index}]")
+
+
+READERS = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _columnar,
+    ".arrow": _columnar,
+    ".tar": _tar,
+    ".txt": _txt,
+}
+
+
+def _no_object(path: Path, number: int) -> BadRow:
+    return BadRow("unreadable", "a row must be a JSON object", f"{path}:{number}")
+
+
+def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
+    guess = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:80] else "Windows-1252"
+    fix = f"save it as UTF-8 (it looks like {guess})"
+    return BadRow("unreadable", "not UTF-8", f"{path}:{line}, byte {offset}", fix=fix)
+
+
+def _not_json(path: Path, number: int, line: str, error: json.JSONDecodeError) -> BadRow:
+    column, shown = error.colno, line.rstrip("\r\n")
+    start = max(0, column - 31)
+    cut = not line.endswith("\n") and column >= len(shown) - 1 and not shown.endswith("}")
+    what = "the file looks cut off" if cut else "not valid JSON"
+    where, found = f"{path}:{number}:{column}", shown[start : start + 60]
+    return BadRow("unreadable", f"{what}: {error.msg}", where, found=found)

@@ -1,0 +1,277 @@
+"""What became of every row, and whether that is good enough to train on: known before weights load."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.data.load import MAX_SHOWN
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.data.chat import Encoded, Encoder
+    from finetune.data.formats import BadRow, Example
+    from finetune.recipe import Data, Expect
+
+BINS = 24
+SAID = {  # what is counted -> what is said of so many rows
+    "unreadable": "can't be read",
+    "malformed": "are malformed",
+    "role_order": "have roles out of order",
+    "unanswered": "have no answer at the end",
+    "too_long": "are longer than data.max_length",
+    "nothing_trained": "have no token to train on",
+    "duplicates": "repeat an earlier row",
+    "in_validation": "of the training data are held out as well",
+    "no_end_of_turn": "don't end with the end of a turn",
+    "shortened": "had prompts cut (too_long: truncate_prompt)",
+    "doubled_bos": "brought a second BOS, which was taken away",
+    "merged": "have a token that is half prompt, half answer",
+    "special_in_content": "have special tokens written in a content",
+    "reasoning": "hold reasoning",
+}
+DROPPED = ("too_long", "nothing_trained", "unanswered")
+
+
+@dataclass
+class Report:
+    """What became of the rows of one split; the run folder's `data_report.json` holds it."""
+
+    sources: dict[str, str] = field(default_factory=dict)
+    """File -> sha256 of its content; Hub data set -> what was asked for."""
+    formats: dict[str, str] = field(default_factory=dict)
+    """Source -> format of its rows."""
+    rows: int = 0
+    kept: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    """Tokens that carry loss; a document's first token never does."""
+    trained_by: dict[str, int] = field(default_factory=dict)
+    """The same by who says them."""
+    longest: int = 0
+    """Tokens of the longest row, kept or not."""
+    lengths: dict[str, list[float]] = field(default_factory=dict)
+    """Histogram of kept rows (`counts`, `edges`) and `percentiles` 1, 25, 50, 75, 99."""
+    cut_tokens: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """Rows of each kind in SAID."""
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """The first rows of each kind."""
+    mix: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Source -> rows, tokens and weight, where there are several."""
+    packing: dict[str, float] = field(default_factory=dict)
+    """Rows after packing, token budget and share of it that is filled."""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def dropped(self) -> int:
+        return self.rows - self.kept
+
+    def remarks(self) -> list[str]:
+        """A line for each thing that happened to some rows."""
+        of = f"of {self.rows} rows"
+        return [f"{n} {of} {SAID[kind]} ({_shown(self.places[kind], n)})" for kind, n in self.counts.items()]
+
+
+class Audit:
+    """Counts rows as they pass, then compares with what the recipe expects."""
+
+    def __init__(self, encoder_for: Callable[[bool], Encoder], train_on: str, vocabulary: int | None) -> None:
+        self.report = Report()
+        self.encoder_for, self.train_on, self.vocabulary = encoder_for, train_on, vocabulary
+        self.problems: dict[str, list[Problem]] = {}
+        self.trained_by: Counter[str] = Counter()
+        self.lengths, self.digests = array("i"), array("Q")  # of documents
+        self.beyond: list[str] = []
+        self._special: re.Pattern[str] | None = None
+
+    def count(self, kind: str, where: str) -> None:
+        self.report.counts[kind] = self.report.counts.get(kind, 0) + 1
+        places = self.report.places.setdefault(kind, [])
+        if len(places) < MAX_SHOWN:
+            places.append(where)
+
+    def bad(self, bad: BadRow) -> None:
+        """A row that is left out."""
+        self.report.rows += 1
+        self.count(bad.kind, bad.problem.where)
+        problems = self.problems.setdefault(bad.kind, [])
+        if len(problems) < MAX_SHOWN:
+            problems.append(bad.problem)
+
+    def left_out(self, kind: str, where: str, length: int) -> None:
+        """A row that is left out for its length, or since nothing in it is trained on."""
+        self.report.rows += 1
+        self.report.longest = max(self.report.longest, length)
+        self.count(kind, where)
+
+    def keep(self, example: Example, documents: list[Encoded]) -> None:
+        """A row that is trained on; a plain text may be several documents."""
+        report, where = self.report, example.where
+        report.rows += 1
+        report.kept += 1
+        digest = example.digest()
+        for number, document in enumerate(documents):
+            ids, trained = document.ids, sum(end - max(start, 1) for start, end in document.trained)
+            report.tokens += len(ids)
+            report.trained_tokens += trained
+            self.trained_by[_speaker(example, self.train_on)] += trained
+            self.lengths.append(len(ids))
+            self.digests.append((digest + number) % 2**64)
+            if self.vocabulary and max(ids) >= self.vocabulary and len(self.beyond) < MAX_SHOWN:
+                self.beyond.append(f"{where} (id {max(ids)})")
+        last = documents[-1]
+        report.longest = max(report.longest, sum(len(document.ids) for document in documents) + last.cut)
+        report.cut_tokens += last.cut
+        encoder = self.encoder_for(bool(example.messages))
+        stops = last.ids[last.trained[-1][1] - 1] in encoder.stops or self.train_on == "all"
+        seen = {"no_end_of_turn": not stops, "shortened": last.cut, "merged": last.merged}
+        seen |= {"doubled_bos": documents[0].doubled, **self._look_into(example, encoder)}
+        for kind in [kind for kind, found in seen.items() if found]:
+            self.count(kind, where)
+
+    def _look_into(self, example: Example, encoder: Encoder) -> dict[str, bool]:
+        """Special tokens written in a content, and reasoning."""
+        if self._special is None:
+            special = sorted(filter(None, encoder.tokenizer.all_special_tokens))
+            self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        turns = example.messages or ()
+        contents = [turn["content"] for turn in turns] or [example.prompt or "", example.completion]
+        thinks = any("<think>" in c for c in contents) or any(t.get("reasoning_content") for t in turns)
+        return {"special_in_content": any(map(self._special.search, contents)), "reasoning": thinks}
+
+    def finish(self, places: Any, held_out: Audit | None = None) -> Report:
+        """Totals that need all rows: lengths, duplicates, rows that are held out as well.
+
+        Args:
+            places: index of a kept row -> its file:line.
+            held_out: the audit of the held-out rows.
+        """
+        report, lengths = self.report, np.frombuffer(self.lengths, dtype=np.int32)
+        if len(lengths):
+            counts, edges = np.histogram(lengths, bins=BINS)
+            percentiles = np.percentile(lengths, [1, 25, 50, 75, 99])
+            report.lengths = {"counts": counts.tolist(), "edges": edges.tolist()}
+            report.lengths["percentiles"] = percentiles.tolist()
+        digests = np.frombuffer(self.digests, dtype=np.uint64)
+        _, first = np.unique(digests, return_index=True)
+        again = np.setdiff1d(np.arange(len(digests)), first)
+        for index in again:
+            self.count("duplicates", places(int(index)) if len(again) <= MAX_SHOWN else "")
+        if len(again) > MAX_SHOWN:
+            report.places["duplicates"] = [places(int(index)) for index in again[:MAX_SHOWN]]
+        if held_out:
+            other = np.frombuffer(held_out.digests, dtype=np.uint64)
+            both = np.flatnonzero(np.isin(digests, other))
+            if len(both):
+                report.counts["in_validation"] = int(np.isin(other, digests).sum())
+                report.places["in_validation"] = [places(int(index)) for index in both[:MAX_SHOWN]]
+        report.trained_by = dict(self.trained_by)
+        return report
+
+    def check(self, data: Data, held_out: int) -> None:
+        """Every limit that is passed, each with the first rows it concerns.
+
+        Raises:
+            UserError: exit 2.
+        """
+        report, expect = self.report, data.expect
+        problems = self._nothing_left(data)
+        if self.beyond:
+            what, found = "token ids past the model's vocabulary", ", ".join(self.beyond)
+            fix = "the tokenizer must be the model's own"
+            problems.append(
+                Problem(what, "model.name", found=found, expected=f"< {self.vocabulary}", fix=fix)
+            )
+        for kind in ("unreadable", "malformed", "role_order"):
+            problems += self._over(kind, (kind,), report.rows, expect, self.problems.get(kind, []))
+        if report.kept:
+            if data.too_long == "error" and report.counts.get("too_long"):
+                problems.append(self._too_long(data))
+            else:
+                details = self.problems.get("unanswered", [])
+                problems += self._over("dropped", DROPPED, report.rows, expect, details)
+            problems += self._over("duplicates", ("duplicates",), report.kept, expect)
+            problems += self._over("in_validation", ("in_validation",), held_out, expect)
+            problems += self._over("no_end_of_turn", ("no_end_of_turn",), report.kept, expect)
+        if problems:
+            raise UserError(*problems)
+
+    def _over(
+        self,
+        limit: str,
+        kinds: tuple[str, ...],
+        of: int,
+        expect: Expect,
+        details: list[Problem] | None = None,
+    ) -> list[Problem]:
+        """The problem, if more rows than the limit are of these kinds; few are shown one by one."""
+        counts = {kind: n for kind in kinds if (n := self.report.counts.get(kind, 0))}
+        total, allowed = sum(counts.values()), getattr(expect, limit)
+        if total <= allowed * of:
+            return []
+        shown = list(details or ())
+        if total <= len(shown):
+            return shown
+        said = "; ".join(
+            f"{n} {SAID[kind]} ({_shown(self.report.places[kind], n)})" for kind, n in counts.items()
+        )
+        fix = REMEDIES.get(next(iter(counts)), "")
+        fix = f"{fix}, or " if fix else ""
+        fix += f"allow it: data.expect.{limit}={_enough(total, of):g}"
+        what = f"{total} of {of} rows ({total / of:.1%}) are not as expected"
+        return [*shown, Problem(what, f"data.expect.{limit}", "", said, f"at most {allowed:.1%}", fix)]
+
+    def _nothing_left(self, data: Data) -> list[Problem]:
+        report = self.report
+        left_out = sum(report.counts.get(kind, 0) for kind in DROPPED)
+        if report.kept or not left_out:
+            return []
+        found = ", ".join(f"{n} {SAID[kind]}" for kind, n in report.counts.items())
+        what = f"0 of {report.rows} rows keep a trained token"
+        fix = f"raise data.max_length (the longest row has {report.longest} tokens)"
+        return [Problem(what, "data.max_length", found=found, fix=fix if "too_long" in report.counts else "")]
+
+    def _too_long(self, data: Data) -> Problem:
+        count, places = self.report.counts["too_long"], self.report.places["too_long"]
+        what, found = (
+            f"{count} rows are too long",
+            f"{_shown(places, count)}; the longest has {self.report.longest}",
+        )
+        expected = f"at most {data.max_length} tokens, or too_long: drop"
+        return Problem(what, "data.max_length", found=found, expected=expected)
+
+
+REMEDIES = {
+    "too_long": "raise data.max_length, or too_long: truncate_prompt",
+    "unanswered": "end each chat with the assistant's answer",
+    "duplicates": "remove them",
+    "in_validation": "remove them from one of the two",
+    "no_end_of_turn": "a chat_template whose turns end with a special token of this tokenizer",
+}
+
+
+def _speaker(example: Example, train_on: str) -> str:
+    if not example.messages:
+        return "text" if example.prompt is None else "every token" if train_on == "all" else "completion"
+    return "every role" if train_on == "all" else "assistant"
+
+
+def _shown(places: list[str], count: int) -> str:
+    return ", ".join(places) + (" ..." if count > len(places) else "")
+
+
+def _enough(count: int, of: int) -> float:
+    """The smallest limit of three digits that lets `count` of `of` pass."""
+    share = count / max(1, of)
+    return min(1.0, np.ceil(share * 1000) / 1000)

@@ -1,0 +1,288 @@
+"""Rows of every known format as one thing, an `Example`: a chat, a prompt with its completion, or plain text.
+
+messages            {"messages": [{"role", "content"}]}, also under `conversations`; a content may be in parts
+prompt_completion   {"prompt", "completion"}: texts, or two lists of messages
+alpaca              {"instruction", "input", "output"}
+sharegpt            {"conversations": [{"from", "value"}]}
+text                {"text"}
+
+`tools` and `system` columns are used where there are any. A row that is none of these is a `BadRow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import Problem, UserError, nearest
+
+if TYPE_CHECKING:
+    from finetune.data.load import Row
+    from finetune.recipe import Data
+
+ROLES = ("system", "user", "assistant", "tool")
+COLUMNS = {  # the columns of each format, in the order in which formats are recognised
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+OPTIONAL = ("input", "system", "tools")
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+Message = dict[str, Any]
+
+
+class BadRow(Exception):
+    """A row that can't be trained on: what it is counted as, and what to say of it."""
+
+    def __init__(self, kind: str, what: str, where: str, **texts: str) -> None:
+        super().__init__(what)
+        self.kind = kind  # malformed | role_order | unanswered
+        self.problem = Problem(what, where=where, **texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What one row says, whatever it looked like."""
+
+    where: str
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    trained: tuple[bool, ...] = ()
+    """For each of the assistant's messages, whether the row lets it carry loss."""
+    prompt: str | None = None
+    completion: str = ""
+    """The answer to `prompt`; without one, a text all of which is trained on."""
+
+    @property
+    def answer(self) -> str:
+        """What the model should say last."""
+        return self.messages[-1]["content"] if self.messages else self.completion
+
+    def digest(self) -> int:
+        """64 bits that tell examples apart by content."""
+        said = [f"{turn['role']}\x1f{turn['content']}" for turn in self.messages or ()]
+        more = [self.tools, *(turn for turn in self.messages or () if len(turn) > 2)]
+        said += [json.dumps(more, sort_keys=True)] if any(more) else []
+        content = "\x1e".join([*said, self.prompt or "", self.completion])
+        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest())
+
+
+def detect(row: Row, data: Data) -> str:
+    """The format the recipe names, or the one whose columns the row has (exit 2 if none)."""
+    value = _renamed(row, data)
+    if data.format != "auto":
+        return data.format
+    for name, needed in COLUMNS.items():
+        if all(column in value for column in needed):
+            turns = value.get("conversations") if name == "sharegpt" else None
+            plain = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "role" in turns[0]
+            return "messages" if plain else name
+    expected = "messages | conversations | prompt, completion | instruction, output | text"
+    first = next(iter(value), "question")
+    fix = f"say which is which: columns: {{instruction: {first}, output: ...}}"
+    found = ", ".join(map(str, value))
+    problem = Problem("no columns to train on", "data.columns", row.where, found, expected, fix)
+    raise UserError(problem)
+
+
+def convert(row: Row, data: Data, format: str) -> Example:
+    """One row as an example.
+
+    Raises:
+        BadRow: what the row lacks.
+    """
+    value = _renamed(row, data)
+    if format == "text":
+        return Example(row.where, completion=_text(value, "text", row))
+    if format == "prompt_completion" and isinstance(value.get("prompt"), str):
+        prompt = _text(value, "prompt", row, empty=True)
+        return Example(row.where, prompt=prompt, completion=_text(value, "completion", row))
+    roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
+    turns = _turns(value, format, data, row)
+    begins = turns[0].get("role", turns[0].get("from")) if isinstance(turns[0], dict) else None
+    if isinstance(value.get("system"), str) and begins != "system":
+        turns.insert(0, {"role": "system", "content": value["system"]})
+    messages = [_message(turn, number, roles, data, row) for number, turn in enumerate(turns)]
+    both = [(m, turn) for m, turn in zip(messages, turns, strict=True) if not _blank_system(m)]
+    messages = [message for message, _ in both]
+    _check_order(messages, row)
+    trained = tuple(_wanted(turn, row) for message, turn in both if message["role"] == "assistant")
+    return Example(row.where, messages, _tools(value.get("tools"), row), trained)
+
+
+def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any]:
+    """The messages of a row, as they stand there."""
+    if format == "alpaca":
+        asked, more = _text(value, "instruction", row), value.get("input")
+        content = f"{asked}\n\n{more}" if isinstance(more, str) and more.strip() else asked
+        answer = _text(value, "output", row)
+        return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    if format == "prompt_completion":
+        given, answer = _list(value, "prompt", row), _list(value, "completion", row)
+        if data.train_on != "all":
+            given = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in given]
+        return [*given, *answer]
+    return list(_list(value, "messages" if "messages" in value else "conversations", row))
+
+
+def _renamed(row: Row, data: Data) -> dict[str, Any]:
+    """The row under our column names."""
+    if not data.columns:
+        return row.value
+    known = {column for needed in COLUMNS.values() for column in needed} | set(OPTIONAL)
+    problems = []
+    for ours, theirs in data.columns.items():
+        if ours not in known:
+            what, expected = "no such column here", ", ".join(sorted(known))
+            fix = nearest(ours, known)
+            problems.append(Problem(what, f"data.columns.{ours}", expected=expected, fix=fix))
+        elif theirs not in row.value and ours not in OPTIONAL:
+            found, fix = ", ".join(map(str, row.value)), nearest(theirs, row.value)
+            what = f'the row has no column "{theirs}"'
+            problems.append(Problem(what, f"data.columns.{ours}", row.where, found, fix=fix))
+    if problems:
+        raise UserError(*problems)
+    renamed = {ours: row.value.get(theirs) for ours, theirs in data.columns.items()}
+    return {**{k: v for k, v in row.value.items() if k not in data.columns.values()}, **renamed}
+
+
+def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> str:
+    text = value.get(column)
+    if not isinstance(text, str):
+        raise BadRow("malformed", f"{column} must be text", row.where, found=_short(text))
+    if not (empty or text.strip()):
+        raise BadRow("malformed", f"{column} is empty", row.where)
+    return text
+
+
+def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
+    turns = value.get(column)
+    if isinstance(turns, str) and turns.lstrip().startswith("["):  # a column of a csv file
+        with contextlib.suppress(ValueError):
+            turns = json.loads(turns)
+    if not isinstance(turns, list) or not turns:
+        raise BadRow("malformed", f"{column} must be a list of messages", row.where, found=_short(turns))
+    return turns
+
+
+def _message(turn: Any, number: int, roles: dict[str, str], data: Data, row: Row) -> Message:
+    """One message with a known role and one text, its reasoning and tool calls beside it."""
+    where = f"{row.where}, message {number}"
+    if not isinstance(turn, dict):
+        raise BadRow("malformed", "a message must be a mapping", where, found=_short(turn))
+    named = turn.get("role", turn.get("from"))
+    role = roles.get(str(named), named)
+    if role not in ROLES:
+        expected, fix = ", ".join(ROLES), f"role_map: {{{named}: assistant}}"
+        raise BadRow("malformed", "no such role", where, found=_short(named), expected=expected, fix=fix)
+    message: Message = {"role": role}
+    content = turn.get("content", turn.get("value"))
+    calls = list(turn.get("tool_calls") or ())
+    if isinstance(content, list):
+        content, reasoning, more = _parts(content, where)
+        calls += more
+        if reasoning:
+            message["reasoning_content"] = reasoning
+    if named == "function_call":
+        content, calls = "", [content]
+    message |= {key: turn[key] for key in ("name", "tool_call_id", *REASONING_KEYS) if turn.get(key)}
+    if calls:
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+        content = content or ""
+    if not isinstance(content, str):
+        raise BadRow("malformed", "content must be text", where, found=_short(content))
+    if role == "assistant" and data.reasoning == "cut":
+        content = THINKING.sub("", content)
+        message = {key: part for key, part in message.items() if key not in REASONING_KEYS}
+    if not content.strip() and not calls and role in ("user", "assistant"):
+        raise BadRow("malformed", "content is empty", where)
+    return {**message, "content": content}
+
+
+def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
+    """Text, reasoning and tool calls of a content given in parts."""
+    found: dict[str, list[Any]] = {"text": [], "reasoning": [], "tool_call": []}
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if kind not in found:
+            what, expected = "no such part of a content", ", ".join(found)
+            raise BadRow("malformed", what, where, found=_short(kind), expected=expected)
+        found[kind].append(part.get("text", part.get("value")) if isinstance(part, dict) else part)
+    if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
+        raise BadRow("malformed", "content must be text", where, found=_short(parts))
+    return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """{"type": "function", "function": {"name", "arguments": a mapping}}, as templates expect it."""
+    try:
+        call = json.loads(call) if isinstance(call, str) else call
+        function = dict(call.get("function", call))
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+    except (ValueError, AttributeError, TypeError):
+        raise BadRow("malformed", "a tool call must be JSON", where, found=_short(call)) from None
+    if not isinstance(function.get("name"), str):
+        raise BadRow("malformed", "a tool call needs a name", where, found=_short(call))
+    more = {"id": call["id"]} if call.get("id") else {}
+    return {"type": "function", "function": {"arguments": {}, **function}, **more}
+
+
+def _tools(tools: Any, row: Row) -> list[dict[str, Any]] | None:
+    """The row's tools, each wrapped as templates expect it; a column may hold them as JSON text."""
+    if not tools:
+        return None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        raise BadRow("malformed", "tools must be JSON", row.where, found=_short(tools)) from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("malformed", "tools must be a list of mappings", row.where, found=_short(tools))
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
+
+
+def _blank_system(message: Message) -> bool:
+    return message["role"] == "system" and not message["content"].strip()
+
+
+def _wanted(turn: Message, row: Row) -> bool:
+    """A message's own `train` (true, false) or `weight` (1, 0)."""
+    flag = next((turn[key] for key in ("train", "weight", "loss_weight") if turn.get(key) is not None), True)
+    if flag not in (0, 1):
+        what, expected = "a message is trained on or not", "true or false, 1 or 0"
+        raise BadRow("malformed", what, row.where, found=_short(flag), expected=expected)
+    return bool(flag)
+
+
+def _check_order(messages: list[Message], row: Row) -> None:
+    """system? (user assistant (tool+ assistant)*)*, the assistant last."""
+    roles = [message["role"] for message in messages]
+    after = {"": ("system", "user"), "system": ("user",), "user": ("assistant",)}
+    after |= {"assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+    shown = ", ".join(roles)
+    for before, role in zip(["", *roles], roles, strict=False):
+        if role not in after[before]:
+            what = f"roles out of order: the {role} " + (f"after the {before}" if before else "begins")
+            expected = "user and assistant in turn, after at most one system message"
+            raise BadRow("role_order", what, row.where, found=shown, expected=expected)
+    if roles[-1:] != ["assistant"]:
+        raise BadRow("unanswered", "the last message must be the assistant's", row.where, found=shown)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:60] if not isinstance(value, str) else value[:60]

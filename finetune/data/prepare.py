@@ -1,0 +1,253 @@
+"""The training data of a run, from rows to a memory-mapped file: read, render, encode, audit, pack, cache.
+
+One pass, a thousand rows at a time, so that memory stays flat whatever the file's size. The result is kept by
+content: the same files, tokenizer, template and recipe section are never prepared twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.data import load
+from finetune.data.audit import Audit, Report
+from finetune.data.chat import Encoded, make_encoder
+from finetune.data.formats import BadRow, Example, convert, detect
+from finetune.data.load import Row
+from finetune.data.pack import best_fit
+from finetune.data.table import Documents, Writer
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Iterable, Iterator
+
+    from datasets import Dataset
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.chat import Encoder
+    from finetune.recipe import Data
+
+CHUNK = 1000  # rows encoded together
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows to train on (`input_ids`, `labels`; `seq_lengths` if packed), and what became of all rows."""
+
+    train: Dataset
+    report: dict[str, Report]  # train, validation
+    path: Path
+    cached: bool
+
+
+def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary: int | None) -> Prepared:
+    """Prepare the data of a recipe, or find it prepared.
+
+    Args:
+        data: the recipe's section.
+        tokenizer: with the chat template that is to be used.
+        seed: draws held-out rows and shares of sources.
+        vocabulary: rows of the model's embedding; every token id must be below it.
+
+    Raises:
+        UserError: rows that can't be read or trained on, more than `data.expect` allows (exit 2).
+    """
+    from datasets import Dataset
+
+    sources = load.fingerprints(data)
+    folder = cache_folder(data) / _key(data, tokenizer, seed, vocabulary, sources)
+    cached = (folder / "report.json").exists()
+    if not cached:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+        try:
+            _build(building, data, tokenizer, seed, vocabulary, sources)
+            with contextlib.suppress(OSError):  # another process was faster
+                os.replace(building, folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    found = json.loads((folder / "report.json").read_text())
+    train: Any = Dataset.from_file(str(folder / "rows.arrow"))
+    return Prepared(train, {name: Report(**values) for name, values in found.items()}, folder, cached)
+
+
+def cache_folder(data: Data) -> Path:
+    """Where prepared data is kept."""
+    return Path(data.cache) if data.cache else Path.home() / ".cache" / "finetune" / "data"
+
+
+def examples(rows: Iterable[Row | BadRow], data: Data, formats: dict[str, str], name: str) -> Iterator[Any]:
+    """Each row as an example, or as what is wrong with it. The first row decides on the format."""
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        if name not in formats:
+            formats[name] = detect(row, data)
+        try:
+            yield convert(row, data, formats[name])
+        except BadRow as bad:
+            yield bad
+
+
+def held_out(data: Data, seed: int) -> list[Example]:
+    """The held-out rows that can be evaluated on."""
+    rows = load.validation(data, load.draw_held_out(data, seed), seed)
+    return [found for found in examples(rows, data, {}, "") if isinstance(found, Example)]
+
+
+def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
+    """What is trained on of one row, by `data.too_long`; or why nothing is."""
+    if len(encoded.ids) > data.max_length:
+        if data.too_long == "split" and not example.messages and example.prompt is None:
+            starts = range(0, len(encoded.ids), data.max_length)
+            pieces = [encoded.ids[start : start + data.max_length] for start in starts]
+            return [Encoded(ids, [(0, len(ids))]) for ids in pieces if len(ids) > 1]
+        shorter = encoder.shortened(example, data.max_length) if data.too_long == "truncate_prompt" else None
+        if shorter is None:
+            return "too_long"
+        encoded = shorter
+    trained = any(end > max(start, 1) for start, end in encoded.trained)  # the first token is never predicted
+    return [encoded] if trained else "nothing_trained"
+
+
+def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iterator[tuple[Any, Any]]:
+    """(example, tokens) or (bad row, None), in order; a chunk is rendered while the one before is tokenised.
+
+    Args:
+        found: examples and bad rows.
+        encoder_for: whether there are chats -> the encoder.
+    """
+
+    def render(chunk: list[Any]) -> tuple[Encoder, list[Example], Any]:
+        good = [item for item in chunk if isinstance(item, Example)]
+        encoder = encoder_for(any(example.messages for example in good))
+        return encoder, good, encoder.render(good)
+
+    def tokenise(job: Any) -> list[Any]:
+        encoder, good, texts = job.result()
+        return encoder.tokenise(good, texts)
+
+    found, under_way = iter(found), deque()
+    with ThreadPoolExecutor(2) as pool:
+        while (chunk := list(islice(found, CHUNK))) or under_way:
+            if chunk:
+                under_way.append((chunk, pool.submit(tokenise, pool.submit(render, chunk))))
+            if not chunk or len(under_way) > 2:
+                items, job = under_way.popleft()
+                encoded = iter(job.result())
+                yield from ((item, next(encoded) if isinstance(item, Example) else None) for item in items)
+
+
+def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
+    """(example, tokens of its documents) of each row that is kept; the audit counts every row."""
+    found = examples(rows, data, audit.report.formats, name)
+    for example, encoded in encode(found, audit.encoder_for):
+        if isinstance(example, BadRow) or isinstance(encoded, BadRow):
+            audit.bad(example if isinstance(example, BadRow) else encoded)
+            continue
+        documents = fit(encoded, example, data, audit.encoder_for(bool(example.messages)))
+        if isinstance(documents, str):
+            audit.left_out(documents, example.where, len(encoded.ids))
+        else:
+            audit.keep(example, documents)
+            yield example, documents
+
+
+def _build(
+    folder: Path,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+    sources: dict[str, str],
+) -> None:
+    """Write rows.arrow and report.json."""
+    started = time.perf_counter()
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    drawn = load.draw_held_out(data, seed)
+    held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
+    for _ in audited(load.validation(data, drawn, seed), data, held, "validation"):
+        pass
+    times = []  # how often each document is used in an epoch
+    with Writer(folder / "documents.arrow") as writer:
+        for source in load.sources(data):
+            first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
+            for example, documents in audited(load.training(source, drawn, seed), data, audit, source.name):
+                for document in documents:
+                    writer.add(document, example.where)
+            times.append(_times(source.weight, audit.digests[first:], seed))
+            shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
+            audit.report.mix[source.name] = {"weight": source.weight, **shares}
+    documents = Documents(folder / "documents.arrow")
+    report = audit.finish(documents.place, held)
+    audit.check(data, held.report.kept)
+    report.sources = sources
+    _write_rows(folder, documents, data, np.concatenate(times), report)
+    report.seconds = time.perf_counter() - started
+    both = {"train": report.as_json(), "validation": held.finish(str).as_json()}
+    (folder / "report.json").write_text(json.dumps(both, indent=1))
+
+
+def _write_rows(
+    folder: Path, documents: Documents, data: Data, times: NDArray[np.int64], report: Report
+) -> None:
+    """rows.arrow: the documents as often as they are used, packed if asked for."""
+    if not data.packing and (times == 1).all():
+        (folder / "documents.arrow").rename(folder / "rows.arrow")
+        return
+    order = np.repeat(np.arange(len(times)), times)
+    groups = [[index] for index in order.tolist()]
+    if data.packing:
+        lengths = documents.lengths[order]
+        groups = [order[row].tolist() for row in best_fit(lengths.tolist(), data.max_length)]
+        fill = float(lengths.sum()) / (len(groups) * data.max_length)
+        report.packing = {"rows": len(groups), "budget": data.max_length, "fill": fill}
+    with Writer(folder / "rows.arrow", packed=data.packing) as writer:
+        for group in groups:
+            writer.add_group([documents[index] for index in group])
+    (folder / "documents.arrow").unlink()
+
+
+def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
+    """How often each document of a source is used: the whole part of the weight, and once more by lot."""
+    lots = np.frombuffer(digests, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    once_more = lots / 2.0**64 < weight % 1
+    return int(weight) + once_more.astype(np.int64)
+
+
+def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources: dict[str, str]) -> str:
+    """What the prepared data depends on, as a name."""
+    random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
+    code = b"".join(
+        path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.*")) if path.is_file()
+    )
+    parts = {
+        "data": data.model_dump(exclude={"cache", "name"}),
+        "mix": [(s.weight, s.name if s.name in sources else "") for s in load.sources(data)],
+        "sources": sources,
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "special": tokenizer.special_tokens_map,
+        "template": tokenizer.chat_template,
+        "seed": seed if random else None,
+        "vocabulary": vocabulary,
+        "versions": [version("tokenizers"), version("transformers"), version("trl")],
+        "code": hashlib.sha256(code).hexdigest(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]

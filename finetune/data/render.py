@@ -1,0 +1,197 @@
+"""Chat templates, rendered in a process of their own under limits of time and memory.
+
+A template is a program that came with somebody's model. Jinja's sandbox keeps it from files and attributes;
+it does not keep it from running for ever or taking all memory. So it runs in a child: 5 s a row, 256 MB.
+The child also works beside the tokenizer, on the other core.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SECONDS = 5
+MEGABYTES = 256
+
+
+class Rendered(NamedTuple):
+    """One chat as text, and the characters [start, end) of each of the assistant's turns."""
+
+    text: str
+    spans: list[list[int]]
+    error: str
+
+
+def render(
+    template: str, special: dict[str, Any], way: str, chats: list[tuple[Any, Any]], prompt: bool = False
+) -> list[Rendered]:
+    """Render chats with a template.
+
+    Args:
+        template: Jinja source.
+        special: the tokenizer's special tokens, which templates name (`bos_token` ...).
+        way: how the assistant's turns are found: `marks` (`{% generation %}`), `turns` (each text must be the
+            beginning of the next) or `none`.
+        chats: messages and tools (or None) of each.
+        prompt: end where the assistant is to go on.
+    """
+    child = _child(os.getpid())  # a forked data loader worker needs one of its own
+    request = {"template": template, "special": special, "way": way, "chats": chats, "prompt": prompt}
+    return [Rendered(*answer) for answer in child.ask(request)]
+
+
+class Child:
+    """The rendering process; it ends with its parent, since its standard input does."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.start()
+        atexit.register(self.stop)
+
+    def start(self) -> None:
+        # -P: this file's folder must not become a place to import from
+        command = [sys.executable, "-P", __file__]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def ask(self, request: dict[str, Any]) -> list[Any]:
+        """The answers of one request; where the process dies of a chat, that chat's answer is an error."""
+        with self.lock:
+            answers = self._exchange(request)
+            if answers is not None:
+                return answers
+            one_by_one = [self._exchange({**request, "chats": [chat]}) for chat in request["chats"]]
+            died = [["", [], f"the template took more than {SECONDS} s or {MEGABYTES} MB"]]
+            return [(answer or died)[0] for answer in one_by_one]
+
+    def _exchange(self, request: dict[str, Any]) -> list[Any] | None:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin and stdout
+        try:
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            self.stop()
+            self.start()
+            return None
+        return json.loads(line)
+
+
+@cache
+def _child(pid: int) -> Child:
+    return Child()
+
+
+# ---- what follows runs in the child
+
+
+def _serve() -> None:
+    answers_to = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing but answers goes to the parent
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit_memory()
+    signal.signal(signal.SIGALRM, _too_slow)
+    for line in sys.stdin.buffer:
+        answers = _answers(json.loads(line), render_jinja_template)
+        answers_to.write(json.dumps(answers).encode() + b"\n")
+        answers_to.flush()
+
+
+def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
+    """(text, spans, error) of each chat: all in one call, which is faster; one by one if that fails."""
+    options = {"chat_template": request["template"], **request["special"]}
+
+    def texts(chats: list[Any], tools: Any, prompt: bool = request["prompt"]) -> list[Any]:
+        marks = request["way"] == "marks" and not prompt
+        found, spans = upstream(
+            chats, tools, add_generation_prompt=prompt, return_assistant_tokens_mask=marks, **options
+        )
+        return list(zip(found, spans if marks else [()] * len(found), strict=True))
+
+    chats = request["chats"]
+    if request["way"] != "turns" and not any(tools for _, tools in chats):
+        with contextlib.suppress(Exception), _limited_time():
+            return [(text, spans, "") for text, spans in texts([messages for messages, _ in chats], None)]
+    one = _by_turns if request["way"] == "turns" and not request["prompt"] else _as_it_is
+    return [_answer(one, texts, messages, tools) for messages, tools in chats]
+
+
+def _answer(one: Any, texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any, str]:
+    try:
+        with _limited_time():
+            return (*one(texts, messages, tools), "")
+    except MemoryError:
+        return "", (), f"the template took more than {MEGABYTES} MB"
+    except Exception as error:
+        return "", (), f"the template refuses it: {error}"[:300]
+
+
+def _as_it_is(texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any]:
+    return texts([messages], tools)[0]
+
+
+def _by_turns(texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any]:
+    """What an assistant's turn adds to the text so far is the assistant's."""
+    ((text, _),) = texts([messages], tools)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            ((before, _),) = texts([messages[:index]], tools, prompt=True)
+            ((after, _),) = texts([messages[: index + 1]], tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise ValueError("it neither marks the assistant's tokens nor renders turn by turn")
+            spans.append([len(before), len(after)])
+    return text, spans
+
+
+@contextlib.contextmanager
+def _limited_time() -> Iterator[None]:
+    """An exception after SECONDS; where no Python code runs to raise it, the kernel ends the process."""
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS + 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _too_slow(*_: object) -> None:
+    raise TimeoutError(f"it took more than {SECONDS} s")
+
+
+def _limit_memory() -> None:
+    """MEGABYTES more address space than this process has now; only Linux keeps to it."""
+    import resource
+
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+        limit = now + MEGABYTES * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    _serve()
