@@ -3,9 +3,9 @@
     python benchmarks/data.py ASSETS                # -> benchmarks/data.json
     python benchmarks/data.py --table               # the table of benchmarks/README.md, from the JSON
 
-ASSETS holds instruction data (rasbt, gsm8k, commonsense) and a Qwen2 tokenizer. Each side starts from one JSONL file
-of `messages`, trains on the assistant's tokens alone, packs to 4,096 tokens, and is timed to the last row written,
-best of three. TRL runs in two processes (`dataset_num_proc=2`), its cache off; ours uses the same two cores.
+ASSETS holds instruction data (rasbt, gsm8k, commonsense) and a Qwen2 tokenizer. Both sides train on the
+assistant's tokens alone and pack to 4,096 tokens; best of three. Ours is timed from a JSONL file to the last row
+written, with the audit; TRL's from a loaded data set, in two processes, its cache off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def ours(file: Path, tokenizer: Any, folder: Path) -> Row:
     from finetune.data.prepare import prepare
     from finetune.recipe import Data, Expect
 
-    data = Data(name=str(file), packing=True, max_length=BUDGET, cache=str(folder), expect=Expect(duplicates=1))
+    data = Data(
+        name=str(file), packing=True, max_length=BUDGET, cache=str(folder), expect=Expect(duplicates=1)
+    )
     started = time.perf_counter()
     prepared = prepare(data, tokenizer, 0, None)
     seconds = time.perf_counter() - started
@@ -70,7 +72,11 @@ def trl(file: Path, tokenizer: Any, folder: Path) -> Row:
     datasets.disable_caching()
     dataset = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder))
     config = LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=len(tokenizer)
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=len(tokenizer),
     )
     options: Row = {"packing": True, "max_length": BUDGET, "assistant_only_loss": True, "dataset_num_proc": 2}
     arguments = SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **options)
@@ -126,7 +132,9 @@ def table(found: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("assets", nargs="?", type=Path)
     parser.add_argument("--times", type=int, default=2, help="how often the rows are repeated")
     parser.add_argument("--table", action="store_true")

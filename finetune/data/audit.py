@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -93,7 +92,6 @@ class Audit:
         self.trained_by: Counter[str] = Counter()
         self.lengths, self.digests = array("i"), array("Q")  # of documents
         self.beyond: list[str] = []
-        self._special: re.Pattern[str] | None = None
 
     def count(self, kind: str, where: str) -> None:
         self.report.counts[kind] = self.report.counts.get(kind, 0) + 1
@@ -134,21 +132,24 @@ class Audit:
         report.longest = max(report.longest, sum(len(document.ids) for document in documents) + last.cut)
         report.cut_tokens += last.cut
         encoder = self.encoder_for(bool(example.messages))
-        stops = last.ids[last.trained[-1][1] - 1] in encoder.stops or self.train_on == "all"
-        seen = {"no_end_of_turn": not stops, "shortened": last.cut, "merged": last.merged}
-        seen |= {"doubled_bos": documents[0].doubled, **self._look_into(example, encoder)}
-        for kind in [kind for kind, found in seen.items() if found]:
-            self.count(kind, where)
+        if last.ids[last.trained[-1][1] - 1] not in encoder.stops and self.train_on != "all":
+            self.count("no_end_of_turn", where)
+        if last.cut:
+            self.count("shortened", where)
+        if last.merged:
+            self.count("merged", where)
+        if documents[0].doubled:
+            self.count("doubled_bos", where)
+        self._look_into(example, encoder)
 
-    def _look_into(self, example: Example, encoder: Encoder) -> dict[str, bool]:
+    def _look_into(self, example: Example, encoder: Encoder) -> None:
         """Special tokens written in a content, and reasoning."""
-        if self._special is None:
-            special = sorted(filter(None, encoder.tokenizer.all_special_tokens))
-            self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         turns = example.messages or ()
-        contents = [turn["content"] for turn in turns] or [example.prompt or "", example.completion]
-        thinks = any("<think>" in c for c in contents) or any(t.get("reasoning_content") for t in turns)
-        return {"special_in_content": any(map(self._special.search, contents)), "reasoning": thinks}
+        said = "\0".join([turn["content"] for turn in turns]) or f"{example.prompt}\0{example.completion}"
+        if encoder.special.search(said):
+            self.count("special_in_content", example.where)
+        if "<think>" in said or any("reasoning_content" in turn for turn in turns):
+            self.count("reasoning", example.where)
 
     def finish(self, places: Any, held_out: Audit | None = None) -> Report:
         """Totals that need all rows: lengths, duplicates, rows that are held out as well.

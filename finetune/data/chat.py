@@ -8,6 +8,7 @@ rendered one by one, each text the beginning of the next. Otherwise it is an err
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from functools import cache
@@ -61,6 +62,8 @@ class Encoder:
     way: str = "none"  # marks | turns: how the assistant's turns are found
     prompt_end: str = ""  # what the template writes before an answer
     stops: frozenset[int] = frozenset()
+    special: re.Pattern[str] = re.compile("(?!)")
+    """Any of the tokenizer's special tokens."""
 
     def __call__(self, examples: list[Example]) -> list[Encoded | BadRow]:
         """Tokens of each example, in order."""
@@ -77,7 +80,8 @@ class Encoder:
         """Tokens of examples whose chats have been rendered, all in one call of the tokenizer."""
         backend = self.tokenizer.backend_tokenizer
         # The template wrote the special tokens of a chat; adding them again would double the first one
-        chats = iter(backend.encode_batch([r.text for r in rendered if r], add_special_tokens=False))
+        head, shared, encodings = self._encode_chats([text for text in rendered if text])
+        chats = iter(encodings)
         given = [e.prompt if e.prompt is not None else e.completion for e in examples if not e.messages]
         plain = iter(backend.encode_batch(given, add_special_tokens=True))
         answers = [e.completion for e in examples if e.prompt is not None]
@@ -90,10 +94,27 @@ class Encoder:
                 continue
             encoding = next(chats)
             try:
-                found.append(self._chat(example, text, encoding))
+                found.append(self._chat(example, text, head, shared, encoding))
             except BadRow as bad:
                 found.append(bad)
         return found
+
+    def _encode_chats(self, chats: list[Rendered]) -> tuple[int, list[int], list[Any]]:
+        """Characters and ids of what all chats begin with, tokenised once, and the encodings of their rests.
+
+        A special token splits the text before anything else is done to it, so nothing can reach across. That
+        is checked for the first text all the same.
+        """
+        backend, texts = self.tokenizer.backend_tokenizer, [chat.text for chat in chats]
+        same = os.path.commonprefix([min(texts), max(texts)]) if len(texts) > 1 else ""  # noqa: RUF071
+        first = min((chat.spans[0][0] for chat in chats if chat.spans), default=len(same))
+        marks = list(self.special.finditer(same[:first]))  # what carries loss is in the rest
+        head = marks[-1].start() if marks else 0
+        shared = backend.encode(same[:head], add_special_tokens=False).ids
+        encodings = backend.encode_batch([text[head:] for text in texts], add_special_tokens=False)
+        if head and shared + encodings[0].ids != backend.encode(texts[0], add_special_tokens=False).ids:
+            return 0, [], backend.encode_batch(texts, add_special_tokens=False)
+        return head, shared, encodings
 
     def prompts(self, examples: list[Example]) -> list[list[int]]:
         """Token ids of all before each example's answer, ending where the model is to go on.
@@ -184,7 +205,7 @@ class Encoder:
         doubled = bos is not None and ids[:2] == [bos, bos]
         return (ids[1:], True) if doubled else (ids, False)
 
-    def _chat(self, example: Example, text: Rendered, encoding: Any) -> Encoded:
+    def _chat(self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Any) -> Encoded:
         if text.error:
             raise BadRow("malformed", "the chat can't be rendered", example.where, found=text.error)
         called = [
@@ -193,15 +214,16 @@ class Encoder:
         if any(name not in text.text for name in called):
             fix = "a chat_template that renders tool calls (qwen3, llama3 ...)"
             raise BadRow("malformed", "the chat template leaves tool calls out", example.where, fix=fix)
-        ids = encoding.ids
+        rest = encoding.ids
+        ids = shared + rest
         if self.train_on == "all":
             return Encoded(ids, [(0, len(ids))])
         found, merged = [], False
         for start, end in self._chosen(example, text):
-            low, high, straddles = self._tokens(text.text, start, end, encoding, ids)
+            low, high, straddles = self._tokens(text.text[head:], start - head, end - head, encoding, rest)
             merged |= straddles
             if low < high:
-                found.append((low, high))
+                found.append((low + len(shared), high + len(shared)))
         return Encoded(ids, found, merged)
 
     def _chosen(self, example: Example, text: Rendered) -> list[list[int]]:
@@ -262,8 +284,9 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) ->
     backend.no_truncation()
     backend.no_padding()
     stops = frozenset(stop_ids(tokenizer))
+    special = re.compile("|".join(map(re.escape, sorted(tokenizer.all_special_tokens))) or "(?!)")
     if not chats:
-        return Encoder(tokenizer, data.train_on, stops=stops)
+        return Encoder(tokenizer, data.train_on, stops=stops, special=special)
     if not tokenizer.chat_template:
         fix = f"chat_template: {' | '.join(['chatml', *bundled()][:8])} ..., or a Jinja file"
         raise UserError(Problem("the tokenizer has no chat template", "data.chat_template", fix=fix))
@@ -271,13 +294,13 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) ->
     template = own if MARKS.search(own) else marked_twin(own)
     way = "none" if data.train_on == "all" else "marks" if template else "turns"
     asked: Any = ([{"role": "user", "content": "x"}], None)
-    special: Any = tokenizer.special_tokens_map
-    (without,), (with_prompt,) = (render(own, special, "none", [asked], prompt) for prompt in (False, True))
+    named: Any = tokenizer.special_tokens_map
+    (without,), (with_prompt,) = (render(own, named, "none", [asked], prompt) for prompt in (False, True))
     if "unknown tag" in with_prompt.error or "expected" in with_prompt.error:
         raise UserError(Problem("the chat template is broken", "data.chat_template", found=with_prompt.error))
     added = with_prompt.text.startswith(without.text)
     prompt_end = with_prompt.text[len(without.text) :] if added else ""
-    return Encoder(tokenizer, data.train_on, template or own, way, prompt_end, stops)
+    return Encoder(tokenizer, data.train_on, template or own, way, prompt_end, stops, special)
 
 
 @cache
@@ -315,5 +338,6 @@ def read_template(name: str) -> str:
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids that end a turn: the tokenizer's eos and the usual end-of-turn tokens it knows."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    ids = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
-    return (ids | {tokenizer.eos_token_id}) - {None}
+    ids: set[Any] = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
+    eos: Any = tokenizer.eos_token_id
+    return (ids | {eos}) - {None}

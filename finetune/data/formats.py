@@ -41,6 +41,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
 }
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 Message = dict[str, Any]
@@ -182,6 +183,10 @@ def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
 
 def _message(turn: Any, number: int, roles: dict[str, str], data: Data, row: Row) -> Message:
     """One message with a known role and one text, its reasoning and tool calls beside it."""
+    if not roles and isinstance(turn, dict) and turn.keys() == PLAIN and turn["role"] in ("user", "system"):
+        content = turn["content"]  # nearly all there is
+        if isinstance(content, str) and content.strip():
+            return turn
     where = f"{row.where}, message {number}"
     if not isinstance(turn, dict):
         raise BadRow("malformed", "a message must be a mapping", where, found=_short(turn))
@@ -262,6 +267,8 @@ def _blank_system(message: Message) -> bool:
 
 def _wanted(turn: Message, row: Row) -> bool:
     """A message's own `train` (true, false) or `weight` (1, 0)."""
+    if turn.keys() == PLAIN:
+        return True
     flag = next((turn[key] for key in ("train", "weight", "loss_weight") if turn.get(key) is not None), True)
     if flag not in (0, 1):
         what, expected = "a message is trained on or not", "true or false, 1 or 0"

@@ -7,6 +7,7 @@ content: the same files, tokenizer, template and recipe section are never prepar
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from finetune.data.chat import Encoded, make_encoder
 from finetune.data.formats import BadRow, Example, convert, detect
 from finetune.data.load import Row
 from finetune.data.pack import best_fit
-from finetune.data.table import Documents, Writer
+from finetune.data.table import Documents
 
 if TYPE_CHECKING:
     from array import array
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from finetune.data.chat import Encoder
     from finetune.recipe import Data
 
-CHUNK = 1000  # rows encoded together
+CHUNK = 4000  # rows encoded together
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,13 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
     if not cached:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+        gc.disable()  # millions of small lists come and go, without one cycle
         try:
             _build(building, data, tokenizer, seed, vocabulary, sources)
             with contextlib.suppress(OSError):  # another process was faster
                 os.replace(building, folder)
         finally:
+            gc.enable()
             shutil.rmtree(building, ignore_errors=True)
     found = json.loads((folder / "report.json").read_text())
     train: Any = Dataset.from_file(str(folder / "rows.arrow"))
@@ -185,44 +188,32 @@ def _build(
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     for _ in audited(load.validation(data, drawn, seed), data, held, "validation"):
         pass
+    documents = Documents(folder)
     times = []  # how often each document is used in an epoch
-    with Writer(folder / "documents.arrow") as writer:
-        for source in load.sources(data):
-            first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
-            for example, documents in audited(load.training(source, drawn, seed), data, audit, source.name):
-                for document in documents:
-                    writer.add(document, example.where)
-            times.append(_times(source.weight, audit.digests[first:], seed))
-            shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
-            audit.report.mix[source.name] = {"weight": source.weight, **shares}
-    documents = Documents(folder / "documents.arrow")
+    for source in load.sources(data):
+        first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
+        for example, found in audited(load.training(source, drawn, seed), data, audit, source.name):
+            for document in found:
+                documents.add(document, example.where)
+        times.append(_times(source.weight, audit.digests[first:], seed))
+        shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
+        audit.report.mix[source.name] = {"weight": source.weight, **shares}
+    documents.close()
     report = audit.finish(documents.place, held)
     audit.check(data, held.report.kept)
     report.sources = sources
-    _write_rows(folder, documents, data, np.concatenate(times), report)
-    report.seconds = time.perf_counter() - started
-    both = {"train": report.as_json(), "validation": held.finish(str).as_json()}
-    (folder / "report.json").write_text(json.dumps(both, indent=1))
-
-
-def _write_rows(
-    folder: Path, documents: Documents, data: Data, times: NDArray[np.int64], report: Report
-) -> None:
-    """rows.arrow: the documents as often as they are used, packed if asked for."""
-    if not data.packing and (times == 1).all():
-        (folder / "documents.arrow").rename(folder / "rows.arrow")
-        return
-    order = np.repeat(np.arange(len(times)), times)
+    order = np.repeat(np.arange(len(documents.lengths)), np.concatenate(times))
     groups = [[index] for index in order.tolist()]
     if data.packing:
-        lengths = documents.lengths[order]
+        lengths = np.frombuffer(documents.lengths, np.int32)[order]
         groups = [order[row].tolist() for row in best_fit(lengths.tolist(), data.max_length)]
         fill = float(lengths.sum()) / (len(groups) * data.max_length)
         report.packing = {"rows": len(groups), "budget": data.max_length, "fill": fill}
-    with Writer(folder / "rows.arrow", packed=data.packing) as writer:
-        for group in groups:
-            writer.add_group([documents[index] for index in group])
-    (folder / "documents.arrow").unlink()
+    documents.write_rows(folder / "rows.arrow", groups, data.packing)
+    documents.remove()
+    report.seconds = time.perf_counter() - started
+    both = {"train": report.as_json(), "validation": held.finish(str).as_json()}
+    (folder / "report.json").write_text(json.dumps(both, indent=1))
 
 
 def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:

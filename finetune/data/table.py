@@ -1,7 +1,8 @@
-"""Documents and rows as Arrow files: written a chunk at a time, read through the page cache."""
+"""Documents as flat files of token ids, and rows as an Arrow file. Both are read through the page cache."""
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,96 +13,98 @@ from finetune.data.chat import IGNORED
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from finetune.data.chat import Encoded
 
-CHUNK = 1000  # rows in a record batch
-
-
-class Writer:
-    """Rows into an Arrow stream, a chunk at a time: input_ids, labels, where they come from, tokens cut."""
-
-    def __init__(self, path: Path, packed: bool = False) -> None:
-        self.rows = 0
-        tokens = pyarrow.list_(pyarrow.int32())
-        columns = {"input_ids": tokens, "labels": tokens, "seq_lengths": tokens}
-        columns |= {"where": pyarrow.list_(pyarrow.string()), "cut": tokens}
-        self.schema = pyarrow.schema({k: v for k, v in columns.items() if packed or k != "seq_lengths"})
-        self.file: Any = pyarrow.OSFile(str(path), "wb")
-        self.stream: Any = pyarrow.ipc.new_stream(self.file, self.schema)
-        self.clear()
-
-    def clear(self) -> None:
-        self.columns: dict[str, list[Any]] = {name: [] for name in self.schema.names}
-
-    def add(self, document: Encoded, where: str) -> None:
-        ids = np.array(document.ids, dtype=np.int32)
-        labels = np.full_like(ids, IGNORED)
-        for start, end in document.trained:
-            labels[start:end] = ids[start:end]
-        self._add(ids, labels, [where], [document.cut], [len(ids)])
-
-    def add_group(self, documents: list[dict[str, Any]]) -> None:
-        """Documents end to end; the first token of each is never a target."""
-        joined = {name: np.concatenate([d[name] for d in documents]) for name in ("input_ids", "labels")}
-        lengths = [len(document["input_ids"]) for document in documents]
-        joined["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORED
-        where, cut = ([d[name] for d in documents] for name in ("where", "cut"))
-        self._add(joined["input_ids"], joined["labels"], where, cut, lengths)
-
-    def _add(self, ids: Any, labels: Any, where: list[str], cut: list[int], lengths: list[int]) -> None:
-        row = {"input_ids": ids, "labels": labels, "where": where, "cut": cut, "seq_lengths": lengths}
-        for name, column in self.columns.items():
-            column.append(row[name])
-        self.rows += 1
-        if self.rows % CHUNK == 0:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.columns["where"]:
-            self.stream.write_batch(
-                pyarrow.record_batch([self._column(name) for name in self.schema.names], self.schema)
-            )
-            self.clear()
-
-    def _column(self, name: str) -> Any:
-        rows, kind = self.columns[name], self.schema.field(name).type
-        if name not in ("input_ids", "labels"):
-            return pyarrow.array(rows, kind)
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-        return pyarrow.ListArray.from_arrays(offsets, np.concatenate(rows))
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.flush()
-        self.stream.close()
-        self.file.close()
+CHUNK = 1000  # documents or rows written together
+TOKENS = pyarrow.list_(pyarrow.int32())
+PLACES = pyarrow.schema({"where": pyarrow.string(), "cut": pyarrow.int32()})
 
 
 class Documents:
-    """Random access to a file of documents through the page cache, without a copy in memory."""
+    """Token ids and labels of all documents end to end (int32), and where each comes from."""
 
-    def __init__(self, path: Path) -> None:
-        with pyarrow.memory_map(str(path)) as content:
-            self.batches = pyarrow.ipc.open_stream(content).read_all().to_batches()
-        columns = [(batch.column("input_ids"), batch.column("labels")) for batch in self.batches]
-        self.offsets = [ids.offsets.to_numpy() for ids, _ in columns]
-        self.values = [(ids.values.to_numpy(), labels.values.to_numpy()) for ids, labels in columns]
-        self.lengths = np.concatenate([np.diff(offsets) for offsets in self.offsets] or [np.zeros(0, int)])
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = [(folder / f"{name}.bin").open("wb") for name in ("ids", "labels")]
+        self.sink: Any = pyarrow.OSFile(str(folder / "places.arrow"), "wb")
+        self.places: Any = pyarrow.ipc.new_stream(self.sink, PLACES)
+        self.lengths = array("i")
+        self._clear()
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        batch, row = divmod(index, CHUNK)
-        start, end = self.offsets[batch][row : row + 2]
-        ids, labels = self.values[batch]
-        cut = self.batches[batch].column("cut")[row].as_py()[0]
-        return {
-            "input_ids": ids[start:end],
-            "labels": labels[start:end],
-            "where": self.place(index),
-            "cut": cut,
-        }
+    def _clear(self) -> None:
+        self.ids, self.labels = array("i"), array("i")
+        self.where: list[str] = []
+        self.cut: list[int] = []
+
+    def add(self, document: Encoded, where: str) -> None:
+        self.ids.extend(document.ids)
+        self.labels.extend(document.labels())
+        self.where.append(where)
+        self.cut.append(document.cut)
+        self.lengths.append(len(document.ids))
+        if len(self.where) == CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        for values, file in zip((self.ids, self.labels), self.files, strict=True):
+            values.tofile(file)
+        columns = [pyarrow.array(self.where), pyarrow.array(self.cut, pyarrow.int32())]
+        self.places.write_batch(pyarrow.record_batch(columns, PLACES))
+        self._clear()
+
+    def close(self) -> None:
+        """End writing; what follows reads."""
+        self._flush()
+        self.places.close()
+        for file in (*self.files, self.sink):
+            file.close()
+        with pyarrow.memory_map(str(self.folder / "places.arrow")) as content:
+            self.table = pyarrow.ipc.open_stream(content).read_all()
+        empty = not self.lengths
+        self.flat: list[NDArray[np.int32]] = [
+            np.zeros(0, np.int32) if empty else np.memmap(file.name, np.int32, "r") for file in self.files
+        ]
+        self.ends = np.cumsum(np.frombuffer(self.lengths, np.int32), dtype=np.int64)
 
     def place(self, index: int) -> str:
-        batch, row = divmod(index, CHUNK)
-        return self.batches[batch].column("where")[row].as_py()[0]
+        return self.table.column("where")[index].as_py()
+
+    def batch(self, groups: list[list[int]]) -> dict[str, Any]:
+        """The columns of some rows, each made of a group of documents."""
+        order = np.array([index for group in groups for index in group])
+        lengths = np.frombuffer(self.lengths, np.int32)[order]
+        stops = np.cumsum(lengths)
+        # Position in the flat files of each token: the document's own beginning, counted on from there
+        positions = np.repeat(self.ends[order] - stops, lengths) + np.arange(stops[-1])
+        ids, labels = (flat[positions] for flat in self.flat)
+        labels[stops - lengths] = IGNORED  # the first token of a document is never a target
+        documents = np.cumsum([0, *map(len, groups)], dtype=np.int32)
+        tokens = np.concatenate([[0], stops])[documents].astype(np.int32)
+        where, cut = (self.table.column(name).take(order).combine_chunks() for name in ("where", "cut"))
+        return {
+            "input_ids": pyarrow.ListArray.from_arrays(tokens, ids),
+            "labels": pyarrow.ListArray.from_arrays(tokens, labels),
+            "seq_lengths": pyarrow.ListArray.from_arrays(documents, lengths),
+            "where": pyarrow.ListArray.from_arrays(documents, where),
+            "cut": pyarrow.ListArray.from_arrays(documents, cut),
+        }
+
+    def write_rows(self, path: Path, groups: list[list[int]], packed: bool) -> None:
+        """One row a group: input_ids, labels, where they come from; if packed, its documents' lengths."""
+        kinds = dict.fromkeys(("input_ids", "labels", "seq_lengths", "where", "cut"), TOKENS)
+        kinds["where"] = pyarrow.list_(pyarrow.string())
+        schema = pyarrow.schema(
+            {name: kind for name, kind in kinds.items() if packed or name != "seq_lengths"}
+        )
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
+            for start in range(0, len(groups), CHUNK):
+                columns = self.batch(groups[start : start + CHUNK])
+                stream.write_batch(pyarrow.record_batch([columns[n] for n in schema.names], schema))
+
+    def remove(self) -> None:
+        """Delete the files; the rows have it all."""
+        del self.table, self.flat
+        for name in ("ids.bin", "labels.bin", "places.arrow"):
+            (self.folder / name).unlink()
