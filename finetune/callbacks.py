@@ -132,6 +132,7 @@ class FirstStep(TrainerCallback):
         self.seen_dtype = "none seen"
         self.operations: list[str] = []
         self.rows = self.micro_batches = self.loss_tokens = 0
+        self.flat = False
 
     @contextlib.contextmanager
     def watch(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -141,6 +142,7 @@ class FirstStep(TrainerCallback):
         """
         self.micro_batches += 1
         self.rows += len(inputs["input_ids"])
+        self.flat = "attention_mask" not in inputs
         self.loss_tokens += int((inputs["labels"][:, 1:] != -100).sum())
         if self.micro_batches > 1:
             yield
@@ -157,7 +159,10 @@ class FirstStep(TrainerCallback):
             return
         add = self.ledger.add
         how = f"rows of step 1: {self.micro_batches} micro-batches x {args.world_size} processes"
-        add("train.effective_batch_size", self.batch, self.rows * args.world_size, how)
+        rows = self.rows * args.world_size
+        if self.flat:  # all rows of a batch are one there: the loader knows how many
+            rows = self.micro_batches * kwargs["train_dataloader"].total_batch_size
+        add("train.effective_batch_size", self.batch, rows, how)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
         add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
         how, code = "the first linear layer's output in training", Exit.ENVIRONMENT

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from pydantic import BaseModel
 
 from finetune.errors import Problem, UserError
 from finetune.recipe import Train
@@ -171,6 +172,8 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
 
 def _flow(value: Any) -> str:
     """A value on one line, such that strict YAML 1.2 reads the same value back."""
+    if isinstance(value, BaseModel):
+        return _flow(value.model_dump())
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):

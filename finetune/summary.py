@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from finetune import adapters, run_folder
+from finetune.recipe import Source
 from finetune.recipe import load as load_recipe
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def choices(
     compile, recompute = fast["speed.compile"], fast["speed.recompute"]
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {
-        **{key: (os.path.abspath(path), set_by[key]) for key, path in _local_paths(recipe).items()},
+        **{key: (path, set_by[key]) for key, path in _local_paths(recipe).items()},
         **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},
         "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
         "speed.storage": (setup.storage.value, by("speed.base", "launch", setup.storage)),
@@ -144,15 +146,27 @@ def show_next(screen: Screen, recipe: Recipe, folder: RunFolder) -> None:
     screen.say(f"  less {path}/log.txt")
 
 
-def _local_paths(recipe: Recipe) -> dict[str, str]:
-    """The recipe's single files and folders on this machine, to be stored as absolute paths."""
+def _local_paths(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's files and folders on this machine, as absolute paths."""
     named = {
         "model.name": recipe.model.name,
         "data.name": recipe.data.name,
         "data.validation": recipe.data.validation,
         "data.chat_template": recipe.data.chat_template,
+        "data.cache": recipe.data.cache,
     }
-    return {key: name for key, name in named.items() if isinstance(name, str) and os.path.exists(name)}
+    found = {key: _absolute(name) for key, name in named.items()}
+    return {key: path for key, path in found.items() if path != named[key]}
+
+
+def _absolute(name: Any) -> Any:
+    if isinstance(name, list):
+        return [_absolute(item) for item in name]
+    if isinstance(name, Source):
+        return name.model_copy(update={"name": _absolute(name.name)})
+    if isinstance(name, str) and (os.path.exists(name) or glob.glob(name)):
+        return os.path.abspath(name)
+    return name
 
 
 def _options(recipe: Recipe) -> str:

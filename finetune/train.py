@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
+from finetune.speed import attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Data, Recipe, Train
     from finetune.run_folder import RunFolder
 
+PROOF_TOKENS = 128  # of the row that proves documents apart
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
 
@@ -68,7 +71,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     )
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
     batch = split_batch(recipe.train, setup.launch.processes)
-    arguments = training_arguments(recipe.train, setup, batch)  # starts the process group
+    arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     set_seed(recipe.train.seed)
 
     tokenizer, prepared = prepare_data(recipe)
@@ -79,6 +82,12 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger)
     tokens = batch.per_device * recipe.data.max_length
     fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
+
+    flat = recipe.data.packing or recipe.data.padding_free
+    if flat:
+        length = tokens if fast["speed.compile"].value == "on" else PROOF_TOKENS
+        with precision(setup):
+            attention.prove_apart(adapted, length, setup.attention.value, ledger)
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup):
@@ -93,6 +102,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         path = folder.path / "metrics.jsonl"
         metrics = callbacks.Metrics(path, screen, setup, batch=size, flops_per_token=flops)
         trainer = build_trainer(adapted, arguments, dataset, tokenizer, first_step, metrics)
+        if flat and fast["speed.compile"].value == "on":
+            documents = batch.per_device * max(map(len, dataset["where"])) + 1
+            trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         train(trainer, recipe.adapter.type, ledger)
@@ -155,7 +167,7 @@ def count_steps(train: Train, rows: int, batch: Batch, processes: int) -> int:
     return math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
 
 
-def training_arguments(train: Train, setup: Setup, batch: Batch) -> SFTConfig:
+def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
     """SFTConfig from the recipe's `train:` and from what this project decides itself."""
     new_name = "activation_checkpointing" in upstream.fields(upstream.SFT_CONFIG)  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
@@ -172,6 +184,8 @@ def training_arguments(train: Train, setup: Setup, batch: Batch) -> SFTConfig:
         checkpointing: False,  # `speed.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
+        "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
+        **loader(setup),
         "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
@@ -184,15 +198,34 @@ def training_arguments(train: Train, setup: Setup, batch: Batch) -> SFTConfig:
         raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
 
 
+def loader(setup: Setup) -> dict[str, Any]:
+    """How batches reach the device: two workers for each GPU are ahead of it, none where the CPU trains."""
+    if setup.hardware.device == "cpu":
+        return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
+    cores = (os.cpu_count() or 1) // setup.launch.processes
+    workers = max(1, min(2, cores - 1))
+    ahead = {"dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
+    return {
+        "dataloader_num_workers": workers,
+        "dataloader_pin_memory": True,
+        "accelerator_config": {"non_blocking": True},
+        **ahead,
+    }
+
+
 class Trainer(SFTTrainer):
     """TRL's trainer, with AdaLoRA's regulariser (TRL ignores `outputs.loss`) and an eye on the first step."""
 
     first_step: callbacks.FirstStep
     orthogonality_weight = 0.0
+    shape: tuple[int, int, int] | None = None
+    """Tokens, documents and longest document of each flattened batch, where compiled code wants one shape."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        if self.shape:
+            inputs = attention.fixed_shape(inputs, *self.shape)
         first = self.state.global_step == 0
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -332,6 +365,17 @@ def add_data_receipts(data: Data, report: Report, ledger: Ledger) -> None:
     ends, allowed = report.kept - report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
     how, ok = "rows whose last trained token ends the turn", ends >= (1 - allowed) * report.kept
     ledger.add("end of turn trained", f"{report.kept} rows", f"{ends} rows", how, ok=ok, code=Exit.INPUT)
+    if report.packing:
+        got = f"{report.packing['rows']:.0f} rows, {report.packing['fill']:.2%} full"
+        how = f"tokens of the packed rows over rows x {data.max_length}"
+        ledger.add("data.packing", f"rows of {data.max_length} tokens", got, how, ok=True)
+
+
+def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:
+    """Autocast as the launch has it."""
+    on = setup.launch.precision != "no"
+    dtype = getattr(torch, hardware.DTYPES[setup.launch.precision])
+    return torch.autocast(setup.hardware.device, dtype, enabled=on)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,111 @@
+"""Documents in one row must not see each other: proved on the model that is about to be trained.
+
+Every attention backend has its own way to keep them apart, and its own way to fail: an all-ones mask or a
+cache in the wrong place, and they are one text. So one document is changed, and the other must not notice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from finetune.receipts import Ledger
+
+SLACK = 4.0  # times the difference between two runs on the same input, which is 0 on the CPU
+
+
+class Leak(NamedTuple):
+    """How far the second document's logits and gradients move, relative to their norms."""
+
+    logits: float
+    gradients: float
+
+
+def prove_apart(model: Any, tokens: int, attention: str, ledger: Ledger) -> None:
+    """Receipt that the documents of a packed row do not see each other on this model.
+
+    Args:
+        tokens: length of the row that is tried.
+
+    Raises:
+        UserError: they do (exit 3).
+    """
+    same, moved = leaks(model, tokens)
+    ok = moved.logits <= SLACK * same.logits and moved.gradients <= SLACK * same.gradients
+    got = f"moves logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
+    if same != Leak(0.0, 0.0):
+        got += f" (the same input twice: {same.logits:.1g}, {same.gradients:.1g})"
+    how = f"one of two documents of a row of {tokens} tokens changed, the other looked at ({attention})"
+    ledger.add("documents apart", "a change in one moves nothing in the other", got, how, ok=ok)
+    if not ok:
+        what = f"documents of a packed row see each other with attention {attention}"
+        fix = "model.attention=sdpa, or data.packing=false and data.padding_free=false"
+        raise UserError(Problem(what, "model.attention", found=got, fix=fix), code=Exit.ENVIRONMENT)
+
+
+def leaks(model: Any, tokens: int, **extra: Any) -> tuple[Leak, Leak]:
+    """What moves in the second document: for the same input once more, and for another first document.
+
+    Args:
+        extra: handed to the model, to try what would break the isolation.
+    """
+    training = model.training
+    model.eval()
+    made = torch.Generator().manual_seed(0)
+    size = model.config.get_text_config().vocab_size
+    first, other, second = (torch.randint(size, (tokens // 2,), generator=made) for _ in range(3))
+    before, again, after = (_second_of(model, given, second, extra) for given in (first, first, other))
+    model.train(training)
+    return _difference(before, again), _difference(before, after)
+
+
+def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: int) -> dict[str, Any]:
+    """A flattened batch filled up to `tokens` tokens by one more document that carries no loss.
+
+    So that compiled code sees one shape: the borders are `documents` + 1 in number, whatever the batch holds,
+    and the longest document is said to be `longest`.
+    """
+    missing = tokens - inputs["input_ids"].shape[1]
+    pad = torch.nn.functional.pad
+    filled = dict(inputs)
+    filled["input_ids"] = pad(inputs["input_ids"], (0, missing))
+    filled["labels"] = pad(inputs["labels"], (0, missing), value=-100)
+    counted = torch.arange(missing, device=inputs["position_ids"].device)[None]
+    filled["position_ids"] = torch.cat([inputs["position_ids"], counted], dim=1)
+    filled["seq_idx"] = pad(inputs["seq_idx"], (0, missing), value=int(inputs["seq_idx"].max()) + 1)
+    borders = inputs["cu_seq_lens_q"]
+    borders = pad(borders, (0, documents + 1 - len(borders)), value=tokens)  # the rest have no tokens
+    filled["cu_seq_lens_q"] = filled["cu_seq_lens_k"] = borders
+    filled["max_length_q"] = filled["max_length_k"] = longest
+    return filled
+
+
+def _second_of(model: Any, first: Any, second: Any, extra: dict[str, Any]) -> tuple[torch.Tensor, list[Any]]:
+    """Logits of the second document, and the gradients its loss gives to what is trained."""
+    ids = torch.cat([first, second]).tolist()
+    row = {"input_ids": ids, "labels": ids, "seq_lengths": [len(first), len(second)]}
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
+    inputs = {
+        name: value.to(model.device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+        if name != "labels"
+    }
+    logits = model(**inputs, **{"use_cache": False, **extra}).logits[0, len(first) :]
+    loss = torch.nn.functional.cross_entropy(logits[:-1].float(), second[1:].to(model.device))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return logits.detach(), [gradient for gradient in gradients if gradient is not None]
+
+
+def _difference(one: tuple[torch.Tensor, list[Any]], other: tuple[torch.Tensor, list[Any]]) -> Leak:
+    def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+        norms = [torch.stack([t.double().norm() for t in ts]).norm() for ts in (a, b)]
+        moved = torch.stack([(x.double() - y.double()).norm() for x, y in zip(a, b, strict=True)]).norm()
+        return float(moved / max(float(norms[0]), float(norms[1]), 1e-300))
+
+    return Leak(relative([one[0]], [other[0]]), relative(one[1], other[1]))
