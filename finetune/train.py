@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune import adapters, callbacks, evaluate, hardware, model, run_folder, summary, upstream
-from finetune.data import chat, prepare
+from finetune.data import chat, prepare, stream
 from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
@@ -75,8 +76,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     set_seed(recipe.train.seed)
 
     tokenizer, prepared = prepare_data(recipe)
-    dataset, data_report = prepared.train, prepared.report
-    steps = count_steps(recipe.train, len(dataset), batch, setup.launch.processes)
+    dataset: Any = prepared.train
+    data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
+    steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
 
     base = model.load(recipe.model, setup, str(arguments.device))
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger)
@@ -102,7 +104,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         path = folder.path / "metrics.jsonl"
         metrics = callbacks.Metrics(path, screen, setup, batch=size, flops_per_token=flops)
         trainer = build_trainer(adapted, arguments, dataset, tokenizer, first_step, metrics)
-        if flat and fast["speed.compile"].value == "on":
+        if flat and fast["speed.compile"].value == "on" and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
@@ -110,8 +112,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         train(trainer, recipe.adapter.type, ledger)
         screen.stop()
 
-        rows = [ids[:PROBE_TOKENS] for ids in dataset[:PROBE_ROWS]["input_ids"]]
-        live = Live(fingerprints(adapted), rows, evaluate.logits(adapted, rows))
+        probes = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
+        live = Live(fingerprints(adapted), probes, evaluate.logits(adapted, probes))
         save(adapted, tokenizer, folder)
         trainer.accelerator.free_memory()
         del trainer, adapted, base
@@ -132,6 +134,8 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     template = chat.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = model.load_tokenizer(recipe.model, template)
     vocabulary = model.vocabulary(recipe.model)
+    if recipe.data.streaming:
+        return tokenizer, stream.stream(recipe.data, tokenizer, recipe.train.seed, vocabulary)
     with PartialState().local_main_process_first():
         return tokenizer, prepare.prepare(recipe.data, tokenizer, recipe.train.seed, vocabulary)
 
@@ -154,8 +158,17 @@ def split_batch(train: Train, processes: int) -> Batch:
     return Batch(effective, per_device, share // per_device)
 
 
-def count_steps(train: Train, rows: int, batch: Batch, processes: int) -> int:
-    """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares)."""
+def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
+    """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares).
+
+    Args:
+        rows: `None` if they are streamed.
+    """
+    if rows is None:
+        if train.max_steps is None:
+            what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
+            raise UserError(Problem(what, "train.max_steps", fix=fix))
+        return train.max_steps
     if rows < batch.effective:
         what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
         raise UserError(Problem(what, "train.effective_batch_size", found=str(batch.effective), fix=fix))

@@ -67,6 +67,8 @@ class Report:
     """Source -> rows, tokens and weight, where there are several."""
     packing: dict[str, float] = field(default_factory=dict)
     """Rows after packing, token budget and share of it that is filled."""
+    seen: int = 0
+    """Rows this is about, where the data is streamed and only the first ones were looked at; else 0."""
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -207,6 +209,13 @@ class Audit:
             problems += self._over("no_end_of_turn", ("no_end_of_turn",), report.kept, expect)
         if problems:
             raise UserError(*problems)
+
+    def check_rows(self, data: Data) -> None:
+        """Stop at rows of a kind that is not allowed at all: a stream can say no more of them (exit 2)."""
+        kinds = ("unreadable", "malformed", "role_order")
+        bad = [p for kind in kinds if not getattr(data.expect, kind) for p in self.problems.get(kind, ())]
+        if bad:
+            raise UserError(*bad[:MAX_SHOWN])
 
     def _over(
         self,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterable, Iterator
 
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
@@ -51,9 +51,9 @@ CHUNK = 4000  # rows encoded together
 class Prepared:
     """Rows to train on (`input_ids`, `labels`; `seq_lengths` if packed), and what became of all rows."""
 
-    train: Dataset
+    train: Dataset | IterableDataset
     report: dict[str, Report]  # train, validation
-    path: Path
+    path: Path | None  # in the cache
     cached: bool
 
 

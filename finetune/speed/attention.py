@@ -35,7 +35,9 @@ def prove_apart(model: Any, tokens: int, attention: str, ledger: Ledger) -> None
     Raises:
         UserError: they do (exit 3).
     """
-    same, moved = leaks(model, tokens)
+    training = model.training
+    same, moved = leaks(model.eval(), tokens)
+    model.train(training)
     ok = moved.logits <= SLACK * same.logits and moved.gradients <= SLACK * same.gradients
     got = f"moves logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
     if same != Leak(0.0, 0.0):
@@ -54,13 +56,10 @@ def leaks(model: Any, tokens: int, **extra: Any) -> tuple[Leak, Leak]:
     Args:
         extra: handed to the model, to try what would break the isolation.
     """
-    training = model.training
-    model.eval()
     made = torch.Generator().manual_seed(0)
     size = model.config.get_text_config().vocab_size
     first, other, second = (torch.randint(size, (tokens // 2,), generator=made) for _ in range(3))
     before, again, after = (_second_of(model, given, second, extra) for given in (first, first, other))
-    model.train(training)
     return _difference(before, again), _difference(before, after)
 
 

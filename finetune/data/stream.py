@@ -1,0 +1,172 @@
+"""Rows read while training, for data that does not fit on disk a second time.
+
+Files are cut into shards (ranges of lines of a JSONL file, whole files otherwise). Every shard is read by one
+rank and one of its loader's workers, so every row is used once. Rows are shuffled and packed a block at a
+time, by a seed that belongs to the block: the order depends on nothing else, and `state_dict` of the data set
+resumes it exactly.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache, partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data import load
+from finetune.data.audit import Audit
+from finetune.data.chat import IGNORED, make_encoder
+from finetune.data.formats import BadRow
+from finetune.data.load import Row
+from finetune.data.pack import best_fit
+from finetune.data.prepare import Prepared, audited
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.chat import Encoded
+    from finetune.recipe import Data
+
+RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
+AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
+
+Shard = tuple[int, str, int, int]  # source, path, first and last byte (JSONL)
+
+
+def stream(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary: int | None) -> Prepared:
+    """The training data as an iterable data set, and an audit of its first rows and of the held-out ones.
+
+    Raises:
+        UserError: a setting that needs to see all rows, or rows that can't be trained on (exit 2).
+    """
+    from datasets import IterableDataset
+
+    check(data)
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
+    for _ in audited(load.validation(data, set(), seed), data, held, "validation"):
+        pass
+    shards = _shards(data, seed)
+    places = []
+    for row, documents in audited(islice(_read(list(dict.fromkeys(shards))), AUDITED), data, audit, ""):
+        places += [row.where] * len(documents)
+    report = audit.finish(places.__getitem__, held)
+    audit.check(data, held.report.kept)
+    report.sources = load.fingerprints(data, held_out=True)
+    report.sources |= {path: f"streamed, {Path(path).stat().st_size:,} bytes" for _, path, _, _ in shards}
+    report.seen = AUDITED if report.rows == AUDITED else 0
+
+    rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
+    block = partial(encode_block, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
+    options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "where"]}
+    train: Any = rows.map(block, batched=True, **options)
+    return Prepared(train, {"train": report, "validation": held.finish(str)}, None, False)
+
+
+def check(data: Data) -> None:
+    """What streaming can't do, said before anything is read (exit 2)."""
+    problems = []
+    if data.validation_fraction is not None:
+        what, fix = "a share of the rows can't be drawn while streaming", "data.validation: <a file>"
+        problems.append(Problem(what, "data.validation_fraction", fix=fix))
+    for source in load.sources(data):
+        if source.weight % 1:
+            what, fix = "streaming uses a row a whole number of times", "a whole number"
+            problems.append(Problem(what, "data.name", found=f"weight {source.weight:g}", fix=fix))
+        if load.files(source.name, "data.name") is None:
+            what, fix = (
+                "a Hub data set is not streamed in this version",
+                "data.streaming: false, or its files",
+            )
+            problems.append(Problem(what, "data.name", found=source.name, fix=fix))
+    if problems:
+        raise UserError(*problems)
+
+
+def encode_block(
+    batch: dict[str, list[Any]],
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+) -> dict[str, list[Any]]:
+    """Rows to token ids: shuffled within their block, packed if asked for.
+
+    Rows that are too long or have nothing to train on are dropped, as the audit of the first rows said.
+
+    Raises:
+        UserError: a row that can't be read or trained on, where `data.expect` allows none (exit 2).
+    """
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    audit = Audit(encoder_for, data.train_on, vocabulary)
+    rows = [_row(value, where) for value, where in zip(batch["value"], batch["where"], strict=True)]
+    documents: list[Encoded] = []
+    for _, found in audited(rows, data, audit, ""):
+        documents += found
+    audit.check_rows(data)
+    random.Random(f"{seed} {batch['where'][0]}").shuffle(documents)
+    groups = [[index] for index in range(len(documents))]
+    if data.packing:
+        groups = best_fit([len(document.ids) for document in documents], data.max_length)
+        random.Random(f"{seed} {batch['where'][0]}").shuffle(groups)
+    packed = [[documents[index] for index in group] for group in groups]
+    columns: dict[str, list[Any]] = {
+        "input_ids": [[i for document in group for i in document.ids] for group in packed],
+        "labels": [[i for document in group for i in [IGNORED, *document.labels()[1:]]] for group in packed],
+    }
+    if data.packing:
+        columns["seq_lengths"] = [[len(document.ids) for document in group] for group in packed]
+    return columns
+
+
+def _shards(data: Data, seed: int) -> list[Shard]:
+    """All shards of all sources, each as often as its source's weight, shuffled."""
+    found: list[Shard] = []
+    for index, source in enumerate(load.sources(data)):
+        for path in load.files(source.name, "data.name") or ():
+            size = path.stat().st_size
+            cuts = [size * i // RANGES for i in range(RANGES + 1)] if path.suffix == ".jsonl" else [0, size]
+            ranges = [(a, b) for a, b in pairwise(cuts) if a < b]
+            found += [(index, str(path), a, b) for a, b in ranges] * int(source.weight)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
+    for row in _read(shards):
+        if isinstance(row, BadRow):
+            yield {"value": {"": str(row.problem)}, "where": row.problem.where}
+        else:
+            yield {"value": row.value, "where": row.where}
+
+
+def _row(value: dict[str, Any], where: str) -> Row | BadRow:
+    return BadRow("unreadable", value[""], where) if value.keys() == {""} else Row(value, where)
+
+
+def _read(shards: list[Shard]) -> Iterator[Row | BadRow]:
+    for _, path, start, end in shards:
+        if path.endswith(".jsonl"):
+            yield from _lines(Path(path), start, end)
+        else:
+            yield from load.READERS[Path(path).suffix](Path(path))
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
+    """Rows of the lines that begin in the bytes [start, end)."""
+    with path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()  # the line that reaches in belongs to the range before
+        while (position := file.tell()) < end and (line := file.readline()):
+            for row in load.json_lines([line], path, first=1 if position == 0 else 2):
+                where = f"{path}, byte {position}"
+                yield (
+                    Row(row.value, where)
+                    if isinstance(row, Row)
+                    else BadRow(row.kind, row.problem.what, where, found=row.problem.found)
+                )

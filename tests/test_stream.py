@@ -1,0 +1,151 @@
+"""Streaming: every row once over ranks and workers, in an order that the seed alone decides, resumable."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import DATA, MODEL, metrics
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from finetune.data import stream
+from finetune.data.load import Row
+from finetune.errors import UserError
+from finetune.model import load_tokenizer
+from finetune.recipe import Data, Model
+
+LINES = (DATA / "test.jsonl").read_text().splitlines()[:70]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(Model(name=str(MODEL)))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Two JSONL files and a JSON one, 70 rows in all."""
+    (tmp_path / "a.jsonl").write_text("\n".join(LINES[:40]) + "\n")
+    (tmp_path / "b.jsonl").write_text("\n".join(LINES[40:60]))
+    (tmp_path / "c.json").write_text(json.dumps([json.loads(line) for line in LINES[60:]]))
+    return [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json")]
+
+
+def opened(files: list[str], tokenizer, seed: int = 0, **more):
+    return stream.stream(Data(name=files, streaming=True, **more), tokenizer, seed, None).train
+
+
+def seen(rows) -> Counter:
+    """How often each document was seen, by its tokens."""
+    found: Counter = Counter()
+    for row in rows:
+        start = 0
+        for length in row.get("seq_lengths", [len(row["input_ids"])]):
+            found[tuple(row["input_ids"][start : start + length])] += 1
+            start += length
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_row_exactly_once_over_ranks(packing: bool, ranks: int, files, tokenizer) -> None:
+    data = opened(files, tokenizer, packing=packing, max_length=512, shuffle_buffer=7)
+    everything = seen(data)
+    assert sum(everything.values()) == 70
+    shares = [seen(data.shard(num_shards=ranks, index=rank)) for rank in range(ranks)]
+    assert sum(shares, Counter()) == everything
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_row_exactly_once_over_workers_of_two_ranks(workers: int, files, tokenizer) -> None:
+    data = opened(files, tokenizer, shuffle_buffer=16)
+    shares = []
+    for rank in range(2):
+        mine = data.shard(num_shards=2, index=rank)
+        shares.append(seen(DataLoader(mine, batch_size=None, num_workers=workers)))
+    assert sum(shares, Counter()) == seen(data)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=30), max_size=30
+    ),
+    ranges=st.integers(1, 40),
+    end=st.sampled_from(["", "\n", "\n\n"]),
+)
+def test_ranges_of_bytes_share_the_lines(lines, ranges, end, tmp_path_factory) -> None:
+    path = tmp_path_factory.mktemp("ranges") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines) + end)
+    size = path.stat().st_size
+    cuts = [size * i // ranges for i in range(ranges + 1)]
+    found = [row for a, b in pairwise(cuts) for row in stream._lines(path, a, b)]
+    assert [row.value["text"] for row in found if isinstance(row, Row)] == lines
+
+
+def test_the_seed_alone_decides_on_the_order(files, tokenizer) -> None:
+    first, again, other = (
+        [row["input_ids"] for row in opened(files, tokenizer, seed, shuffle_buffer=20)] for seed in (1, 1, 2)
+    )
+    assert first == again and first != other and sorted(first) == sorted(other)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_it_resumes_where_it_stopped(packing: bool, files, tokenizer) -> None:
+    options = {"packing": packing, "max_length": 512, "shuffle_buffer": 9}
+    whole = list(opened(files, tokenizer, **options))
+    for stop in range(0, len(whole), 5):
+        data = opened(files, tokenizer, **options)
+        rows = iter(data)
+        before = [next(rows) for _ in range(stop)]
+        state = json.loads(json.dumps(data.state_dict()))
+        resumed = opened(files, tokenizer, **options)
+        resumed.load_state_dict(state)
+        assert [*before, *resumed] == whole
+
+
+def test_weights_repeat_a_source(files, tokenizer) -> None:
+    names = [{"name": files[0], "weight": 2.0}, files[1]]
+    data = Data.model_validate({"name": names, "streaming": True})
+    found = seen(stream.stream(data, tokenizer, 0, None).train)
+    assert Counter(found.values()) == {2: 40, 1: 20}
+
+
+def test_a_bad_row_beyond_the_audit_stops_the_run(files, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "AUDITED", 5)
+    with Path(files[0]).open("a") as file:
+        file.write('{"messages": 1}\n')
+    data = opened(files, tokenizer, shuffle_buffer=10)
+    with pytest.raises(UserError, match="messages must be a list"):
+        list(data)
+
+
+@pytest.mark.parametrize(
+    ("more", "phrase"),
+    [
+        ({"validation_fraction": 0.1}, "a share of the rows can't be drawn"),
+        ({"name": [{"name": str(DATA / "test.jsonl"), "weight": 0.5}]}, "a whole number of times"),
+        ({"name": "HuggingFaceH4/no_robots"}, "is not streamed"),
+    ],
+)
+def test_what_streaming_can_t_do(more: dict, phrase: str, tokenizer) -> None:
+    data = Data.model_validate({"name": str(DATA / "test.jsonl"), "streaming": True, **more})
+    with pytest.raises(UserError, match=phrase):
+        stream.stream(data, tokenizer, 0, None)
+
+
+def test_a_run_on_streamed_rows(train, capsys) -> None:
+    run = train(
+        "data.streaming=true", "data.packing=true", "data.max_length=512", "train.effective_batch_size=2"
+    )
+    assert all(receipt["ok"] for receipt in run.read("receipts.json"))
+    assert len(metrics(run)) == 2 and run.read("eval.json")["tuned"]
+    assert "streamed" in json.dumps(run.read("data_report.json")["train"]["sources"])
+
+
+def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
+    train("data.streaming=true", "train.max_steps=null", "train.num_train_epochs=1", code=2)
+    assert "train.max_steps" in capsys.readouterr().err
