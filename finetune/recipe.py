@@ -124,7 +124,7 @@ class Data(Section):
     shuffle_buffer: int = Field(default=10_000, ge=1)
     """Rows that are shuffled (and packed) together when streaming."""
     cache: str | None = None
-    """Folder of prepared data; `null`: ~/.cache/finetune."""
+    """Folder of prepared data; `null`: $FINETUNE_CACHE or ~/.cache/finetune."""
     expect: Expect = Expect()
     """Limits of the audit that runs before any weight is loaded."""
 

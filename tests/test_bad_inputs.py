@@ -1,16 +1,22 @@
 """What a user gets for each way to get it wrong: exit code, place, and words that say what to do."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import DATA, MODEL, QUICKSTART, ROOT
+from tokenizers import processors
 
 from finetune import cli
+from finetune.data.prepare import prepare
+from finetune.errors import UserError
+from finetune.model import load_tokenizer
+from finetune.recipe import Data, Model
 
-GOOD_ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 LINEAR = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
 
 RECIPE = """model:
@@ -81,46 +87,150 @@ def test_9_all_together(recipe_file, capsys) -> None:
     assert text.count("error:") == 3
 
 
+CHAT = '{"messages": [%s]}'
+USER, ANSWER = '{"role": "user", "content": "a"}', '{"role": "assistant", "content": "b"}'
+GOOD_ROW = CHAT % f"{USER}, {ANSWER}"
+
+
+@pytest.fixture
+def weightless(tmp_path) -> Path:
+    """A model with a config and a tokenizer and no weights: what errs here errs before they load."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def rows(*lines: str, good: int = 0) -> bytes:
+    """JSON lines, and after them so many good ones, each different."""
+    more = [GOOD_ROW.replace('"a"', f'"a{index}"') for index in range(good)]
+    return ("\n".join([*lines, *more]) + "\n").encode()
+
+
 @pytest.mark.parametrize(
     ("number", "content", "phrases"),
     [
         (17, b"", ["0 rows in", "rows.jsonl"]),
         (18, b"\n\n  \n", ["0 rows in", "rows.jsonl"]),
-        (
-            19,
-            f"{GOOD_ROW}\n{GOOD_ROW}\n{{'messages': 1}}\n{GOOD_ROW}\n".encode(),
-            ["rows.jsonl:3:2", "'messages'"],
-        ),
+        (19, rows(GOOD_ROW, "{'messages': 1}", GOOD_ROW), ["rows.jsonl:2:2", "'messages'"]),
+        (19, rows(*["{"] * 7, good=3), ["rows.jsonl:5", "7 of 10 rows", "can't be read", "unreadable=0.7"]),
         (20, f"{GOOD_ROW}\n{GOOD_ROW[:-30]}".encode(), ["rows.jsonl:2:", "looks cut off"]),
-        (21, GOOD_ROW.encode() + b'\n{"prompt": "\xff"}', ["rows.jsonl:2", "not UTF-8"]),
-        (25, b'{"instruction": "a", "output": "b"}', ["instruction, output", "messages"]),
-        (27, GOOD_ROW.replace("assistant", "gpt").encode(), ["rows.jsonl:1, message 1", "gpt", "assistant"]),
-        (30, GOOD_ROW.replace('"b"', "null").encode(), ["message 1", "content must be text"]),
         (
-            35,
-            GOOD_ROW.replace('"a"', f'"{"word " * 300}"').encode(),
-            ["0 of 1 rows", "raise data.max_length"],
+            21,
+            GOOD_ROW.encode() + b'\n{"prompt": "\xff"}',
+            ["rows.jsonl:2, byte", "not UTF-8", "Windows-1252"],
+        ),
+        (25, rows('{"question": "a", "reply": "b"}'), ["question, reply", "columns: {instruction: question"]),
+        (27, rows(GOOD_ROW.replace("assistant", "gpt")), ["rows.jsonl:1, message 1", "gpt", "role_map"]),
+        (28, rows(CHAT % f"{ANSWER}, {USER}"), ["rows.jsonl:1", "assistant begins", "assistant, user"]),
+        (28, rows(CHAT % f"{USER}, {USER}, {ANSWER}"), ["rows.jsonl:1", "user after the user"]),
+        (29, rows(CHAT % USER, good=9), ["rows.jsonl:1", "the last message must be the assistant's"]),
+        (
+            30,
+            rows(GOOD_ROW.replace('"b"', "null")),
+            ["rows.jsonl:1, message 1", "content must be text", "None"],
+        ),
+        (30, rows(GOOD_ROW.replace('"b"', "12")), ["rows.jsonl:1, message 1", "content must be text", "12"]),
+        (30, rows(GOOD_ROW.replace('"b"', '""')), ["rows.jsonl:1, message 1", "content is empty"]),
+        (30, rows('{"prompt": "a", "completion": 1}'), ["rows.jsonl:1", "completion must be text"]),
+        (34, rows(GOOD_ROW.replace('"a"', f'"{"word " * 300}"'), good=9), ["1 of 10 rows", "rows.jsonl:1"]),
+        (35, rows(GOOD_ROW.replace('"a"', f'"{"word " * 300}"')), ["0 of 1 rows", "raise data.max_length"]),
+        (
+            36,
+            rows(*[GOOD_ROW.replace('"b"', '"b", "train": false')] * 2, good=2),
+            ["2 of 4 rows", "rows.jsonl:2"],
         ),
     ],
 )
-def test_data(number: int, content: bytes, phrases: list[str], recipe_file, tmp_path, capsys) -> None:
+def test_data(
+    number: int, content: bytes, phrases: list[str], recipe_file, tmp_path, weightless, capsys
+) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content)
-    path = recipe_file(
-        RECIPE.replace("{data}", "rows.jsonl").replace("adapter:", "  max_length: 64\nadapter:")
-    )
+    text = RECIPE.replace("{data}", "rows.jsonl").replace("{model}", str(weightless))
+    path = recipe_file(text.replace("adapter:", "  max_length: 64\nadapter:"))
     assert cli.main(["train", str(path), f"train.output_dir={tmp_path / 'run'}", "--quiet"]) == 2
     text = capsys.readouterr().err
     assert all(phrase in text for phrase in phrases), text
+    assert "Traceback" not in text
     assert not (tmp_path / "run").exists(), "a run that never began leaves nothing behind"
 
 
-def test_22_bom_and_crlf_are_fine(recipe_file, tmp_path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{GOOD_ROW}\r\n{GOOD_ROW}\r\n".encode())
-    from finetune.data.load import read
-    from finetune.recipe import load
+def prepared(content: bytes, tmp_path, **more: object):
+    """The rows of a file, as a run would have them."""
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    data = Data.model_validate(
+        {"name": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache"), **more}
+    )
+    return prepare(data, load_tokenizer(Model(name=str(MODEL))), 0, 4096)
 
-    rows, _, _ = read(load(recipe_file(RECIPE.replace("{data}", "rows.jsonl"))).data, 0)
-    assert [row.where.rpartition(":")[2] for row in rows] == ["1", "2"]
+
+def test_20_29_36_few_enough_are_left_out_and_counted(tmp_path) -> None:
+    unanswered, untrained = CHAT % USER, GOOD_ROW.replace('"b"', '"b", "train": false')
+    content = rows(unanswered, untrained, good=98) + GOOD_ROW[:-9].encode()
+    report = prepared(content, tmp_path, expect={"unreadable": 0.01}).report["train"]
+    assert (report.rows, report.kept, report.dropped) == (101, 98, 3)
+    assert report.counts == {"unanswered": 1, "nothing_trained": 1, "unreadable": 1}
+    said = "\n".join(report.remarks())
+    assert "rows.jsonl:1)" in said and "rows.jsonl:2)" in said and "rows.jsonl:101:" in said
+
+
+def test_26_sharegpt_is_accepted_and_stated(tmp_path) -> None:
+    turns = '{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}'
+    report = prepared(rows(f'{{"conversations": [{turns}]}}'), tmp_path).report["train"]
+    assert list(report.formats.values()) == ["sharegpt"] and report.kept == 1
+
+
+def test_31_no_chat_template(weightless, recipe_file, capsys) -> None:
+    (weightless / "chat_template.jinja").unlink()
+    path = recipe_file(RECIPE.replace("{model}", str(weightless)))
+    assert cli.main(["train", str(path), "--quiet"]) == 2
+    text = capsys.readouterr().err
+    assert "no chat template" in text and "chatml" in text and "Jinja file" in text
+
+
+def test_32_a_template_that_does_not_tell_turns_apart(weightless, recipe_file, capsys) -> None:
+    template = "{{ messages | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (weightless / "chat_template.jinja").write_text(template)
+    path = recipe_file(RECIPE.replace("{model}", str(weightless)))
+    assert cli.main(["train", str(path), "--quiet"]) == 2
+    text = capsys.readouterr().err
+    assert "neither marks the assistant's tokens nor renders turn by turn" in text and "test.jsonl:1" in text
+
+
+def test_34_too_long_is_a_policy(tmp_path) -> None:
+    content = rows(GOOD_ROW.replace('"a"', f'"{"word " * 300}end?"'), good=2)
+    short = prepared(content, tmp_path, max_length=64, too_long="truncate_prompt")
+    report = short.report["train"]
+    assert (report.kept, report.counts) == (3, {"shortened": 1}) and report.cut_tokens > 200
+    tokenizer = load_tokenizer(Model(name=str(MODEL)))
+    first = short.train[0]
+    assert len(first["input_ids"]) <= 64 and first["cut"][0] == report.cut_tokens
+    text = tokenizer.decode(first["input_ids"])
+    assert text.startswith("<|im_start|>user") and "end?<|im_end|>" in text
+    assert text.endswith("<|im_start|>assistant\nb<|im_end|>\n"), "the answer is whole"
+    with pytest.raises(UserError, match="1 rows are too long"):
+        prepared(content, tmp_path, max_length=64, too_long="error")
+
+
+def test_39_one_bos_and_a_remark(tmp_path) -> None:
+    tokenizer = load_tokenizer(Model(name=str(MODEL)))
+    with_bos = tokenizer.backend_tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    with_bos.post_processor = processors.TemplateProcessing(
+        "<|im_start|> $A", None, [("<|im_start|>", start)]
+    )
+    tokenizer._tokenizer, tokenizer.bos_token = with_bos, "<|im_start|>"
+    content = rows('{"text": "<|im_start|>one two"}', '{"text": "three four"}')
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    found = prepare(Data(name=str(tmp_path / "rows.jsonl"), cache=str(tmp_path)), tokenizer, 0, None)
+    assert [row["input_ids"].count(start) for row in found.train] == [1, 1]
+    assert found.report["train"].counts["doubled_bos"] == 1
+    assert "second BOS" in "\n".join(found.report["train"].remarks())
+
+
+def test_22_bom_and_crlf_are_fine(tmp_path) -> None:
+    content = b"\xef\xbb\xbf" + f"{GOOD_ROW}\r\n{GOOD_ROW}\r\n".encode()
+    found = prepared(content, tmp_path, expect={"duplicates": 1})
+    assert [row["where"][0].rpartition(":")[2] for row in found.train] == ["1", "2"]
 
 
 def test_16_a_near_file_is_named(recipe_file, capsys) -> None:
@@ -217,7 +327,7 @@ def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> N
             ["both trained on and held out"],
         ),
         ('"{data}"', '"{data}"\n  validation: org/name', ["held-out rows come from a file"]),
-        ('"{data}"', str(DATA.parent), ["no .jsonl or .json file in"]),
+        ('"{data}"', str(DATA.parent), ["no .jsonl, .json, .csv"]),
     ],
 )
 def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_file, capsys) -> None:

@@ -91,8 +91,8 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
 
 
 def cache_folder(data: Data) -> Path:
-    """Where prepared data is kept."""
-    return Path(data.cache) if data.cache else Path.home() / ".cache" / "finetune" / "data"
+    """Where prepared data is kept: `data.cache`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
+    return Path(data.cache or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
 
 
 def examples(rows: Iterable[Row | BadRow], data: Data, formats: dict[str, str], name: str) -> Iterator[Any]:
@@ -190,15 +190,15 @@ def _build(
         pass
     documents = Documents(folder)
     times = []  # how often each document is used in an epoch
-    for source in load.sources(data):
-        first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
-        for example, found in audited(load.training(source, drawn, seed), data, audit, source.name):
-            for document in found:
-                documents.add(document, example.where)
-        times.append(_times(source.weight, audit.digests[first:], seed))
-        shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
-        audit.report.mix[source.name] = {"weight": source.weight, **shares}
-    documents.close()
+    with contextlib.closing(documents):
+        for source in load.sources(data):
+            first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
+            for example, found in audited(load.training(source, drawn, seed), data, audit, source.name):
+                for document in found:
+                    documents.add(document, example.where)
+            times.append(_times(source.weight, audit.digests[first:], seed))
+            shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
+            audit.report.mix[source.name] = {"weight": source.weight, **shares}
     report = audit.finish(documents.place, held)
     audit.check(data, held.report.kept)
     report.sources = sources

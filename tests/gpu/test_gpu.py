@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ADAPTERS, metrics
+from conftest import ADAPTERS, MODEL, metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,3 +55,47 @@ def test_eager_attention_is_what_was_asked(train) -> None:
     assert receipts(run)["model.attention"] == "eager"
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
+
+
+def flash() -> list[str]:
+    """The FlashAttention packages that are here."""
+    from finetune.hardware import attention_obstacle, detect
+
+    names = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+    return [name for name in names if not attention_obstacle(name, detect())]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", *flash()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_documents_do_not_see_each_other(attention: str, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from finetune.receipts import Ledger
+    from finetune.speed.attention import leaks, prove_apart
+
+    if "flash" in attention and dtype == torch.float32:
+        pytest.skip("FlashAttention has no fp32")
+    model = AutoModelForCausalLM.from_pretrained(
+        str(MODEL), attn_implementation=attention, dtype=dtype, device_map="cuda"
+    )
+    for tokens in (128, 2048):
+        same, moved = leaks(model.eval(), tokens)
+        print(attention, dtype, tokens, same, moved)
+        assert moved.logits <= same.logits and moved.gradients <= 4 * same.gradients
+        prove_apart(model, tokens, attention, Ledger())
+    if "flash" not in attention:
+        mask = torch.ones(1, 128, dtype=torch.long, device="cuda")
+        assert leaks(model.eval(), 128, attention_mask=mask)[1].logits > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", *flash()])
+@pytest.mark.parametrize("compile", ["false", "true"])
+def test_packed_rows_train_as_padded_ones_do(attention: str, compile: str, train) -> None:
+    """The same 96 documents in one step."""
+    one = ["train.max_steps=1", "train.logging_steps=1", "data.validation=null"]
+    padded = train(*one, "train.effective_batch_size=96", name="padded")
+    dense = [*one, "train.effective_batch_size=24", "data.packing=true", "data.max_length=512"]
+    packed = train(*dense, f"model.attention={attention}", f"speed.compile={compile}", name="packed")
+    got = receipts(packed)
+    print(attention, compile, got["documents apart"], got["model.attention"])
+    assert metrics(packed)[0]["loss"] == pytest.approx(metrics(padded)[0]["loss"], rel=5e-3)
