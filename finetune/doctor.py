@@ -60,8 +60,8 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
         _attention(recipe.model if recipe else None, machine),
         *_memory(speed, recipe, machine),
         *_optimizer(given, machine),
-        *_batches(train, given),
-        *_loader(given, machine, data),
+        *_batches(train, given, data),
+        *_loader(given, machine),
     ]
 
 
@@ -134,7 +134,8 @@ def _optimizer(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
     ]
 
 
-def _batches(train: Train, given: dict[str, Any]) -> list[Optimisation]:
+def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisation]:
+    packing, flat = data.packing, data.packing or data.padding_free
     effective = f"effective batch {train.effective_batch_size}"
     stated = train.per_device_train_batch_size
     split = f"{effective}, {stated} at once" if stated else f"{effective}, split to <= 8 at once"
@@ -149,9 +150,15 @@ def _batches(train: Train, given: dict[str, Any]) -> list[Optimisation]:
         ),
         Optimisation(
             "packing",
-            "nowhere",
-            "off",
-            "not in this version: rows are padded to the longest of their batch",
+            "data.packing",
+            "active" if packing else "off",
+            f"rows of {data.max_length} tokens" if packing else "data.packing=true: no padding at all",
+        ),
+        Optimisation(
+            "padding-free batches",
+            "data.padding_free",
+            "active" if flat else "off",
+            "rows end to end" if flat else "data.padding_free=true: rows end to end in place of padding",
         ),
         Optimisation(
             "length bucketing",
@@ -162,12 +169,13 @@ def _batches(train: Train, given: dict[str, Any]) -> list[Optimisation]:
     ]
 
 
-def _loader(given: dict[str, Any], machine: Hardware, data: Data) -> list[Optimisation]:
-    workers = int(given.get("dataloader_num_workers", 0))
-    pinned = given.get("dataloader_pin_memory", True) and machine.device == "cuda"
+def _loader(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
+    given = {**hw.loader(machine, max(1, machine.count)), **given}
+    workers = int(given["dataloader_num_workers"])
+    pinned = given["dataloader_pin_memory"] and machine.device == "cuda"
     state = "active" if pinned else "not possible" if machine.device == "cpu" else "off"
     kept = "active" if workers and given.get("dataloader_persistent_workers") else "off"
-    why = f"{workers} workers" if workers else "0 workers: rows are tokenised before training starts"
+    why = f"{workers} workers" if workers else "0 workers: rows are prepared before training starts"
     return [
         Optimisation(
             "pinned memory",

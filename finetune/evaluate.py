@@ -44,11 +44,14 @@ class Score:
     """What one model did on the held-out rows; `answers` is in the rows' order."""
 
     loss: float
-    exact_match: float
+    exact_match: float | None
+    """Share of the answers that are the reference; `None` for plain text, which asks nothing."""
+    ended: float | None
+    """Share of the answers that end by themselves, not at `eval.max_new_tokens`."""
     answers: list[str]
 
-    def as_json(self) -> dict[str, float]:
-        return {"loss": self.loss, "exact_match": self.exact_match}
+    def as_json(self) -> dict[str, float | None]:
+        return {"loss": self.loss, "exact_match": self.exact_match, "ended": self.ended}
 
 
 def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> dict[str, Any]:
@@ -130,18 +133,22 @@ def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Example], r
     state = PartialState()
     mine = list(range(state.process_index, len(rows), state.num_processes))
     own = [rows[index] for index in mine]
+    asked = any(row.messages or row.prompt is not None for row in rows)
     encoder = chat.make_encoder(tokenizer, recipe.data, chats=any(row.messages for row in rows))
     with inference(tuned):
         losses = token_losses(tuned, encoder, own, recipe.eval.batch_size)
-        answers = generate(tuned, encoder, own, rows, recipe.eval)
+        answers = generate(tuned, encoder, own, rows, recipe.eval) if asked else [("", False)] * len(own)
     gathered = gather_object([(losses, list(zip(mine, answers, strict=True)))])
     total = sum(loss for (loss, _), _ in gathered)
     count = sum(tokens for (_, tokens), _ in gathered)
     by_index = dict(pair for _, pairs in gathered for pair in pairs)
     ordered = [by_index[index] for index in range(len(rows))]
     references = [without_thinking(row.answer) for row in rows]
-    hits = sum(answer == reference for answer, reference in zip(ordered, references, strict=True))
-    return Score(total / max(count, 1), hits / len(rows), ordered)
+    texts = [text for text, _ in ordered]
+    hits = sum(answer == reference for answer, reference in zip(texts, references, strict=True))
+    ends = sum(ended for _, ended in ordered)
+    shares = (hits / len(rows), ends / len(rows)) if asked else (None, None)
+    return Score(total / max(count, 1), *shares, texts)
 
 
 @contextlib.contextmanager
@@ -210,8 +217,8 @@ def without_thinking(text: str) -> str:
 
 def generate(
     tuned: Any, encoder: Encoder, rows: list[Example], all_rows: list[Example], settings: Eval
-) -> list[str]:
-    """The greedy answer to each row, stripped; similar lengths together, padded on the left."""
+) -> list[tuple[str, bool]]:
+    """The greedy answer to each row, stripped, and whether it ended by itself; padded on the left."""
     tokenizer = encoder.tokenizer
     longest = max(len(tokenizer(row.answer)["input_ids"]) for row in all_rows)
     prompts = encoder.prompts(rows)
@@ -227,7 +234,7 @@ def generate(
         eos_token_id=sorted(stops),
         pad_token_id=pad,
     )
-    answers = [""] * len(rows)
+    answers = [("", False)] * len(rows)
     for batch in batches([len(prompt) for prompt in prompts], settings.batch_size):
         width = max(len(prompts[index]) for index in batch)
         ids = torch.full((len(batch), width), pad)
@@ -241,8 +248,9 @@ def generate(
             generation_config=greedy,
         )
         for position, index in enumerate(batch):
-            text = tokenizer.decode(output[position, width:], skip_special_tokens=True)
-            answers[index] = without_thinking(str(text))
+            new = output[position, width:]
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            answers[index] = without_thinking(str(text)), not stops.isdisjoint(new.tolist())
     return answers
 
 

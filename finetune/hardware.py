@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
@@ -22,19 +22,19 @@ PEAK_BF16 = {
     "A100": 312e12,
     "L40S": 362e12,
 }
-# flash-attention: importable module, pip line, lowest compute capability
+# flash-attention: distribution (2 and 4 share an import name), pip line, lowest compute capability
 FLASH = {
     "flash_attention_2": (
-        "flash_attn",
+        "flash-attn",
         "pip install 'finetune-toolkit[flash]' --no-build-isolation",
         (8, 0),
     ),
     "flash_attention_3": (
-        "flash_attn_interface",
+        "flash-attn-3",
         "build it from flash-attention's hopper/ folder",
         (9, 0),
     ),
-    "flash_attention_4": ("flash_attn.cute", "pip install 'finetune-toolkit[kernels]'", (9, 0)),
+    "flash_attention_4": ("flash-attn-4", "pip install 'finetune-toolkit[kernels]'", (9, 0)),
 }
 
 
@@ -180,16 +180,29 @@ def choose_attention(asked: str, hardware: Hardware) -> Choice:
     return Choice(asked, "asked for")
 
 
+def loader(hardware: Hardware, processes: int) -> dict[str, Any]:
+    """SFTConfig's loader settings: workers that are ahead of each GPU, none where the CPU itself trains."""
+    if hardware.device == "cpu":
+        return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
+    return {
+        "dataloader_num_workers": max(1, min(2, hardware.cpu_cores // processes - 1)),
+        "dataloader_prefetch_factor": 4,
+        "dataloader_persistent_workers": True,
+        "dataloader_pin_memory": True,
+        "accelerator_config": {"non_blocking": True},
+    }
+
+
 def attention_obstacle(name: str, hardware: Hardware) -> str:
     """Why an attention implementation can't run here, with the remedy; the empty string if it can."""
     if name in ("eager", "sdpa"):
         return ""
     if hardware.device != "cuda":
         return f"{name} needs an NVIDIA GPU"
-    module, remedy, capability = FLASH[name]
+    distribution, remedy, capability = FLASH[name]
     if hardware.capability < capability:
         return f"{name} needs compute capability {capability[0]}.{capability[1]}, {hardware.name} is older"
-    return "" if _has_flash(module) else f"{name} is not installed: {remedy}"
+    return "" if _has_flash(distribution) else f"{name} is not installed: {remedy}"
 
 
 def choose_base(asked: str, adapter_type: str, precision: str) -> Choice:
@@ -208,10 +221,8 @@ def choose_base(asked: str, adapter_type: str, precision: str) -> Choice:
     return Choice(stored, f"precision {precision}")
 
 
-def _has_flash(module: str) -> bool:
-    if module == "flash_attn.cute":  # shares its import name with flash-attn 2
-        try:
-            return bool(importlib.metadata.version("flash-attn-4"))
-        except importlib.metadata.PackageNotFoundError:
-            return False
-    return installed(module)
+def _has_flash(distribution: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False

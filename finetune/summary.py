@@ -125,8 +125,10 @@ def show_scores(screen: Screen, result: dict[str, Any]) -> None:
         base, tuned = result["base"], result["tuned"]
         rows = [
             ("held-out loss", f"{base['loss']:.4f}", f"{tuned['loss']:.4f}"),
-            ("exact match", f"{base['exact_match']:.1%}", f"{tuned['exact_match']:.1%}"),
         ]
+        for key, name in (("exact_match", "exact match"), ("ended", "stopped by itself")):
+            if base[key] is not None:
+                rows.append((name, f"{base[key]:.1%}", f"{tuned[key]:.1%}"))
         screen.table("result", ("", "base", "tuned"), rows)
     for sample in result["samples"]:
         prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]

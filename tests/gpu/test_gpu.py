@@ -81,7 +81,7 @@ def test_documents_do_not_see_each_other(attention: str, dtype: torch.dtype) -> 
     for tokens in (128, 2048):
         same, moved = leaks(model.eval(), tokens)
         print(attention, dtype, tokens, same, moved)
-        assert moved.logits <= same.logits and moved.gradients <= 4 * same.gradients
+        assert moved.logits == 0 and moved.gradients <= 1e-2
         prove_apart(model, tokens, attention, Ledger())
     if "flash" not in attention:
         mask = torch.ones(1, 128, dtype=torch.long, device="cuda")
