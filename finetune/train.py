@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -20,8 +19,7 @@ from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune import adapters, callbacks, evaluate, hardware, model, run_folder, summary, upstream
-from finetune.data import chat, prepare, stream
+from finetune import adapters, callbacks, check, evaluate, hardware, model, run_folder, summary, upstream
 from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.audit import Report
-    from finetune.data.prepare import Prepared
     from finetune.hardware import Setup
     from finetune.recipe import Data, Recipe, Train
     from finetune.run_folder import RunFolder
@@ -75,7 +72,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     set_seed(recipe.train.seed)
 
-    tokenizer, prepared = prepare_data(recipe)
+    turn = contextlib.nullcontext() if recipe.data.streaming else PartialState().local_main_process_first()
+    with turn:  # one process of each machine prepares the data for the others
+        tokenizer, prepared = check.prepare_data(recipe)
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
@@ -127,17 +126,6 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         result = evaluate.run(folder.path, inspect=same_as_live)
         summary.show_result(screen, recipe, folder, ledger, result)
     return folder
-
-
-def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer, and the rows as it encodes them; one process of each machine does it for the others."""
-    template = chat.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
-    tokenizer = model.load_tokenizer(recipe.model, template)
-    vocabulary = model.vocabulary(recipe.model)
-    if recipe.data.streaming:
-        return tokenizer, stream.stream(recipe.data, tokenizer, recipe.train.seed, vocabulary)
-    with PartialState().local_main_process_first():
-        return tokenizer, prepare.prepare(recipe.data, tokenizer, recipe.train.seed, vocabulary)
 
 
 def split_batch(train: Train, processes: int) -> Batch:
@@ -198,7 +186,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
-        **loader(setup),
+        **hardware.loader(setup.hardware, setup.launch.processes),
         "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
@@ -209,21 +197,6 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
     except (ValueError, ImportError) as error:
         said = " ".join(str(error).split())
         raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
-
-
-def loader(setup: Setup) -> dict[str, Any]:
-    """How batches reach the device: two workers for each GPU are ahead of it, none where the CPU trains."""
-    if setup.hardware.device == "cpu":
-        return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
-    cores = (os.cpu_count() or 1) // setup.launch.processes
-    workers = max(1, min(2, cores - 1))
-    ahead = {"dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
-    return {
-        "dataloader_num_workers": workers,
-        "dataloader_pin_memory": True,
-        "accelerator_config": {"non_blocking": True},
-        **ahead,
-    }
 
 
 class Trainer(SFTTrainer):

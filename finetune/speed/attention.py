@@ -16,7 +16,7 @@ from finetune.errors import Exit, Problem, UserError
 if TYPE_CHECKING:
     from finetune.receipts import Ledger
 
-# A GPU may not add up in the same order twice: what is allowed there, relative. A leak moves both by 0.1 to 1.
+# A GPU may not add up in the same order twice: what is allowed there, relative. A leak moves both by 0.1 up.
 ALLOWED = {"cpu": (0.0, 0.0), "cuda": (1e-6, 1e-2)}
 
 

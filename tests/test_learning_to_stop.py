@@ -1,0 +1,30 @@
+"""What the masks are for: after training on a handful of rows, generation ends by itself."""
+
+import json
+
+from conftest import DATA, metrics
+
+
+def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -> None:
+    lines = (DATA / "train.jsonl").read_text().splitlines()[:20]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "same.jsonl").write_text("\n".join(lines) + "\n\n")
+    run = train(
+        f"data.name={tmp_path / 'train.jsonl'}",
+        f"data.validation={tmp_path / 'same.jsonl'}",  # the question is whether it stops, not what it knows
+        "data.expect.in_validation=1",
+        "data.chat_template=mistral",  # the base has never seen its [INST]
+        "data.packing=true",
+        "data.max_length=256",
+        "train.max_steps=200",
+        "train.effective_batch_size=2",
+        "train.per_device_train_batch_size=2",
+        "eval.max_new_tokens=256",
+    )
+    scores = run.read("eval.json")
+    assert scores["base"]["ended"] < 1.0, "the base did not know how"
+    assert scores["tuned"]["ended"] == 1.0
+    assert scores["tuned"]["exact_match"] >= 0.9
+    assert metrics(run)[-1]["loss"] < 0.05
+    report = json.loads((run.path / "data_report.json").read_text())["train"]
+    assert report["kept"] == 20 and report["counts"] == {"in_validation": 20}
