@@ -1,4 +1,4 @@
-"""`finetune check`: all that can be said about a recipe in under a second, without torch."""
+"""What can be said about a recipe before any weight is loaded: `finetune check`, and its data, prepared."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from finetune.recipe import Source
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.prepare import Prepared
     from finetune.recipe import Recipe
 
 
 def run(recipe: Recipe) -> list[str]:
-    """Look at the files, packages and module names a valid recipe names.
+    """Look at the files, packages and module names a valid recipe names, in under a second and without torch.
 
     Returns:
         Notes: what could not be looked at here, and advice.
@@ -42,6 +45,16 @@ def run(recipe: Recipe) -> list[str]:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
     return [*notes, advice] if advice else notes
+
+
+def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The tokenizer, and the rows as it encodes them."""
+    from finetune.data import prepare, stream
+
+    template = chat.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
+    tokenizer = model.load_tokenizer(recipe.model, template)
+    build = stream.stream if recipe.data.streaming else prepare.prepare
+    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, model.vocabulary(recipe.model))
 
 
 def _model(recipe: Recipe) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +69,42 @@ def check(options: argparse.Namespace) -> None:
         for note in notes:
             print(f"note: {note}")
         print(f"fine: {options.recipe}: {recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}")
+
+
+def data(options: argparse.Namespace) -> None:
+    """Show what will be trained on, token by token."""
+    from finetune import check as checks
+    from finetune.screen import Screen, quieten_libraries
+
+    if options.prepare is not None:
+        options.overrides.append(f"data.cache={options.prepare}")
+    recipe = load(options)
+    page = Path(options.html) if options.html is not None else None
+    with located(recipe):
+        checks.run(recipe)
+        if options.prepare is not None and recipe.data.streaming:
+            raise UserError(Problem("a stream is prepared while training", "data.streaming", fix="false"))
+        kept = [Path(recipe.data.cache)] if options.prepare and recipe.data.cache else []
+        for folder in [*kept, *([page.parent] if page else [])]:
+            with writing(folder):  # known before the work, not after it
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+        quieten_libraries()
+        tokenizer, prepared = checks.prepare_data(recipe)
+    from finetune.data import view
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # data may hold what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    screen, unasked = Screen(quiet=options.quiet), 0 if page or kept else 3
+    view.summary(screen, prepared)
+    view.show(screen, tokenizer, prepared, unasked if options.show is None else options.show)
+    if page:
+        with writing(page):
+            length = recipe.data.max_length
+            view.write_html(page, tokenizer, prepared, options.recipe, length, options.show)
+        screen.say("", f"wrote {page}")
+    if kept:
+        screen.say("", f"next: {shlex.join(['finetune', 'train', options.recipe, *options.overrides])}")
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -142,6 +180,14 @@ def parser() -> argparse.ArgumentParser:
         ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
     )
     add(check, recipe, overrides)
+    add(
+        data,
+        recipe,
+        overrides,
+        ("--show", {"metavar": "N", "type": count, "help": "rows to show: 3; with --html 20 on the page"}),
+        ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
+        ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
+    )
     add(evaluate, ("run", {"metavar": "RUN", "help": "a run folder"}))
     add(
         recipes,
@@ -163,6 +209,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if extra:
         options.overrides += extra
     return options
+
+
+def count(text: str) -> int:
+    """A number of rows, 0 or more."""
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
 
 
 def load(options: argparse.Namespace) -> Recipe:
@@ -189,6 +242,16 @@ def place(recipe: Recipe, key: str) -> str:
     while path and path not in recipe.origin.where:
         path = path[:-1]
     return recipe.origin.where.get(path, "") if path else ""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A file or folder that can't be written is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
+        raise UserError(problem) from error
 
 
 def launched() -> bool:

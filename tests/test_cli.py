@@ -36,6 +36,7 @@ def test_the_surface() -> None:
     assert surface == {
         "train": sorted([*common, "--accelerate", "recipe", "overrides"]),
         "check": sorted([*common, "recipe", "overrides"]),
+        "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
         "evaluate": sorted([*common, "run"]),
         "recipes": sorted([*common, "--copy", "name"]),
         "doctor": sorted([*common, "recipe", "overrides"]),

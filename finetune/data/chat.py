@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.formats import BadRow, Example
-from finetune.data.render import Rendered, render
+from finetune.data.formats import REASONING_KEYS, BadRow, Example
+from finetune.data.render import BROKEN, Rendered, render
 from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>")
+LEFT_OUT = {  # a role or a key of messages -> what it is called
+    "system": "system messages",
+    "tool_calls": "tool calls",
+    "tool": "tool results",
+    **dict.fromkeys(REASONING_KEYS, "reasoning"),
+}
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HALVINGS = 8  # attempts to shorten a row's prompts until the row fits
 
@@ -61,6 +67,9 @@ class Encoder:
     template: str = ""  # as training renders it: the tokenizer's own, or its marked twin
     way: str = "none"  # marks | turns: how the assistant's turns are found
     prompt_end: str = ""  # what the template writes before an answer
+    after_turn: str = ""  # what it writes at the end of a chat, after the end of the last turn
+    leaves_out: frozenset[str] = frozenset()  # what it has no place for, of LEFT_OUT
+    opening: tuple[int, ...] = ()  # what the tokenizer puts before a text that no template made
     stops: frozenset[int] = frozenset()
     special: re.Pattern[str] = re.compile("(?!)")
     """Any of the tokenizer's special tokens."""
@@ -73,7 +82,10 @@ class Encoder:
         """The text of each chat; `None` for examples that are none."""
         chats = [(example.messages, example.tools) for example in examples if example.messages]
         special = self.tokenizer.special_tokens_map
-        texts = iter(render(self.template, special, self.way, chats) if chats else [])
+        rendered = (
+            render(self.template, special, self.way, chats, after_turn=self.after_turn) if chats else []
+        )
+        texts = iter(rendered)
         return [next(texts) if example.messages else None for example in examples]
 
     def tokenise(self, examples: list[Example], rendered: list[Rendered | None]) -> list[Encoded | BadRow]:
@@ -83,7 +95,7 @@ class Encoder:
         head, shared, encodings = self._encode_chats([text for text in rendered if text])
         chats = iter(encodings)
         given = [e.prompt if e.prompt is not None else e.completion for e in examples if not e.messages]
-        plain = iter(backend.encode_batch(given, add_special_tokens=True))
+        plain = iter(backend.encode_batch(given, add_special_tokens=False))
         answers = [e.completion for e in examples if e.prompt is not None]
         completions = iter(backend.encode_batch(answers, add_special_tokens=False))
         found: list[Encoded | BadRow] = []
@@ -134,8 +146,8 @@ class Encoder:
                     raise UserError(Problem("no prompt can be made", where=example.where, found=text.error))
                 found.append(backend.encode(text.text, add_special_tokens=False).ids)
             else:
-                ids = backend.encode(example.prompt or "", add_special_tokens=True).ids
-                found.append(self._one_bos(ids)[0])
+                ids = backend.encode(example.prompt or "", add_special_tokens=False).ids
+                found.append(self._opened(ids)[0])
         return found
 
     def shortened(self, example: Example, limit: int) -> Encoded | None:
@@ -192,28 +204,24 @@ class Encoder:
 
     def _plain(self, ids: list[int], completion: list[int] | None) -> Encoded:
         """A prompt and its completion, or a text, closed by the eos token."""
-        ids, doubled = self._one_bos(ids)
+        ids, doubled = self._opened(ids)
         start = 0 if completion is None or self.train_on == "all" else len(ids)
         ids = [*ids, *(completion or ())]
         if ids[-1:] != [self.tokenizer.eos_token_id]:
             ids.append(self.tokenizer.eos_token_id)
         return Encoded(ids, [(start, len(ids))], doubled=doubled)
 
-    def _one_bos(self, ids: list[int]) -> tuple[list[int], bool]:
-        """A text may bring its own BOS, and the tokenizer add another."""
-        bos = self.tokenizer.bos_token_id
-        doubled = bos is not None and ids[:2] == [bos, bos]
-        return (ids[1:], True) if doubled else (ids, False)
+    def _opened(self, ids: list[int]) -> tuple[list[int], bool]:
+        """A text with the tokenizer's BOS, which it may bring itself; then it is not given another."""
+        opening = list(self.opening)
+        brought = bool(opening) and ids[: len(opening)] == opening
+        return (ids, True) if brought else (opening + ids, False)
 
     def _chat(self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Any) -> Encoded:
         if text.error:
             raise BadRow("malformed", "the chat can't be rendered", example.where, found=text.error)
-        called = [
-            call["function"]["name"] for m in example.messages or () for call in m.get("tool_calls", ())
-        ]
-        if any(name not in text.text for name in called):
-            fix = "a chat_template that renders tool calls (qwen3, llama3 ...)"
-            raise BadRow("malformed", "the chat template leaves tool calls out", example.where, fix=fix)
+        if self.leaves_out:
+            self._check_left_out(example)
         rest = encoding.ids
         ids = shared + rest
         if self.train_on == "all":
@@ -225,6 +233,14 @@ class Encoder:
             if low < high:
                 found.append((low + len(shared), high + len(shared)))
         return Encoded(ids, found, merged)
+
+    def _check_left_out(self, example: Example) -> None:
+        for message in example.messages or ():
+            for kind in sorted(self.leaves_out.intersection((message["role"], *message))):
+                fix = "a chat_template that renders them (qwen3 ...)"
+                fix = f"reasoning: cut, or {fix}" if kind in REASONING_KEYS else fix
+                what = f"the chat template leaves {LEFT_OUT[kind]} out"
+                raise BadRow("malformed", what, example.where, fix=fix)
 
     def _chosen(self, example: Example, text: Rendered) -> list[list[int]]:
         """Characters of the assistant's turns that are to carry loss."""
@@ -262,10 +278,11 @@ class Encoder:
         high, count = last + 1, len(encoding)
         while high < count and (at := encoding.token_to_chars(high)) and at[0] < end:
             high += 1  # one character may be several tokens
-        merged = encoding.token_to_chars(first)[0] < start
         stop = next((i for i in range(high - 1, first - 1, -1) if ids[i] in self.stops), None)
         if stop is not None and not text[encoding.token_to_chars(stop)[1] : end].strip():
             high = stop + 1  # what the template writes after the end of a turn is nobody's
+        merged = encoding.token_to_chars(first)[0] < start
+        merged |= ids[high - 1] not in self.stops and encoding.token_to_chars(high - 1)[1] > end
         return first, high, merged
 
 
@@ -283,24 +300,55 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) ->
         raise UserError(Problem("the tokenizer has no tokenizer.json", "model.name"))
     backend.no_truncation()
     backend.no_padding()
-    stops = frozenset(stop_ids(tokenizer))
-    special = re.compile("|".join(map(re.escape, sorted(tokenizer.all_special_tokens))) or "(?!)")
+    known: dict[str, Any] = {"stops": frozenset(stop_ids(tokenizer)), "opening": _opening(backend)}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= set(tokenizer.all_special_tokens)
+    known["special"] = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
     if not chats:
-        return Encoder(tokenizer, data.train_on, stops=stops, special=special)
+        return Encoder(tokenizer, data.train_on, **known)
     if not tokenizer.chat_template:
         fix = f"chat_template: {' | '.join(['chatml', *bundled()][:8])} ..., or a Jinja file"
         raise UserError(Problem("the tokenizer has no chat template", "data.chat_template", fix=fix))
     own = str(tokenizer.get_chat_template())
-    template = own if MARKS.search(own) else marked_twin(own)
-    way = "none" if data.train_on == "all" else "marks" if template else "turns"
-    asked: Any = ([{"role": "user", "content": "x"}], None)
-    named: Any = tokenizer.special_tokens_map
-    (without,), (with_prompt,) = (render(own, named, "none", [asked], prompt) for prompt in (False, True))
-    if "unknown tag" in with_prompt.error or "expected" in with_prompt.error:
-        raise UserError(Problem("the chat template is broken", "data.chat_template", found=with_prompt.error))
-    added = with_prompt.text.startswith(without.text)
-    prompt_end = with_prompt.text[len(without.text) :] if added else ""
-    return Encoder(tokenizer, data.train_on, template or own, way, prompt_end, stops, special)
+    marked = own if MARKS.search(own) else marked_twin(own)
+    way = "none" if data.train_on == "all" else "marks" if marked else "turns"
+    template = marked or own
+    ends = [re.escape(backend.id_to_token(stop)) for stop in sorted(known["stops"])]
+    known |= _look_at(template, tokenizer.special_tokens_map, re.compile("|".join(ends) or "(?!)"))
+    return Encoder(tokenizer, data.train_on, template, way, **known)
+
+
+def _look_at(template: str, special: dict[str, Any], ends: re.Pattern[str]) -> dict[str, Any]:
+    """What a template writes round a turn and what it has no place for, seen from chats made for it."""
+    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "qzanswer"}
+    (asked,) = render(template, special, "none", [([user], None)])
+    if asked.error.startswith(BROKEN):
+        raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
+    (with_prompt,) = render(template, special, "none", [([user], None)], prompt=True)
+    function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
+    call = {"id": "callqz001", "type": "function", "function": function}
+    result = {"role": "tool", "content": "qzresult", "tool_call_id": call["id"]}
+    called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
+    told = [{"role": "system", "content": "qzsystem"}, user, answer]
+    thought = [user, {**answer, "reasoning_content": "qzthought"}]
+    chats: list[Any] = [(messages, None) for messages in ([user, answer], told, called, thought)]
+    plain, system, tools, reasoning = render(template, special, "none", chats)
+    shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", tools), ("tool", "qzresult", tools)]
+    shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
+    tail = plain.text.rpartition(answer["content"])[2]
+    end = ends.search(tail)
+    added = asked.text and with_prompt.text.startswith(asked.text)
+    return {
+        "prompt_end": with_prompt.text.removeprefix(asked.text) if added else "",
+        "after_turn": tail[end.end() :] if end else "",
+        "leaves_out": frozenset(kind for kind, word, at in shown if not at.error and word not in at.text),
+    }
+
+
+def _opening(backend: Any) -> tuple[int, ...]:
+    """What the tokenizer adds before every text: its BOS, or nothing."""
+    found = backend.encode("x", add_special_tokens=True)
+    return tuple(found.ids[: found.special_tokens_mask.index(0)])
 
 
 @cache
@@ -308,9 +356,13 @@ def bundled() -> dict[str, str]:
     """Templates by name: TRL's for which it has a marked twin, and ours for families it has none for."""
     trl = files("trl") / "chat_templates"
     names = {entry.name.removesuffix(".jinja") for entry in trl.iterdir()}
-    found = {name: (trl / f"{name}.jinja").read_text() for name in names if f"{name}_training" in names}
+    found = {
+        name: (trl / f"{name}.jinja").read_text(encoding="utf-8")
+        for name in names
+        if f"{name}_training" in names
+    }
     own = files("finetune.data") / "templates"
-    found |= {entry.name.removesuffix(".jinja"): entry.read_text() for entry in own.iterdir()}
+    found |= {entry.name.removesuffix(".jinja"): entry.read_text(encoding="utf-8") for entry in own.iterdir()}
     return dict(sorted(found.items()))
 
 
@@ -318,14 +370,17 @@ def marked_twin(template: str) -> str | None:
     """TRL's variant of a template with the assistant's tokens marked, if it has one."""
     name = next((name for name, text in bundled().items() if text == template), None)
     twin = files("trl") / "chat_templates" / f"{name}_training.jinja"
-    return twin.read_text() if name and twin.is_file() else None
+    return twin.read_text(encoding="utf-8") if name and twin.is_file() else None
 
 
 def read_template(name: str) -> str:
     """A bundled template, or the content of a file (exit 2 if it is neither)."""
     path = Path(name)
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UserError(Problem("not UTF-8", "data.chat_template", found=name)) from None
     known = bundled()
     if name not in known:
         expected = f"a Jinja file, or one of {', '.join(known)}"

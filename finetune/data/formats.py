@@ -11,7 +11,6 @@ text                {"text"}
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
@@ -40,9 +39,11 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+"""A prompt may have begun it: then the answer has only its end."""
 PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+BESIDE = ("name", "tool_call_id", *REASONING_KEYS)  # kept of a message, beside its role, content and calls
 
 Message = dict[str, Any]
 
@@ -85,9 +86,10 @@ class Example:
 
 def detect(row: Row, data: Data) -> str:
     """The format the recipe names, or the one whose columns the row has (exit 2 if none)."""
-    value = _renamed(row, data)
+    _check_columns(row, data)
     if data.format != "auto":
         return data.format
+    value = _renamed(row, data)
     for name, needed in COLUMNS.items():
         if all(column in value for column in needed):
             turns = value.get("conversations") if name == "sharegpt" else None
@@ -116,7 +118,7 @@ def convert(row: Row, data: Data, format: str) -> Example:
     roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
     turns = _turns(value, format, data, row)
     begins = turns[0].get("role", turns[0].get("from")) if isinstance(turns[0], dict) else None
-    if isinstance(value.get("system"), str) and begins != "system":
+    if value.get("system") and roles.get(str(begins), begins) != "system":
         turns.insert(0, {"role": "system", "content": value["system"]})
     messages = [_message(turn, number, roles, data, row) for number, turn in enumerate(turns)]
     both = [(m, turn) for m, turn in zip(messages, turns, strict=True) if not _blank_system(m)]
@@ -129,8 +131,9 @@ def convert(row: Row, data: Data, format: str) -> Example:
 def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any]:
     """The messages of a row, as they stand there."""
     if format == "alpaca":
-        asked, more = _text(value, "instruction", row), value.get("input")
-        content = f"{asked}\n\n{more}" if isinstance(more, str) and more.strip() else asked
+        asked = _text(value, "instruction", row)
+        more = _text(value, "input", row, empty=True) if value.get("input") is not None else ""
+        content = f"{asked}\n\n{more}" if more.strip() else asked
         answer = _text(value, "output", row)
         return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     if format == "prompt_completion":
@@ -145,6 +148,12 @@ def _renamed(row: Row, data: Data) -> dict[str, Any]:
     """The row under our column names."""
     if not data.columns:
         return row.value
+    renamed = {ours: row.value.get(theirs) for ours, theirs in data.columns.items()}
+    return {**{k: v for k, v in row.value.items() if k not in data.columns.values()}, **renamed}
+
+
+def _check_columns(row: Row, data: Data) -> None:
+    """`columns:` must fit the first row."""
     known = {column for needed in COLUMNS.values() for column in needed} | set(OPTIONAL)
     problems = []
     for ours, theirs in data.columns.items():
@@ -158,8 +167,6 @@ def _renamed(row: Row, data: Data) -> dict[str, Any]:
             problems.append(Problem(what, f"data.columns.{ours}", row.where, found, fix=fix))
     if problems:
         raise UserError(*problems)
-    renamed = {ours: row.value.get(theirs) for ours, theirs in data.columns.items()}
-    return {**{k: v for k, v in row.value.items() if k not in data.columns.values()}, **renamed}
 
 
 def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> str:
@@ -174,8 +181,7 @@ def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> 
 def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
     turns = value.get(column)
     if isinstance(turns, str) and turns.lstrip().startswith("["):  # a column of a csv file
-        with contextlib.suppress(ValueError):
-            turns = json.loads(turns)
+        turns = _json(turns, column, row.where)
     if not isinstance(turns, list) or not turns:
         raise BadRow("malformed", f"{column} must be a list of messages", row.where, found=_short(turns))
     return turns
@@ -183,36 +189,43 @@ def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
 
 def _message(turn: Any, number: int, roles: dict[str, str], data: Data, row: Row) -> Message:
     """One message with a known role and one text, its reasoning and tool calls beside it."""
-    if not roles and isinstance(turn, dict) and turn.keys() == PLAIN and turn["role"] in ("user", "system"):
-        content = turn["content"]  # nearly all there is
-        if isinstance(content, str) and content.strip():
-            return turn
+    if not roles and isinstance(turn, dict) and turn.keys() == PLAIN and turn["role"] in ROLES:
+        content, asis = turn["content"], turn["role"] != "assistant" or data.reasoning == "keep"
+        if asis and isinstance(content, str) and content.strip():
+            return turn  # nearly all there is
     where = f"{row.where}, message {number}"
     if not isinstance(turn, dict):
         raise BadRow("malformed", "a message must be a mapping", where, found=_short(turn))
     named = turn.get("role", turn.get("from"))
     role = roles.get(str(named), named)
     if role not in ROLES:
-        expected, fix = ", ".join(ROLES), f"role_map: {{{named}: assistant}}"
+        meant = {**SHAREGPT_ROLES, "developer": "system", "function": "tool"}.get(str(named), "assistant")
+        expected, fix = ", ".join(ROLES), f"role_map: {{{_short(named)}: {meant}}}"
         raise BadRow("malformed", "no such role", where, found=_short(named), expected=expected, fix=fix)
     message: Message = {"role": role}
     content = turn.get("content", turn.get("value"))
-    calls = list(turn.get("tool_calls") or ())
+    calls = [*_calls(turn.get("tool_calls"), where), *_calls(turn.get("function_call"), where)]
     if isinstance(content, list):
         content, reasoning, more = _parts(content, where)
         calls += more
         if reasoning:
             message["reasoning_content"] = reasoning
     if named == "function_call":
-        content, calls = "", [content]
-    message |= {key: turn[key] for key in ("name", "tool_call_id", *REASONING_KEYS) if turn.get(key)}
+        content, calls = "", _calls(content, where) or [content]
+    for key in BESIDE:
+        if turn.get(key):
+            if not isinstance(turn[key], str):
+                raise BadRow("malformed", f"{key} must be text", where, found=_short(turn[key]))
+            message[key] = turn[key]
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
         content = content or ""
     if not isinstance(content, str):
         raise BadRow("malformed", "content must be text", where, found=_short(content))
     if role == "assistant" and data.reasoning == "cut":
-        content = THINKING.sub("", content)
+        content = THINKING.sub("", content) if "</think>" in content else content
+        if content.lstrip().startswith("<think>"):
+            raise BadRow("malformed", "reasoning without an end can't be cut", where, found=_short(content))
         message = {key: part for key, part in message.items() if key not in REASONING_KEYS}
     if not content.strip() and not calls and role in ("user", "assistant"):
         raise BadRow("malformed", "content is empty", where)
@@ -223,7 +236,7 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
     """Text, reasoning and tool calls of a content given in parts."""
     found: dict[str, list[Any]] = {"text": [], "reasoning": [], "tool_call": []}
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else "text"
+        kind = str(part.get("type")) if isinstance(part, dict) else "text"
         if kind not in found:
             what, expected = "no such part of a content", ", ".join(found)
             raise BadRow("malformed", what, where, found=_short(kind), expected=expected)
@@ -233,29 +246,48 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
     return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]
 
 
+def _calls(calls: Any, where: str) -> list[Any]:
+    """The tool calls of a message: none, one or a list, each or all as JSON text too."""
+    if isinstance(calls, str) and calls.strip():
+        calls = _json(calls, "a tool call", where)
+    return calls if isinstance(calls, list) else [calls] if calls else []
+
+
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """{"type": "function", "function": {"name", "arguments": a mapping}}, as templates expect it."""
-    try:
-        call = json.loads(call) if isinstance(call, str) else call
-        function = dict(call.get("function", call))
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"])
-    except (ValueError, AttributeError, TypeError):
-        raise BadRow("malformed", "a tool call must be JSON", where, found=_short(call)) from None
-    if not isinstance(function.get("name"), str):
+    call = _json(call, "a tool call", where)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("malformed", "a tool call needs a name", where, found=_short(call))
+    arguments = function.get("arguments", function.get("parameters"))
+    arguments = _json(arguments or {}, "a tool call's arguments", where) or {}
+    if not isinstance(arguments, dict):
+        what = "a tool call's arguments must be a mapping"
+        raise BadRow("malformed", what, where, found=_short(arguments))
     more = {"id": call["id"]} if call.get("id") else {}
-    return {"type": "function", "function": {"arguments": {}, **function}, **more}
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
+
+
+def _json(value: Any, what: str, where: str) -> Any:
+    """What a value says that may be JSON text; in the end it must be something that JSON can say."""
+    try:
+        if not isinstance(value, str):
+            json.dumps(value)
+            return value
+        found = json.loads(value)
+        if "\\ud" in value.lower():  # one half of a surrogate pair is no character
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except (ValueError, TypeError, RecursionError):
+        raise BadRow("malformed", f"{what} must be JSON", where, found=_short(value)) from None
 
 
 def _tools(tools: Any, row: Row) -> list[dict[str, Any]] | None:
     """The row's tools, each wrapped as templates expect it; a column may hold them as JSON text."""
     if not tools:
         return None
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
-        raise BadRow("malformed", "tools must be JSON", row.where, found=_short(tools)) from None
+    tools = _json(tools, "tools", row.where)
+    tools = [_json(tool, "tools", row.where) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("malformed", "tools must be a list of mappings", row.where, found=_short(tools))
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None

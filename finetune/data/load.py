@@ -6,10 +6,13 @@ import csv
 import glob
 import hashlib
 import json
+import lzma
 import re
 import tarfile
+import zlib
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
+BOM = b"\xef\xbb\xbf"
+BOOKKEEPING = ("dataset_info.json", "state.json")  # of a folder that `datasets` saved
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -83,7 +88,11 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
         return set()
     rows = chain.from_iterable(_read(source, "data.name") for source in sources(data))
     digests = sorted(row.digest(seed) for row in rows if isinstance(row, Row))
-    return set(digests[: max(1, round(len(digests) * data.validation_fraction))])
+    drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
+    if digests and digests[-1] in drawn:
+        what, found = "no row would be left to train on", f"{len(set(digests))} different rows"
+        raise UserError(Problem(what, "data.validation_fraction", found=found))
+    return drawn
 
 
 def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
@@ -99,7 +108,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     for source, key in named:
         paths = files(source.name, key)
         if paths is None:
-            found[source.name] = f"{source.revision or 'main'} {source.subset or ''} {source.split}"
+            found[source.name] = f"{_commit(source)} {source.subset or ''} {source.split}"
         for path in paths or ():
             with path.open("rb") as file:
                 found[str(path.resolve())] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -134,7 +143,10 @@ def files(name: str, key: str) -> list[Path] | None:
     if any(mark in name for mark in "*?["):
         paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif path.is_dir():
-        paths = sorted(entry for entry in path.iterdir() if entry.suffix in READERS)
+        entries = sorted(entry for entry in path.iterdir() if entry.name not in BOOKKEEPING)
+        paths = [
+            entry for entry in entries if entry.suffix.lower() in READERS
+        ]  # .JSONL is refused, not passed by
     else:
         paths = [path]
     missing = [entry for entry in paths if not entry.exists()]
@@ -173,52 +185,83 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
     """Rows of lines; `first` is the number of the first one."""
     offset = 0
     for number, line in enumerate(lines, start=first):
-        text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        text = line.removeprefix(BOM) if number == 1 else line
         if text.strip():
             try:
-                value = json.loads(text)
-                yield Row(value, f"{path}:{number}") if isinstance(value, dict) else _no_object(path, number)
+                yield _row(json.loads(text.decode()), f"{path}:{number}", _escapes(text))
             except UnicodeDecodeError as error:
-                yield _not_utf8(path, number, offset + error.start, line)
-            except json.JSONDecodeError as error:
-                yield _not_json(path, number, text.decode(errors="replace"), error)
+                yield _not_utf8(path, number, offset + len(line) - len(text) + error.start, line)
+            except (ValueError, RecursionError) as error:
+                yield _not_json(path, number, text.decode(), error)
         offset += len(line)
 
 
 def _json(path: Path) -> Rows:
     with path.open("rb") as file:
-        start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = file.read(1024).removeprefix(BOM).lstrip()
     if not start.startswith(b"["):
         yield from _json_lines(path)
         return
     content = path.read_bytes()
     try:
-        values = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise UserError(_not_utf8(path, line, error.start, content).problem) from None
-    except json.JSONDecodeError as error:
-        text = content.decode("utf-8-sig").split("\n")[error.lineno - 1]
-        raise UserError(_not_json(path, error.lineno, text, error).problem) from None
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(_where_not_utf8(path).problem) from None
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        number = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        lines = text.split("\n")
+        line = lines[number - 1] + "\n" * (number < len(lines))
+        raise UserError(_not_json(path, number, line, error).problem) from None
+    escapes = _escapes(content)
     for index, value in enumerate(values):
-        yield Row(value, f"{path}[{index}]") if isinstance(value, dict) else _no_object(path, index)
+        yield _row(value, f"{path}[{index}]", escapes)
+
+
+def _row(value: Any, where: str, escapes: bool) -> Row | BadRow:
+    """A value of a JSON file; `escapes`: it may hold one half of a surrogate pair, which no text can."""
+    if not isinstance(value, dict):
+        return BadRow("unreadable", "a row must be a JSON object", where)
+    if escapes:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            found = ascii(error.object[error.start])
+            return BadRow("unreadable", "half of a surrogate pair, which is no character", where, found=found)
+    return Row(value, where)
+
+
+def _escapes(content: bytes) -> bool:
+    return b"\\ud" in content or b"\\uD" in content
 
 
 def _csv(path: Path) -> Rows:
+    csv.field_size_limit(2**31 - 1)  # a text may be longer than 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.reader(file, strict=True)
         try:
-            for value in reader:
-                where = f"{path}:{reader.line_num}"
-                if None in value or None in value.values():
-                    found, expected = f"{len(value)}", f"{len(reader.fieldnames or ())} fields"
-                    yield BadRow(
-                        "unreadable", "a row of another length", where, expected=expected, found=found
-                    )
-                else:
-                    yield Row(value, where)
-        except UnicodeDecodeError as error:
-            raise UserError(Problem("not UTF-8", where=f"{path}:{reader.line_num + 1}")) from error
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                problem = Problem("two columns of one name", where=f"{path}:1", found=", ".join(names))
+                raise UserError(problem)
+            while True:
+                where = f"{path}:{reader.line_num + 1}"
+                try:
+                    fields = next(reader, None)
+                except csv.Error as error:  # a quote that never closes takes in all that follows
+                    yield BadRow("unreadable", f"not valid CSV: {error}", where)
+                    continue
+                if fields is None:
+                    break
+                if len(fields) == len(names):
+                    yield Row(dict(zip(names, fields, strict=True)), where)
+                elif fields:
+                    expected, found = f"{len(names)} fields", str(len(fields))
+                    what = "a row of another length"
+                    yield BadRow("unreadable", what, where, expected=expected, found=found)
+        except UnicodeDecodeError:
+            raise UserError(_where_not_utf8(path).problem) from None
 
 
 def _columnar(path: Path) -> Rows:
@@ -227,18 +270,20 @@ def _columnar(path: Path) -> Rows:
     from pyarrow import ipc, parquet
 
     try:
-        if path.suffix == ".parquet":
-            batches: Any = parquet.ParquetFile(path).iter_batches(batch_size=1000)
-        else:
-            batches = _arrow_batches(ipc, pyarrow.memory_map(str(path)))
-        start = 0
-        for batch in batches:
-            for index, value in enumerate(batch.to_pylist(), start=start):
-                yield Row(value, f"{path}[{index}]")
-            start += batch.num_rows
-    except pyarrow.ArrowInvalid as error:
-        found = str(error).splitlines()[0]
-        raise UserError(Problem(f"not a {path.suffix[1:]} file", where=str(path), found=found)) from error
+        with pyarrow.memory_map(str(path)) as content:
+            if path.suffix == ".parquet":
+                batches: Any = parquet.ParquetFile(content).iter_batches(batch_size=1000)
+            else:
+                batches = _arrow_batches(ipc, content)
+            start = 0
+            for batch in batches:
+                for index, value in enumerate(batch.to_pylist(), start=start):
+                    yield Row(value, f"{path}[{index}]")
+                start += batch.num_rows
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        found = (str(error).splitlines() or [""])[0]
+        what = f"not a {path.suffix[1:]} file, or a damaged one"
+        raise UserError(Problem(what, where=str(path), found=found)) from error
 
 
 def _arrow_batches(ipc: Any, content: Any) -> Iterator[Any]:
@@ -253,35 +298,61 @@ def _arrow_batches(ipc: Any, content: Any) -> Iterator[Any]:
 
 def _tar(path: Path) -> Rows:
     """A webdataset shard: the files that share a name up to the first dot are one row."""
-    row: dict[str, Any] = {}
-    name = ""
-    with tarfile.open(path, "r|*") as archive:
-        for member in archive:
-            if not member.isfile():
-                continue
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for name, group in groupby(_members(archive), key=itemgetter(0)):
+                yield _sample(group, f"{path}!{name}")
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(
+            Problem("not a tar file, or a damaged one", where=str(path), found=str(error))
+        ) from error
+    with path.open("rb") as file:  # tarfile takes an archive that ends in a header for a whole one
+        plain = file.read(262)[257:] == b"ustar"
+        file.seek(-min(512, path.stat().st_size), 2)
+        if plain and any(file.read()):
+            raise UserError(Problem("the file looks cut off", where=str(path)))
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
+    """Name up to the first dot, kind and content of each file."""
+    for member in archive:
+        opened = archive.extractfile(member) if member.isfile() else None
+        if opened:
             stem, _, kind = Path(member.name).name.partition(".")
-            stem = f"{Path(member.name).parent}/{stem}"
-            if row and stem != name:
-                yield Row(row, f"{path}!{name}")
-                row = {}
-            name = stem
-            opened = archive.extractfile(member)
-            try:
-                text = (opened.read() if opened else b"").decode()
-                value = json.loads(text) if kind == "json" else text
-            except ValueError:
-                yield BadRow("unreadable", f"not text, or not JSON: {member.name}", where=str(path))
-                continue
+            yield str(Path(member.name).parent / stem), kind, opened.read()
+
+
+def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadRow:
+    row: dict[str, Any] = {}
+    bad = ""
+    for _, kind, content in members:
+        try:
+            text = content.decode()
+            value = json.loads(text) if kind == "json" else text
             row |= value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
-    if row:
-        yield Row(row, f"{path}!{name}")
+        except (ValueError, RecursionError):
+            bad = bad or f"not text, or not JSON: .{kind}"
+    return BadRow("unreadable", bad, where) if bad else _row(row, where, escapes=True)
 
 
 def _txt(path: Path) -> Rows:
     try:
         yield Row({"text": path.read_text(encoding="utf-8-sig")}, str(path))
-    except UnicodeDecodeError as error:
-        raise UserError(Problem("not UTF-8", where=f"{path}, byte {error.start}")) from None
+    except UnicodeDecodeError:
+        raise UserError(_where_not_utf8(path).problem) from None
+
+
+def _commit(source: Source) -> str:
+    """The commit a Hub data set is at; without a network, what the recipe says of it."""
+    from huggingface_hub import HfApi
+
+    asked = source.revision or "main"
+    if COMMIT.fullmatch(asked):
+        return asked
+    try:
+        return HfApi().dataset_info(source.name, revision=asked).sha or asked
+    except Exception:  # whatever keeps the Hub from answering
+        return asked
 
 
 def _hub(source: Source) -> Rows:
@@ -292,7 +363,8 @@ def _hub(source: Source) -> Rows:
         dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
     except (ConnectionError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        fix = "check name, subset, split and network, or prepare it elsewhere: finetune data RECIPE --prepare"
+        fix = "check name, subset, split and network; without one: pin data.revision to a commit, and prepare"
+        fix += " it elsewhere with finetune data RECIPE --prepare DIR"
         problem = Problem("the data set can't be loaded from the Hub", "data.name", found=reason, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     for index, value in enumerate(dataset):
@@ -310,8 +382,17 @@ READERS = {
 }
 
 
-def _no_object(path: Path, number: int) -> BadRow:
-    return BadRow("unreadable", "a row must be a JSON object", f"{path}:{number}")
+def _where_not_utf8(path: Path) -> BadRow:
+    """The first line of a file that is not UTF-8; a reader of text says only which of its chunks."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return _not_utf8(path, number, offset + error.start, line)
+            offset += len(line)
+    return BadRow("unreadable", "not UTF-8", str(path))
 
 
 def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
@@ -320,10 +401,13 @@ def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
     return BadRow("unreadable", "not UTF-8", f"{path}:{line}, byte {offset}", fix=fix)
 
 
-def _not_json(path: Path, number: int, line: str, error: json.JSONDecodeError) -> BadRow:
+def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionError) -> BadRow:
+    if not isinstance(error, json.JSONDecodeError):  # too deep, or a number of thousands of digits
+        return BadRow("unreadable", f"not JSON that can be read: {error}", f"{path}:{number}")
     column, shown = error.colno, line.rstrip("\r\n")
     start = max(0, column - 31)
-    cut = not line.endswith("\n") and column >= len(shown) - 1 and not shown.endswith("}")
+    cut = not line.endswith("\n") and not shown.endswith("}")
+    cut &= column >= len(shown) - 1 or error.msg.startswith("Unterminated")
     what = "the file looks cut off" if cut else "not valid JSON"
     where, found = f"{path}:{number}:{column}", shown[start : start + 60]
     return BadRow("unreadable", f"{what}: {error.msg}", where, found=found)

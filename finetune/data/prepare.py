@@ -188,6 +188,7 @@ def _build(
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     for _ in audited(load.validation(data, drawn, seed), data, held, "validation"):
         pass
+    held.check_rows(data)
     documents = Documents(folder)
     times = []  # how often each document is used in an epoch
     with contextlib.closing(documents):
@@ -203,13 +204,14 @@ def _build(
     audit.check(data, held.report.kept)
     report.sources = sources
     order = np.repeat(np.arange(len(documents.lengths)), np.concatenate(times))
-    groups = [[index] for index in order.tolist()]
+    counts = np.ones_like(order)
     if data.packing:
         lengths = np.frombuffer(documents.lengths, np.int32)[order]
-        groups = [order[row].tolist() for row in best_fit(lengths.tolist(), data.max_length)]
-        fill = float(lengths.sum()) / (len(groups) * data.max_length)
-        report.packing = {"rows": len(groups), "budget": data.max_length, "fill": fill}
-    documents.write_rows(folder / "rows.arrow", groups, data.packing)
+        rows = best_fit(lengths.tolist(), data.max_length)
+        counts, order = np.array([len(row) for row in rows]), order[np.concatenate(rows)]
+        fill = float(lengths.sum()) / (len(rows) * data.max_length)
+        report.packing = {"rows": len(rows), "budget": data.max_length, "fill": fill}
+    documents.write_rows(folder / "rows.arrow", order, counts, data.packing)
     documents.remove()
     report.seconds = time.perf_counter() - started
     both = {"train": report.as_json(), "validation": held.finish(str).as_json()}

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 SECONDS = 5
 MEGABYTES = 256
+LONGEST = 16 * 2**20  # characters of a rendered chat
+PORTION = 4 * 2**20  # characters sent at once: the child's memory is for what the template makes of them
+BROKEN = ("the template is broken", "the template took more")
+"""How errors begin that don't depend on the chat."""
 
 
 class Rendered(NamedTuple):
@@ -34,7 +38,12 @@ class Rendered(NamedTuple):
 
 
 def render(
-    template: str, special: dict[str, Any], way: str, chats: list[tuple[Any, Any]], prompt: bool = False
+    template: str,
+    special: dict[str, Any],
+    way: str,
+    chats: list[tuple[Any, Any]],
+    prompt: bool = False,
+    after_turn: str = "",
 ) -> list[Rendered]:
     """Render chats with a template.
 
@@ -45,10 +54,11 @@ def render(
             beginning of the next) or `none`.
         chats: messages and tools (or None) of each.
         prompt: end where the assistant is to go on.
+        after_turn: what the template writes after the end of the last turn; no turn includes it.
     """
     child = _child(os.getpid())  # a forked data loader worker needs one of its own
-    request = {"template": template, "special": special, "way": way, "chats": chats, "prompt": prompt}
-    return [Rendered(*answer) for answer in child.ask(request)]
+    request = {"template": template, "special": special, "way": way, "prompt": prompt, "after": after_turn}
+    return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 
 class Child:
@@ -73,30 +83,55 @@ class Child:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def ask(self, request: dict[str, Any]) -> list[Any]:
-        """The answers of one request; where the process dies of a chat, that chat's answer is an error."""
+    def ask(self, request: dict[str, Any], chats: list[Any]) -> list[Any]:
+        """The answer to each chat; where the process dies of a chat, that chat's answer is an error."""
+        head = json.dumps(request)
+        answers = []
         with self.lock:
-            answers = self._exchange(request)
-            if answers is not None:
-                return answers
-            one_by_one = [self._exchange({**request, "chats": [chat]}) for chat in request["chats"]]
-            died = [["", [], f"the template took more than {SECONDS} s or {MEGABYTES} MB"]]
-            return [(answer or died)[0] for answer in one_by_one]
+            for portion in _portions(chats):
+                found = self._exchange(head, portion)
+                if found is None and len(portion) > 1:
+                    found = [answer for chat in portion for answer in self._exchange(head, [chat]) or [DIED]]
+                answers += found or [DIED]
+        return answers
 
-    def _exchange(self, request: dict[str, Any]) -> list[Any] | None:
+    def _exchange(self, head: str, chats: list[str]) -> list[Any] | None:
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin and stdout
         try:
-            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.write(f'{head[:-1]}, "chats": [{", ".join(chats)}]}}\n'.encode())
             stdin.flush()
             line = stdout.readline()
         except BrokenPipeError:
             line = b""
-        if not line:
-            self.stop()
-            self.start()
+        except BaseException:  # such as Ctrl-C: the next question must not get this one's answer
+            self._restart()
+            raise
+        if not line.endswith(b"\n"):
+            self._restart()
             return None
         return json.loads(line)
+
+    def _restart(self) -> None:
+        self.stop()
+        self.start()
+
+
+DIED = ("", (), f"the template took more than {SECONDS} s or {MEGABYTES} MB")
+
+
+def _portions(chats: list[Any]) -> Iterator[list[str]]:
+    """Chats as JSON, so many together as are sent at once."""
+    portion: list[str] = []
+    size = 0
+    for chat in map(json.dumps, chats):
+        if portion and size + len(chat) > PORTION:
+            yield portion
+            portion, size = [], 0
+        portion.append(chat)
+        size += len(chat)
+    if portion:
+        yield portion
 
 
 @cache
@@ -105,6 +140,10 @@ def _child(pid: int) -> Child:
 
 
 # ---- what follows runs in the child
+
+
+class _Refused(Exception):
+    """What to say of a chat, as it is."""
 
 
 def _serve() -> None:
@@ -129,31 +168,43 @@ def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
         found, spans = upstream(
             chats, tools, add_generation_prompt=prompt, return_assistant_tokens_mask=marks, **options
         )
+        for text in found:
+            if len(text) > LONGEST:
+                raise _Refused(f"the template took more than {LONGEST} characters")
+            text.encode()  # half of a surrogate pair is an error here
         return list(zip(found, spans if marks else [()] * len(found), strict=True))
 
-    chats = request["chats"]
-    if request["way"] != "turns" and not any(tools for _, tools in chats):
+    chats, turns = request["chats"], request["way"] == "turns" and not request["prompt"]
+    if len(chats) > 1 and not turns and not any(tools for _, tools in chats):
         with contextlib.suppress(Exception), _limited_time():
             return [(text, spans, "") for text, spans in texts([messages for messages, _ in chats], None)]
-    one = _by_turns if request["way"] == "turns" and not request["prompt"] else _as_it_is
-    return [_answer(one, texts, messages, tools) for messages, tools in chats]
+
+    def one(messages: list[Any], tools: Any) -> tuple[Any, Any]:
+        return _by_turns(texts, messages, tools, request["after"]) if turns else texts([messages], tools)[0]
+
+    return [_answer(one, messages, tools) for messages, tools in chats]
 
 
-def _answer(one: Any, texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any, str]:
+def _answer(one: Any, messages: list[Any], tools: Any) -> tuple[Any, Any, str]:
+    from jinja2 import TemplateSyntaxError
+
     try:
         with _limited_time():
-            return (*one(texts, messages, tools), "")
+            return (*one(messages, tools), "")
     except MemoryError:
-        return "", (), f"the template took more than {MEGABYTES} MB"
-    except Exception as error:
-        return "", (), f"the template refuses it: {error}"[:300]
+        error = f"the template took more than {MEGABYTES} MB"
+    except TimeoutError:
+        error = f"the template took more than {SECONDS} s"
+    except TemplateSyntaxError as broken:
+        error = f"the template is broken: {broken.message} (its line {broken.lineno})"
+    except _Refused as refused:
+        error = str(refused)
+    except Exception as other:
+        error = f"the template refuses it: {other}"
+    return "", (), error[:300]
 
 
-def _as_it_is(texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any]:
-    return texts([messages], tools)[0]
-
-
-def _by_turns(texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any]:
+def _by_turns(texts: Any, messages: list[Any], tools: Any, after_turn: str) -> tuple[Any, Any]:
     """What an assistant's turn adds to the text so far is the assistant's."""
     ((text, _),) = texts([messages], tools)
     spans = []
@@ -161,8 +212,9 @@ def _by_turns(texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any]:
         if message["role"] == "assistant":
             ((before, _),) = texts([messages[:index]], tools, prompt=True)
             ((after, _),) = texts([messages[: index + 1]], tools)
+            after = after.removesuffix(after_turn)
             if not (after.startswith(before) and text.startswith(after)):
-                raise ValueError("it neither marks the assistant's tokens nor renders turn by turn")
+                raise _Refused("the template neither marks the assistant's tokens nor renders turn by turn")
             spans.append([len(before), len(after)])
     return text, spans
 
@@ -171,16 +223,16 @@ def _by_turns(texts: Any, messages: list[Any], tools: Any) -> tuple[Any, Any]:
 def _limited_time() -> Iterator[None]:
     """An exception after SECONDS; where no Python code runs to raise it, the kernel ends the process."""
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS + 1)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS + 1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _too_slow(*_: object) -> None:
-    raise TimeoutError(f"it took more than {SECONDS} s")
+    raise TimeoutError
 
 
 def _limit_memory() -> None:

@@ -50,6 +50,7 @@ def stream(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     for _ in audited(load.validation(data, set(), seed), data, held, "validation"):
         pass
+    held.check_rows(data)
     shards = _shards(data, seed)
     places = []
     for row, documents in audited(islice(_read(list(dict.fromkeys(shards))), AUDITED), data, audit, ""):

@@ -71,16 +71,15 @@ class Documents:
     def place(self, index: int) -> str:
         return self.table.column("where")[index].as_py()
 
-    def batch(self, groups: list[list[int]]) -> dict[str, Any]:
-        """The columns of some rows, each made of a group of documents."""
-        order = np.array([index for group in groups for index in group])
+    def batch(self, order: NDArray[np.int64], counts: NDArray[np.int64]) -> dict[str, Any]:
+        """The columns of some rows: the documents `order`, `counts` of them in each row."""
         lengths = np.frombuffer(self.lengths, np.int32)[order]
         stops = np.cumsum(lengths)
         # Position in the flat files of each token: the document's own beginning, counted on from there
         positions = np.repeat(self.ends[order] - stops, lengths) + np.arange(stops[-1])
         ids, labels = (flat[positions] for flat in self.flat)
         labels[stops - lengths] = IGNORED  # the first token of a document is never a target
-        documents = np.cumsum([0, *map(len, groups)], dtype=np.int32)
+        documents = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = np.concatenate([[0], stops])[documents].astype(np.int32)
         where, cut = (self.table.column(name).take(order).combine_chunks() for name in ("where", "cut"))
         return {
@@ -91,16 +90,23 @@ class Documents:
             "cut": pyarrow.ListArray.from_arrays(documents, cut),
         }
 
-    def write_rows(self, path: Path, groups: list[list[int]], packed: bool) -> None:
-        """One row a group: input_ids, labels, where they come from; if packed, its documents' lengths."""
+    def write_rows(
+        self, path: Path, order: NDArray[np.int64], counts: NDArray[np.int64], packed: bool
+    ) -> None:
+        """Rows of the documents `order`, `counts` of them in each: input_ids, labels, where they come from.
+
+        A packed row also has the lengths of its documents.
+        """
         kinds = dict.fromkeys(("input_ids", "labels", "seq_lengths", "where", "cut"), TOKENS)
         kinds["where"] = pyarrow.list_(pyarrow.string())
         schema = pyarrow.schema(
             {name: kind for name, kind in kinds.items() if packed or name != "seq_lengths"}
         )
+        ends = np.concatenate([[0], np.cumsum(counts)])
         with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
-            for start in range(0, len(groups), CHUNK):
-                columns = self.batch(groups[start : start + CHUNK])
+            for start in range(0, len(counts), CHUNK):
+                some = counts[start : start + CHUNK]
+                columns = self.batch(order[ends[start] : ends[start + len(some)]], some)
                 stream.write_batch(pyarrow.record_batch([columns[n] for n in schema.names], schema))
 
     def remove(self) -> None:

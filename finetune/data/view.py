@@ -34,11 +34,10 @@ STYLES = {
     "special-trained": "bold green underline",
     "special-masked": "dim underline",
 }
-ACTING = (*range(0x80, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+ACTING = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 SIGNS = {  # for what can't be seen, or would act on a terminal or on the order of the text
-    **{code: chr(0x2400 + code) for code in range(0x20)},
     **{code: f"\\u{code:04x}" for code in ACTING},
-    **{ord("\n"): "↵\n", ord("\t"): "⇥\t", 0x7F: "\N{SYMBOL FOR DELETE}"},
+    **{ord("\n"): "↵\n", ord("\t"): "⇥\t"},
 }
 
 
@@ -149,20 +148,21 @@ def show(screen: Screen, tokenizer: PreTrainedTokenizerBase, prepared: Prepared,
         console.print(line, soft_wrap=True)
     for number, row in enumerate(rows, start=1):
         if "seq_lengths" in row:
-            size = f"{len(row['seq_lengths'])} documents, {len(row['input_ids']):,} tokens"
+            size = f"{len(row['input_ids']):,} tokens, documents: {len(row['seq_lengths'])}"
             console.print(Text(f"\nrow {number}: {size}", style="bold"), soft_wrap=True)
         for document in documents(tokenizer, row):
             counts = f"{document.tokens:,} tokens, {document.trained:,} with loss"
-            rule = f"── {document.where}: {counts} ".ljust(console.width, "─")
+            rule = f"── {visible(document.where)}: {counts} ".ljust(console.width, "─")
             console.print(Text(f"\n{rule}", style="cyan"), soft_wrap=True)
             if document.cut:
                 console.print(Text(cut(document.cut), style="yellow"), soft_wrap=True)
-            console.print(_painted(document.pieces, coloured), soft_wrap=True)
+            text = _painted(document.pieces, coloured)
+            console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
 
 
 def _extent(prepared: Prepared, shown: int) -> str:
     if prepared.path is None:
-        return f"the first {shown:,} rows of the stream"
+        return f"rows of the stream, the first {shown:,}"
     rows: Any = prepared.train
     return f"{shown:,} of {len(rows):,} rows" + (", spread evenly" if shown < len(rows) else "")
 
@@ -187,18 +187,19 @@ def cut(tokens: int) -> str:
 def summary(screen: Screen, prepared: Prepared) -> None:
     """The audit as a table, and a line for each thing that happened to some rows."""
     screen.table("data", ("what", "value", ""), facts(prepared))
-    screen.say("", *(f"note: {said}" for _, said in remarks(prepared)))
+    screen.say("", *(f"{'left out' if left_out else 'note'}: {said}" for left_out, said in remarks(prepared)))
     if not remarks(prepared):
         screen.say("fine: every row is trained on as it is")
 
 
 def remarks(prepared: Prepared) -> list[tuple[bool, str]]:
-    """Whether rows are left out, and what is said of them."""
-    return [
+    """Whether rows are left out, and what is said of them; those that are come first."""
+    found = [
         (kind in LEFT_OUT, remark if split == "train" else f"held out: {remark}")
         for split, report in prepared.report.items()
         for kind, remark in zip(report.counts, report.remarks(), strict=True)
     ]
+    return sorted(found, key=lambda remark: not remark[0])
 
 
 def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
@@ -224,14 +225,12 @@ def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
         rows = f"{source['rows']:,} rows, weight {source['weight']:g}"
         found.append(("source", name, f"{part:.1%} of the tokens: {rows}"))
     found += [("format", name, source) for source, name in report.formats.items()]
-    if held_out.rows:
-        with_loss = f"{held_out.trained_tokens:,} with loss ({share(held_out)})"
-        more = f"{held_out.tokens:,} tokens, {with_loss}"
-        found.append(("held out", f"{held_out.kept:,} of {held_out.rows:,} rows", more))
-    else:
-        found.append(("held out", "no rows", ""))
+    more = f"{held_out.tokens:,} tokens, {held_out.trained_tokens:,} with loss ({share(held_out)})"
+    more = more if held_out.rows else "nothing to evaluate on"
+    found.append(("held out", f"{held_out.kept:,} of {held_out.rows:,} rows", more))
     if prepared.path is None:
-        return [*found, ("prepared", "while training", f"the first {report.rows:,} rows were looked at")]
+        seen = f"the first {report.seen:,}" if report.seen else "all"
+        return [*found, ("prepared", "while training", f"{seen} rows were looked at")]
     when = "found in the cache, made in" if prepared.cached else "just now, in"
     return [*found, ("prepared", f"{when} {report.seconds:.1f} s", str(prepared.path))]
 
@@ -249,7 +248,7 @@ def share(report: Report) -> str:
 
 
 def _histogram(counts: list[float]) -> str:
-    return "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / max(counts))] for count in counts)
+    return "".join("\N{NO-BREAK SPACE}▁▂▃▄▅▆▇█"[math.ceil(8 * count / max(counts))] for count in counts)
 
 
 def write_html(
@@ -278,9 +277,10 @@ def write_html(
         loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     page.filters |= {"visible": visible, "cut": cut, "share": share}
-    given = {"recipe": recipe_name, "report": report, "facts": facts(prepared), "remarks": remarks(prepared)}
-    given |= {"rows": rows, "extent": _extent(prepared, len(rows)), "max_length": max_length}
+    given = {"title": Path(recipe_name).stem, "recipe": recipe_name, "max_length": max_length}
+    given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared)}
     given |= {"mix": mix(report), "fills": _fills(prepared)}
+    given |= {"rows": rows, "extent": _extent(prepared, len(rows))}
     path.write_text(page.get_template("view.html.jinja").render(given), encoding="utf-8")
 
 
