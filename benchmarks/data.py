@@ -4,8 +4,8 @@
     python benchmarks/data.py --table               # the table of benchmarks/README.md, from the JSON
 
 ASSETS holds instruction data (rasbt, gsm8k, commonsense) and a Qwen2 tokenizer. Both sides train on the
-assistant's tokens alone and pack to 4,096 tokens; best of three. Ours is timed from a JSONL file to the last row
-written, with the audit; TRL's from a loaded data set, in two processes, its cache off.
+assistant's tokens alone and pack to 4,096 tokens; best of three. Ours is timed from a JSONL file to the last
+row written, with the audit; TRL's from a loaded data set, in two processes, its cache off.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rows(assets: Path) -> list[Row]:
 
 def ours(file: Path, tokenizer: Any, folder: Path) -> Row:
     from finetune.data.prepare import prepare
-    from finetune.recipe import Data, Expect
+    from finetune.sections import Data, Expect
 
     data = Data(
         name=str(file), packing=True, max_length=BUDGET, cache=str(folder), expect=Expect(duplicates=1)
@@ -99,8 +99,8 @@ def trl(file: Path, tokenizer: Any, folder: Path) -> Row:
 def measure(assets: Path, times: int) -> Row:
     from finetune.data.chat import bundled
     from finetune.model import load_tokenizer
-    from finetune.recipe import Model
     from finetune.screen import quieten_libraries
+    from finetune.sections import Model
 
     quieten_libraries()
     tokenizer = load_tokenizer(Model(name=str(assets / "tokenizer-qwen2")), bundled()["qwen2_5"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.receipts import Ledger
-    from finetune.recipe import Adapter
+    from finetune.sections import Adapter
 
 # Peak learning rates that usually work; a recipe outside gets one line of advice, never a change.
 USUAL_LEARNING_RATE = {

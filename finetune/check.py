@@ -9,7 +9,7 @@ from finetune import adapters, model, modules
 from finetune.data import chat, load
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import FOUR_BIT
-from finetune.recipe import Source
+from finetune.sections import Source
 from finetune.upstream import installed
 
 if TYPE_CHECKING:

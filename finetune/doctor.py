@@ -10,9 +10,9 @@ from packaging.requirements import Requirement
 
 from finetune import hardware as hw
 from finetune.errors import UserError
-from finetune.recipe import Data, Model, Speed, Train
 from finetune.run_folder import PACKAGES
 from finetune.screen import Screen
+from finetune.sections import Data, Model, Speed, Train
 from finetune.speed.apply import choose_compile
 from finetune.upstream import installed
 

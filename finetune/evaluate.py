@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
     from finetune.data.chat import Encoder
     from finetune.data.formats import Example
-    from finetune.recipe import Eval, Recipe
+    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
+    from finetune.sections import Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
@@ -279,6 +280,6 @@ def samples(rows: list[Example], before: Score, after: Score, count: int) -> lis
 
 def _saved(folder: RunFolder) -> Any:
     """The tokenizer that was saved with the weights."""
-    from finetune.recipe import Model
+    from finetune.sections import Model
 
     return Model(name=str(folder.weights))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.hardware import Setup
-    from finetune.recipe import Model
+    from finetune.sections import Model
 
 
 def check_exists(model: Model) -> None:

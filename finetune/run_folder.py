@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel
 
 from finetune.errors import Problem, UserError
-from finetune.recipe import Train
+from finetune.sections import Train
 
 if TYPE_CHECKING:
     from finetune.hardware import Hardware, Launch

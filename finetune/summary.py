@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from finetune import adapters, run_folder
-from finetune.recipe import Source
 from finetune.recipe import load as load_recipe
+from finetune.sections import Source
 
 if TYPE_CHECKING:
     from finetune.data.audit import Report

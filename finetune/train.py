@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
     from finetune.data.audit import Report
     from finetune.hardware import Setup
-    from finetune.recipe import Data, Recipe, Train
+    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
+    from finetune.sections import Data, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import shutil
@@ -15,20 +14,25 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
-atexit.register(shutil.rmtree, os.environ["FINETUNE_CACHE"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
 from finetune import cli
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 MODEL = ROOT / "examples" / "tiny_llama" / "model"
 DATA = ROOT / "examples" / "tiny_llama" / "data"
 ADAPTERS = ("lora", "qlora", "dora", "qdora", "adalora", "ia3", "full")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cache_left() -> Iterator[None]:
+    yield
+    shutil.rmtree(os.environ["FINETUNE_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

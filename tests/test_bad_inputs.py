@@ -15,7 +15,7 @@ from finetune import cli
 from finetune.data.prepare import prepare
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
-from finetune.recipe import Data, Model
+from finetune.sections import Data, Model
 
 LINEAR = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
 
@@ -258,7 +258,7 @@ def test_50_a_folder_of_another_run_is_left_alone(train, tmp_path, capsys) -> No
 
 def test_58_a_batch_that_processes_can_t_share() -> None:
     from finetune.errors import UserError
-    from finetune.recipe import Train
+    from finetune.sections import Train
     from finetune.train import split_batch
 
     assert split_batch(Train(effective_batch_size=48), 2) == (48, 8, 3)

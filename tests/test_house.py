@@ -18,7 +18,7 @@ PACKAGE = ROOT / "finetune"
 # modules named before it. Only `train` (and what drives it) sees everything.
 LAYERS = (
     ("errors",),
-    ("strict_yaml", "upstream", "renames"),
+    ("strict_yaml", "upstream", "renames", "sections"),
     ("recipe_errors",),
     ("recipe", "receipts", "hardware", "modules"),
     ("run_folder", "screen"),

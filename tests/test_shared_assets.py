@@ -65,4 +65,5 @@ def test_real_questions_as_prompt_and_completion(tmp_path) -> None:
     settings = {"model": "books-16m", "kind": "ia3", "rate": "5e-2", "steps": 4, "batch": 8}
     run = run_recipe(tmp_path, data=data, more="validation_fraction: 0.1", **settings)
     report = run.read("data_report.json")["train"]
-    assert report["format"] == "prompt_completion" and report["ends_trained"] == report["kept"] == 54
+    assert list(report["formats"].values()) == ["prompt_completion"] and report["kept"] == 54
+    assert "no_end_of_turn" not in report["counts"]

@@ -15,7 +15,7 @@ from finetune.data import stream
 from finetune.data.load import Row
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
-from finetune.recipe import Data, Model
+from finetune.sections import Data, Model
 
 LINES = (DATA / "test.jsonl").read_text().splitlines()[:70]
 

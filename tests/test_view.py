@@ -15,9 +15,9 @@ from finetune import check, cli
 from finetune.data import view
 from finetune.data.audit import Report
 from finetune.model import load_tokenizer
-from finetune.recipe import Model
 from finetune.recipe import load as load_recipe
 from finetune.screen import Screen
+from finetune.sections import Model
 
 ANSWERS = ["Maria did.", "A tag:\n\tif a < b: print('[red]no[/red]')", "👩‍👩‍👧 and 中文, said 😀.", "Omar."]
 QUESTIONS = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from finetune.data.chat import Encoded, Encoder
     from finetune.data.formats import BadRow, Example
-    from finetune.recipe import Data, Expect
+    from finetune.sections import Data, Expect
 
 BINS = 24
 SAID = {  # what is counted -> what is said of so many rows

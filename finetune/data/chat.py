@@ -23,7 +23,7 @@ from finetune.errors import Problem, UserError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.recipe import Data
+    from finetune.sections import Data
 
 IGNORED = -100
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>")

@@ -21,7 +21,7 @@ from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
     from finetune.data.load import Row
-    from finetune.recipe import Data
+    from finetune.sections import Data
 
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = {  # the columns of each format, in the order in which formats are recognised

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import Source, local_path
+from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
+from finetune.sections import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from finetune.recipe import Data
+    from finetune.sections import Data
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")

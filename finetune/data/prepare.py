@@ -32,6 +32,7 @@ from finetune.data.formats import BadRow, Example, convert, detect
 from finetune.data.load import Row
 from finetune.data.pack import best_fit
 from finetune.data.table import Documents
+from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from array import array
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoder
-    from finetune.recipe import Data
+    from finetune.sections import Data
 
 CHUNK = 4000  # rows encoded together
 
@@ -75,8 +76,7 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
     folder = cache_folder(data) / _key(data, tokenizer, seed, vocabulary, sources)
     cached = (folder / "report.json").exists()
     if not cached:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+        building = _building(folder.parent)
         gc.disable()  # millions of small lists come and go, without one cycle
         try:
             _build(building, data, tokenizer, seed, vocabulary, sources)
@@ -93,6 +93,17 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
 def cache_folder(data: Data) -> Path:
     """Where prepared data is kept: `data.cache`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
     return Path(data.cache or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+
+
+def _building(cache: Path) -> Path:
+    """A new folder in the cache (exit 2 if there can be none)."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    except OSError as error:
+        fix = "data.cache: a folder that can be written, or FINETUNE_CACHE"
+        problem = Problem(f"nothing can be kept in {cache}", "data.cache", found=str(error.strerror), fix=fix)
+        raise UserError(problem) from None
 
 
 def examples(rows: Iterable[Row | BadRow], data: Data, formats: dict[str, str], name: str) -> Iterator[Any]:
@@ -186,8 +197,9 @@ def _build(
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
     drawn = load.draw_held_out(data, seed)
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
-    for _ in audited(load.validation(data, drawn, seed), data, held, "validation"):
-        pass
+    held_places = []
+    for row, found in audited(load.validation(data, drawn, seed), data, held, "validation"):
+        held_places += [row.where] * len(found)
     held.check_rows(data)
     documents = Documents(folder)
     times = []  # how often each document is used in an epoch
@@ -214,7 +226,7 @@ def _build(
     documents.write_rows(folder / "rows.arrow", order, counts, data.packing)
     documents.remove()
     report.seconds = time.perf_counter() - started
-    both = {"train": report.as_json(), "validation": held.finish(str).as_json()}
+    both = {"train": report.as_json(), "validation": held.finish(held_places.__getitem__).as_json()}
     (folder / "report.json").write_text(json.dumps(both, indent=1))
 
 
@@ -228,9 +240,10 @@ def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
 def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources: dict[str, str]) -> str:
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
-    code = b"".join(
-        path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.*")) if path.is_file()
-    )
+    here = Path(__file__).parent
+    modules = ("formats", "load", "render", "chat", "pack", "prepare", "table")
+    files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
+    code = b"".join(path.read_bytes() for path in files)
     parts = {
         "data": data.model_dump(exclude={"cache", "name"}),
         "mix": [(s.weight, s.name if s.name in sources else "") for s in load.sources(data)],

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoded
-    from finetune.recipe import Data
+    from finetune.sections import Data
 
 RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
 AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
@@ -48,8 +48,9 @@ def stream(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary
     check(data)
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
-    for _ in audited(load.validation(data, set(), seed), data, held, "validation"):
-        pass
+    held_places = []
+    for row, documents in audited(load.validation(data, set(), seed), data, held, "validation"):
+        held_places += [row.where] * len(documents)
     held.check_rows(data)
     shards = _shards(data, seed)
     places = []
@@ -65,7 +66,7 @@ def stream(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary
     block = partial(encode_block, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "where"]}
     train: Any = rows.map(block, batched=True, **options)
-    return Prepared(train, {"train": report, "validation": held.finish(str)}, None, False)
+    return Prepared(train, {"train": report, "validation": held.finish(held_places.__getitem__)}, None, False)
 
 
 def check(data: Data) -> None:
@@ -105,22 +106,24 @@ def encode_block(
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
     audit = Audit(encoder_for, data.train_on, vocabulary)
     rows = [_row(value, where) for value, where in zip(batch["value"], batch["where"], strict=True)]
-    documents: list[Encoded] = []
-    for _, found in audited(rows, data, audit, ""):
-        documents += found
+    documents: list[tuple[str, Encoded]] = []
+    for row, found in audited(rows, data, audit, ""):
+        documents += [(row.where, document) for document in found]
     audit.check_rows(data)
     random.Random(f"{seed} {batch['where'][0]}").shuffle(documents)
     groups = [[index] for index in range(len(documents))]
     if data.packing:
-        groups = best_fit([len(document.ids) for document in documents], data.max_length)
+        groups = best_fit([len(document.ids) for _, document in documents], data.max_length)
         random.Random(f"{seed} {batch['where'][0]}").shuffle(groups)
     packed = [[documents[index] for index in group] for group in groups]
     columns: dict[str, list[Any]] = {
-        "input_ids": [[i for document in group for i in document.ids] for group in packed],
-        "labels": [[i for document in group for i in [IGNORED, *document.labels()[1:]]] for group in packed],
+        "input_ids": [[i for _, one in group for i in one.ids] for group in packed],
+        "labels": [[i for _, one in group for i in [IGNORED, *one.labels()[1:]]] for group in packed],
+        "where": [[where for where, _ in group] for group in packed],
+        "cut": [[one.cut for _, one in group] for group in packed],
     }
     if data.packing:
-        columns["seq_lengths"] = [[len(document.ids) for document in group] for group in packed]
+        columns["seq_lengths"] = [[len(one.ids) for _, one in group] for group in packed]
     return columns
 
 

@@ -12,7 +12,7 @@ from finetune.hardware import Choice
 if TYPE_CHECKING:
     from finetune.hardware import Hardware
     from finetune.receipts import Ledger
-    from finetune.recipe import Speed
+    from finetune.sections import Speed
 
 MEMORY_SHARE = 0.8  # of a device's memory that weights and activations may take before `auto` recomputes
 

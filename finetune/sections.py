@@ -1,0 +1,172 @@
+"""The sections of a recipe, each frozen, strict about types and closed. What a key does stands beside it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Frozen, strict about types, and closed: an unknown key is an error."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class Model(Section):
+    name: str
+    """Hub id (`meta-llama/Llama-3.1-8B`) or local folder."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    attention: Literal[
+        "auto",
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+    ] = "auto"
+    """Attention kernel; `auto` chooses for this machine and says why."""
+
+
+class Source(Section):
+    """One of several sources in `data.name`."""
+
+    name: str
+    """File, folder, glob or Hub id."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """How often a row is used in an epoch: 2 is twice, 0.5 is half of the rows, drawn with `train.seed`."""
+    revision: str | None = None
+    """Commit (or tag or branch) of a Hub data set; `null`: `data.revision`."""
+    subset: str | None = None
+    """Configuration of a Hub data set; `null`: `data.subset`."""
+    split: str | None = None
+    """Split of a Hub data set; `null`: `data.split`."""
+
+
+class Expect(Section):
+    """What the audit lets pass. Each limit is a share of all rows; more than that ends the run (exit 2)."""
+
+    unreadable: float = Field(default=0.0, ge=0, le=1)
+    """Rows that are not JSON objects."""
+    malformed: float = Field(default=0.0, ge=0, le=1)
+    """Rows with an unknown role, or with a content that is empty or not text."""
+    role_order: float = Field(default=0.0, ge=0, le=1)
+    """Chats that the assistant begins, or in which a role speaks twice in a row."""
+    dropped: float = Field(default=0.05, ge=0, le=1)
+    """Rows left out: too long, no answer at the end, or no token to train on."""
+    duplicates: float = Field(default=0.2, ge=0, le=1)
+    """Rows that repeat an earlier one."""
+    in_validation: float = Field(default=0.01, ge=0, le=1)
+    """Held-out rows that also stand in the training data (a share of the held-out rows)."""
+    no_end_of_turn: float = Field(default=0.01, ge=0, le=1)
+    """Rows that do not teach the model to stop: their last trained token does not end the turn."""
+
+
+class Data(Section):
+    name: str | list[str | Source]
+    """File (jsonl, json, csv, parquet, arrow, tar, txt), folder, glob or Hub id, or a list of these."""
+    revision: str | None = None
+    """Commit (or tag or branch) of a Hub data set."""
+    subset: str | None = None
+    """Configuration of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
+    """What a row looks like; `auto` goes by the columns and says what it found."""
+    columns: dict[str, str] = {}
+    """The data's names for ours: `{instruction: question, output: answer}`."""
+    role_map: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
+    """The data's names for roles: `{bot: assistant}`."""
+    reasoning: Literal["keep", "cut"] = "keep"
+    """`<think>` parts of the assistant's messages."""
+    validation: str | None = None
+    """File with held-out rows; or see `validation_fraction`."""
+    validation_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the rows held out, drawn with `train.seed`; equal rows stay on one side."""
+    max_length: int = Field(default=1024, ge=8)
+    """Longest row in tokens; with packing, the tokens of a packed row."""
+    too_long: Literal["drop", "truncate_prompt", "split", "error"] = "drop"
+    """What happens to a longer row. An answer is never cut; `split` is for plain text."""
+    train_on: Literal["assistant", "last_turn", "completion", "all"] = "assistant"
+    """Tokens that carry loss: the assistant's turns with their ends, its last one, those after the last
+    user's turn, or every token."""
+    chat_template: str | None = None
+    """A bundled template (llama3, qwen3, mistral, gemma, phi3, chatml ...) or a Jinja file, in place of the
+    tokenizer's own."""
+    packing: bool = False
+    """Several rows in one of `max_length` tokens, none seeing another."""
+    padding_free: bool = False
+    """Rows of a batch end to end in place of padding (packing always does it)."""
+    streaming: bool = False
+    """Read while training, for what does not fit on disk a second time; needs `train.max_steps`."""
+    shuffle_buffer: int = Field(default=10_000, ge=1)
+    """Rows that are shuffled (and packed) together when streaming."""
+    cache: str | None = None
+    """Folder of prepared data; `null`: $FINETUNE_CACHE or ~/.cache/finetune."""
+    expect: Expect = Expect()
+    """Limits of the audit that runs before any weight is loaded."""
+
+
+class Adapter(Section):
+    """The part every type shares; `adapter_sections` adds PEFT's own keys for each type."""
+
+    type: str
+    """The method. Swapping it is all it takes."""
+
+    def options(self) -> dict[str, Any]:
+        """The PEFT keys that were set, by the recipe or by a default of ours."""
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set - {"type"})}
+
+
+class Speed(Section):
+    base: Literal["auto", "bf16", "fp8", "nf4"] = "auto"
+    """Storage of the frozen base; `auto`: nf4 for the q-types, else the launch's precision."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile for each decoder layer; `auto` leaves it off."""
+    recompute: Literal["auto", "none", "all"] = "auto"
+    """Recompute activations in backward: `all` saves memory and costs about a third more time."""
+
+
+class Train(Section):
+    """Ours; `train_section` adds every SFTConfig field that no other section owns."""
+
+    output_dir: str | None = None
+    """The run folder; `null`: runs/<recipe>-<time>."""
+    effective_batch_size: int = Field(default=32, ge=1)
+    """Sequences in one optimizer step, over all processes."""
+    per_device_train_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8."""
+    learning_rate: float = Field(default=2e-4, ge=0, allow_inf_nan=False)
+    """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps; excludes `num_train_epochs`."""
+    num_train_epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data; neither given: 3."""
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    """Seeds adapter initialisation, dropout, shuffling and the validation split."""
+
+    def passed_on(self) -> dict[str, Any]:
+        """The SFTConfig keys the recipe set, to be handed over as they are."""
+        ours = Train.model_fields.keys()
+        return {name: getattr(self, name) for name in sorted(self.model_fields_set - ours)}
+
+
+class Eval(Section):
+    samples: int = Field(default=5, ge=0)
+    """Held-out rows whose answers of base and tuned are shown side by side."""
+    batch_size: int = Field(default=64, ge=1)
+    """Rows generated or scored at once."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest generated answer; `null`: the longest reference answer and 16 tokens more."""
+
+
+class Publish(Section):
+    repo: str | None = None
+    """Hub repository to push to; `null`: nothing leaves this machine."""
