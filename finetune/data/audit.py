@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -278,7 +279,14 @@ def _speaker(example: Example, train_on: str) -> str:
 
 
 def _shown(places: list[str], count: int) -> str:
-    return ", ".join(places) + (" ..." if count > len(places) else "")
+    """`train.jsonl:51, :53 ...`: a file's name stands only before its first row."""
+    found, last = [], None
+    for place in places:
+        match = re.fullmatch(r"(.*?)([:\[]\d+\]?.*)", place)
+        file, row = match.groups() if match else (place, "")
+        found.append(row if match and file == last else place)
+        last = file
+    return ", ".join(found) + (" ..." if count > len(places) else "")
 
 
 def _enough(count: int, of: int) -> float:
