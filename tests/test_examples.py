@@ -5,7 +5,7 @@ import json
 from conftest import DATA, MODEL
 
 from finetune.model import load_tokenizer
-from finetune.recipe import Model
+from finetune.sections import Model
 
 
 def test_pre_training_never_shows_the_task() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import MODEL
+from conftest import DATA, MODEL
 from test_shared_assets import ASSETS
 
 from finetune.data import chat, render
@@ -21,7 +22,7 @@ from finetune.data.formats import BadRow, Example, convert
 from finetune.data.load import Row
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
-from finetune.recipe import Data, Model
+from finetune.sections import Data, Model
 
 ASKED: list[tuple[Any, Any]] = [([{"role": "user", "content": "Who came?"}], None)]
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -32,8 +33,12 @@ DOUBLING = (
 )
 RECURSIVE = "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}"
 SLOW = {
-    "endless loops": (ENDLESS, "more than 5 s"),
-    "a power in C": ("{{ 10 ** (10 ** 8) % 7 }}", "more than 5 s or 256 MB"),
+    "endless loops": (ENDLESS, "more than 5 s", 9),
+    "a power in C": (
+        "{{ 10 ** (10 ** 8) % 7 }}",
+        "more than 5 s or 256 MB",
+        15,
+    ),  # 6 s of the processor's time
 }
 QUICK = {
     "a long text": ("{{ 'x' * 10 ** 9 }}", "256 MB"),
@@ -65,14 +70,15 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def attack(template: str, says: str) -> None:
+def attack(template: str, says: str, seconds: float = 9) -> None:
     """An error for the row, in time and in little memory, and the next template works as ever."""
-    before, started = psutil.Process().memory_info().rss, time.monotonic()
+    others, before, started = children(), psutil.Process().memory_info().rss, time.monotonic()
     (found,) = answer(template)
-    assert time.monotonic() - started < 8 and says in found.error, found.error
+    assert time.monotonic() - started < seconds and says in found.error, found.error
     assert psutil.Process().memory_info().rss - before < 300 * 2**20
     assert answer(PLAIN)[0] == ("Who came?", [], "")
-    assert not [child for child in children() if child.status() == psutil.STATUS_ZOMBIE]
+    new = [child for child in children() if child not in others]
+    assert not [child for child in new if child.status() == psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -94,7 +100,7 @@ def test_a_template_that_never_ends_is_an_error_before_any_row() -> None:
     started = time.monotonic()
     with pytest.raises(UserError, match=r"the chat template is broken(.|\n)*more than 5 s"):
         chat.make_encoder(tokenizer, Data(name="-"), chats=True)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 9
 
 
 def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> None:
@@ -108,13 +114,13 @@ def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> No
 
 
 def test_more_text_than_the_child_holds_at_once_is_sent_in_portions() -> None:
-    content = "word " * 200_000
+    content = "word " * 400_000
     chats: list[tuple[Any, Any]] = [
-        ([{"role": "user", "content": f"{n} {content}"}], None) for n in range(30)
+        ([{"role": "user", "content": f"{n} {content}"}], None) for n in range(50)
     ]
     before = render._child(os.getpid()).process.pid
     found = answer(PLAIN, chats)
-    assert [text.text for text in found] == [f"{n} {content}" for n in range(30)]
+    assert [text.text for text in found] == [f"{n} {content}" for n in range(50)]
     assert render._child(os.getpid()).process.pid == before, "it did not die of it"
 
 
@@ -273,6 +279,11 @@ def test_what_a_template_adds_to_the_last_turn_only_is_not_trained() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     template = "{{ messages | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     assert "renders turn by turn" in refused(template, TURNS).problem.found
+    drops = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' or loop.last %}"
+    drops += "{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    drops += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert "renders turn by turn" in refused(drops, TURNS).problem.found
+    assert trained(encoder_of(tokenizer_with(drops)), TURNS[:2]) == "Maria did.<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -322,3 +333,61 @@ def test_a_border_inside_of_a_token_is_counted(before: str, content: str, after:
     assert len(encoder.tokenizer("Maria", add_special_tokens=False)["input_ids"]) == 1
     encoded = one(encoder, example([TURNS[0], {"role": "assistant", "content": content}]))
     assert encoded.merged is merged
+
+
+def test_real_rows_have_the_same_mask_by_marks_and_turn_by_turn() -> None:
+    tokenizer = tokenizer_with()
+    assert chat.MARKS.search(tokenizer.chat_template)
+    bare = re.sub(
+        r"generation (-?%)", r"if true \1", tokenizer.chat_template.replace("endgeneration", "endif")
+    )
+    encoders = [encoder_of(found) for found in (tokenizer, tokenizer_with(bare))]
+    assert [encoder.way for encoder in encoders] == ["marks", "turns"]
+    rows = [json.loads(line) for line in (DATA / "test.jsonl").read_text().splitlines()[:100]]
+    examples = [example(row["messages"]) for row in rows]
+    marked, derived = (encoder(examples) for encoder in encoders)
+    assert marked == derived and all(isinstance(row, chat.Encoded) and row.trained for row in marked)
+
+
+def test_without_a_template_only_chats_are_an_error() -> None:
+    bare = tokenizer_with()
+    bare.chat_template = None
+    with pytest.raises(UserError, match=r"no chat template(.|\n)*chatml"):
+        encoder_of(bare)
+    encoded = one(encoder_of(bare, chats=False), Example("a:1", prompt="a b", completion=" c"))
+    assert bare.decode([label for label in encoded.labels() if label != -100]) == " c<|im_end|>"
+
+
+def test_a_template_is_named_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("é")
+    assert chat.read_template(str(tmp_path / "mine.jinja")) == "é"
+    with pytest.raises(UserError, match="no such template") as raised:
+        chat.read_template("quen3")
+    assert "try:       qwen3" in str(raised.value)
+    (tmp_path / "mine.jinja").write_bytes(b"\xe9")
+    with pytest.raises(UserError, match="not UTF-8"):
+        chat.read_template(str(tmp_path / "mine.jinja"))
+
+
+def test_marks_that_begin_inside_of_the_prompt_leave_it_untrained() -> None:
+    template = chat.read_template("chatml").replace(
+        "'<|im_start|>' + message['role'] + '\\n'", "'<|im_start|>'"
+    )
+    template = template.replace("{%- generation -%}{{-", "{%- generation -%}{{- 'assistant\\n' +")
+    template = template.replace("{{- message['content']", "{{- message['role'] + '\\n' + message['content']")
+    encoder = encoder_of(tokenizer_with(template))
+    (rendered,) = encoder.render([example(TURNS)])
+    assert rendered and rendered.text.count("<|im_start|>assistant\nMaria did.<|im_end|>") == 1
+    start, end = rendered.spans[0]
+    assert rendered.text[start:end] == "assistant\nMaria did.<|im_end|>"
+    assert trained(encoder, TURNS) == "Maria did.<|im_end|>Omar.<|im_end|>"
+
+
+def test_equal_rows_in_one_batch_are_encoded_as_each_alone() -> None:
+    for template in (
+        None,
+        "{{ 'Rows: ' }}{% generation %}{{ messages[1].content }}<|im_end|>{% endgeneration %}",
+    ):
+        encoder = encoder_of(tokenizer_with(template))
+        alone = one(encoder, example(TURNS[:2]))
+        assert encoder([example(TURNS[:2])] * 3) == [alone] * 3 and alone.trained

@@ -21,7 +21,7 @@ from finetune.data import chat
 from finetune.data.formats import convert
 from finetune.data.load import Row
 from finetune.model import load_tokenizer
-from finetune.recipe import Data, Model
+from finetune.sections import Data, Model
 
 GOLDEN = Path(__file__).parent / "golden" / "templates.json"
 

@@ -406,9 +406,9 @@ def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionE
     if not isinstance(error, json.JSONDecodeError):  # too deep, or a number of thousands of digits
         return BadRow("unreadable", f"not JSON that can be read: {error}", f"{path}:{number}")
     column, shown = error.colno, line.rstrip("\r\n")
-    start = max(0, column - 31)
-    cut = not line.endswith("\n") and not shown.endswith("}")
-    cut &= column >= len(shown) - 1 or error.msg.startswith("Unterminated")
-    what = "the file looks cut off" if cut else "not valid JSON"
+    start, rest = max(0, column - 31), shown[column - 1 :].strip()
+    cut = error.msg.startswith("Unterminated") or ("escape" in error.msg and len(rest) < len("\\u0000"))
+    cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))  # of nothing too
+    what = "the file looks cut off" if cut and not line.endswith("\n") else "not valid JSON"
     where, found = f"{path}:{number}:{column}", shown[start : start + 60]
     return BadRow("unreadable", f"{what}: {error.msg}", where, found=found)

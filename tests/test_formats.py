@@ -1,0 +1,399 @@
+"""Rows of every format as one thing; what is wrong with a row, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from test_shared_assets import ASSETS
+
+from finetune.data import load
+from finetune.data.formats import BadRow, Example, convert, detect
+from finetune.data.load import Row
+from finetune.errors import UserError
+from finetune.sections import Data, Source
+
+USER, ANSWER = {"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."}
+CHAT = [USER, ANSWER]
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "door"}}}
+
+
+def row(**value: Any) -> Row:
+    return Row(value, "rows.jsonl:7")
+
+
+def read(value: Row, **data: Any) -> Example:
+    recipe = Data(name="-", **data)
+    return convert(value, recipe, detect(value, recipe))
+
+
+def chat(*messages: Any, **more: Any) -> Example:
+    settings = {key: more.pop(key) for key in ("reasoning", "role_map", "train_on") if key in more}
+    return read(row(messages=list(messages), **more), **settings)
+
+
+def bad(value: Row, **data: Any) -> BadRow:
+    with pytest.raises(BadRow) as raised:
+        read(value, **data)
+    assert raised.value.problem.where.startswith("rows.jsonl:7")
+    return raised.value
+
+
+def bad_chat(*messages: Any, **data: Any) -> BadRow:
+    return bad(row(messages=list(messages)), **data)
+
+
+@pytest.mark.parametrize(
+    ("value", "format"),
+    [
+        ({"messages": CHAT}, "messages"),
+        ({"conversations": CHAT}, "messages"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "sharegpt"),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
+        ({"instruction": "a", "input": "", "output": "b"}, "alpaca"),
+        ({"text": "a"}, "text"),
+        ({"text": "a", "messages": CHAT}, "messages"),
+    ],
+)
+def test_the_format_is_seen_from_the_columns(value: dict[str, Any], format: str) -> None:
+    assert detect(Row(value, "-"), Data(name="-")) == format
+
+
+def test_the_recipe_may_name_the_format() -> None:
+    value = row(text="a", prompt="b", completion="c")
+    assert read(value).prompt == "b"
+    assert read(value, format="text") == Example("rows.jsonl:7", completion="a")
+
+
+def test_columns_that_are_none_of_these_are_an_error_that_shows_them() -> None:
+    with pytest.raises(UserError) as raised:
+        detect(row(question="a", answer="b"), Data(name="-"))
+    text = str(raised.value)
+    assert "question, answer" in text and "columns: {instruction: question" in text and "rows.jsonl:7" in text
+
+
+def test_messages_stay_as_they_are() -> None:
+    turns = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert chat(*turns) == Example("rows.jsonl:7", messages=turns, trained=(True,))
+
+
+def test_a_content_in_parts_is_joined_and_its_reasoning_kept_beside_it() -> None:
+    parts = [{"type": "reasoning", "value": "Two names."}, {"type": "text", "text": "Ma"}, "ria"]
+    parts.append({"type": "tool_call", "value": '{"name": "look", "arguments": {"at": "door"}}'})
+    found = chat(
+        {"role": "user", "content": [{"type": "text", "value": "Who?"}]}, {**ANSWER, "content": parts}
+    )
+    assert found.messages == [
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "Maria", "reasoning_content": "Two names.", "tool_calls": [CALL]},
+    ]
+
+
+def test_a_prompt_and_a_completion_may_be_texts_or_lists_of_messages() -> None:
+    assert read(row(prompt="a", completion="b")) == Example("rows.jsonl:7", prompt="a", completion="b")
+    assert read(row(prompt="", completion="b")).prompt == ""
+    value = row(prompt=[*CHAT, USER], completion=[{**ANSWER, "content": "Omar."}])
+    found = read(value)
+    assert found.messages == [*CHAT, USER, {**ANSWER, "content": "Omar."}]
+    assert found.trained == (False, True), "what stands in the prompt is not trained on"
+    assert read(value, train_on="all").trained == (True, True)
+
+
+def test_alpaca_puts_input_under_the_instruction() -> None:
+    value = {"instruction": "Sort:", "input": "b a", "output": "a b", "system": "Be brief."}
+    assert read(row(**value)).messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Sort:\n\nb a"},
+        {"role": "assistant", "content": "a b"},
+    ]
+    for nothing in ("", " ", None):
+        found = read(row(**{**value, "input": nothing, "system": nothing}))
+        assert found.messages and [m["content"] for m in found.messages] == ["Sort:", "a b"]
+    assert bad(row(**{**value, "input": 5})).problem.what == "input must be text"
+
+
+def test_sharegpt_with_calls_observations_and_tools() -> None:
+    tool = {"name": "look", "description": "", "parameters": {}}
+    turns = [
+        {"from": "human", "value": "Who came?"},
+        {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "door"}}'},
+        {"from": "observation", "value": "Maria"},
+        {"from": "gpt", "value": "Maria did."},
+    ]
+    found = read(row(conversations=turns, tools=json.dumps([tool]), system="Be brief."))
+    assert found.messages == [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "Maria"},
+        ANSWER,
+    ]
+    assert found.tools == [{"type": "function", "function": tool}]
+    assert found.trained == (True, True)
+    turns[1]["value"] = json.dumps([CALL["function"], CALL["function"]])
+    messages = read(row(conversations=turns)).messages
+    assert messages and messages[1]["tool_calls"] == [CALL, CALL]
+
+
+def test_tools_may_be_wrapped_or_not_and_be_json_each() -> None:
+    function = {"name": "look"}
+    wrapped = [{"type": "function", "function": function}]
+    for tools in (wrapped, [function], [json.dumps(function)], json.dumps(wrapped)):
+        assert chat(*CHAT, tools=tools).tools == wrapped
+    assert all(chat(*CHAT, tools=tools).tools is None for tools in (None, "", "[]", []))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [CALL],
+        [{"function": {"name": "look", "arguments": '{"at": "door"}'}}],
+        [{"name": "look", "arguments": {"at": "door"}}],
+        [{"name": "look", "parameters": {"at": "door"}}],
+        {"name": "look", "arguments": '{"at": "door"}'},
+        json.dumps([CALL]),
+        [json.dumps(CALL)],
+    ],
+)
+def test_tool_calls_are_read_however_they_are_written(calls: Any) -> None:
+    found = chat(
+        USER, {"role": "assistant", "content": None, "tool_calls": calls}, {**USER, "role": "tool"}, ANSWER
+    )
+    assert found.messages and found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_a_call_keeps_its_id_and_may_have_no_arguments() -> None:
+    for none in ({}, {"arguments": None}, {"arguments": ""}, {"arguments": "{}"}):
+        found = chat(
+            USER, {"role": "assistant", "tool_calls": [{"id": "a1", "function": {"name": "x", **none}}]}
+        )
+        called = {"type": "function", "function": {"name": "x", "arguments": {}}, "id": "a1"}
+        assert found.messages and found.messages[1]["tool_calls"] == [called]
+    old_way = {"role": "assistant", "content": "I look.", "function_call": CALL["function"]}
+    assert (chat(USER, old_way).messages or [])[1]["tool_calls"] == [CALL]
+
+
+def test_roles_have_other_names_by_role_map() -> None:
+    turns = [{"role": "sys", "content": "Be brief."}, {**USER, "role": "me"}, {**ANSWER, "role": "bot"}]
+    names = {"sys": "system", "me": "user", "bot": "assistant"}
+    found = chat(*turns, role_map=names, system="unused: the chat has one")
+    assert found.messages == [{"role": "system", "content": "Be brief."}, *CHAT]
+
+
+def test_columns_have_other_names_by_columns() -> None:
+    columns = {"instruction": "question", "output": "answer"}
+    found = read(row(question="Who?", answer="Maria.", output="unused"), columns=columns)
+    assert found.messages == [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Maria."}]
+    value = row(messages=CHAT, tools="not read")
+    assert read(value, columns={"tools": "nothing"}).tools is None, "a column is left out by another's name"
+
+
+def test_an_unknown_column_is_named_with_the_nearest() -> None:
+    with pytest.raises(UserError) as raised:
+        read(row(question="a", anser="b"), columns={"instruction": "question", "output": "answer"})
+    text = str(raised.value)
+    assert 'data.columns.output: the row has no column "answer" (rows.jsonl:7)' in text
+    assert "found:     question, anser" in text and "try:       anser" in text
+    with pytest.raises(UserError) as raised:
+        read(row(question="a"), columns={"instrction": "question"})
+    assert "data.columns.instrction: no such column here" in str(raised.value)
+    assert "try:       instruction" in str(raised.value)
+
+
+def test_a_later_row_without_a_column_is_that_row_s_fault_alone() -> None:
+    recipe = Data(name="-", columns={"instruction": "question", "output": "answer"})
+    assert detect(row(question="a", answer="b"), recipe) == "alpaca"
+    with pytest.raises(BadRow, match="output must be text"):
+        convert(row(question="a"), recipe, "alpaca")
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ("<think>\nTwo names.\n</think>\n\nMaria.", "Maria."),
+        ("Two names.</think>\nMaria.", "Maria."),
+        ("<think>a</think>Maria <think>b</think>and Omar.", "Maria and Omar."),
+        ("Maria.", "Maria."),
+    ],
+)
+def test_reasoning_is_kept_or_cut_by_choice(said: str, left: str) -> None:
+    for beside in ({}, {"reasoning_content": "x"}, {"reasoning": "x"}, {"thinking": "x"}):
+        answer = {"role": "assistant", "content": said, **beside}
+        assert chat(USER, answer).messages == [USER, answer]
+        assert chat(USER, answer, reasoning="cut").messages == [USER, {"role": "assistant", "content": left}]
+
+
+def test_reasoning_that_never_ends_can_t_be_cut() -> None:
+    found = bad_chat(USER, {"role": "assistant", "content": "<think>\nTwo names"}, reasoning="cut")
+    assert found.kind == "malformed" and "reasoning without an end" in found.problem.what
+    only = bad_chat(USER, {"role": "assistant", "content": "<think>Two names</think>\n"}, reasoning="cut")
+    assert only.problem.what == "content is empty"
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": 0.0}, {"loss_weight": 0}])
+def test_a_message_may_say_that_it_is_not_trained_on(flag: dict[str, Any]) -> None:
+    assert chat(USER, {**ANSWER, **flag}, USER, ANSWER).trained == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "what"),
+    [
+        (["Who?"], ", message 0", "a message must be a mapping"),
+        ([{"role": "human", "content": "a"}], ", message 0", "no such role"),
+        ([USER, {"content": "a"}], ", message 1", "no such role"),
+        ([USER, {"role": ["user"], "content": "a"}], ", message 1", "no such role"),
+        ([USER, {"role": "assistant", "content": None}], ", message 1", "content must be text"),
+        ([USER, {"role": "assistant", "content": 5}], ", message 1", "content must be text"),
+        ([{"role": "user", "content": " \n"}, ANSWER], ", message 0", "content is empty"),
+        ([USER, {"role": "assistant", "content": []}], ", message 1", "content is empty"),
+        ([USER, {**ANSWER, "content": [{"type": "image"}]}], ", message 1", "no such part of a content"),
+        ([USER, {**ANSWER, "content": [{"type": ["text"]}]}], ", message 1", "no such part of a content"),
+        ([USER, {**ANSWER, "content": [{"type": "text"}]}], ", message 1", "content must be text"),
+        ([USER, {**ANSWER, "tool_calls": ["{"]}], ", message 1", "a tool call must be JSON"),
+        ([USER, {**ANSWER, "tool_calls": 5}], ", message 1", "a tool call needs a name"),
+        ([USER, {**ANSWER, "tool_calls": [{"name": 5}]}], ", message 1", "a tool call needs a name"),
+        (
+            [USER, {**ANSWER, "tool_calls": [{"name": "x", "arguments": "5"}]}],
+            ", message 1",
+            "must be a mapping",
+        ),
+        (
+            [USER, {**ANSWER, "tool_calls": [{"name": "x", "arguments": {"a": b"1"}}]}],
+            ", message 1",
+            "be JSON",
+        ),
+        ([USER, {**ANSWER, "reasoning_content": ["a"]}], ", message 1", "reasoning_content must be text"),
+        ([USER, {**ANSWER, "weight": 0.5}], "", "trained on or not"),
+        ("Who?", "", "messages must be a list of messages"),
+        ([], "", "messages must be a list of messages"),
+        ('[{"role": ', "", "messages must be JSON"),
+        (r'[{"role": "user", "content": "\ud83d"}]', "", "messages must be JSON"),
+    ],
+)
+def test_a_malformed_row_is_named_with_its_message(messages: Any, place: str, what: str) -> None:
+    found = bad(row(messages=messages))
+    assert found.kind == "malformed" and what in found.problem.what
+    assert found.problem.where == f"rows.jsonl:7{place}"
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ({"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"prompt": "a", "completion": CHAT}, "completion must be text"),
+        ({"prompt": [USER], "completion": "a"}, "completion must be a list of messages"),
+        ({"instruction": None, "output": "b"}, "instruction must be text"),
+        ({"instruction": "a", "output": 5}, "output must be text"),
+        ({"text": "  "}, "text is empty"),
+        ({"conversations": None}, "conversations must be a list of messages"),
+        ({"messages": CHAT, "tools": "look"}, "tools must be JSON"),
+        ({"messages": CHAT, "tools": '{"name": "look"}'}, "tools must be a list of mappings"),
+        ({"messages": CHAT, "tools": [5]}, "tools must be a list of mappings"),
+        ({"messages": CHAT, "system": 5}, "content must be text"),
+    ],
+)
+def test_a_malformed_row_of_each_other_format(value: dict[str, Any], what: str) -> None:
+    found = bad(Row(value, "rows.jsonl:7"))
+    assert found.kind == "malformed" and found.problem.what == what
+
+
+def test_an_unknown_role_comes_with_the_role_map_that_mends_it() -> None:
+    for role, meant in (
+        ("gpt", "assistant"),
+        ("human", "user"),
+        ("developer", "system"),
+    ):
+        assert bad_chat({"role": role, "content": "a"}).problem.fix == f"role_map: {{{role}: {meant}}}"
+
+
+@pytest.mark.parametrize(
+    ("roles", "kind", "what"),
+    [
+        (["assistant"], "role_order", "the assistant begins"),
+        (["tool"], "role_order", "the tool begins"),
+        (["user", "user", "assistant"], "role_order", "the user after the user"),
+        (["user", "assistant", "assistant"], "role_order", "the assistant after the assistant"),
+        (["user", "tool", "assistant"], "role_order", "the tool after the user"),
+        (["user", "system", "assistant"], "role_order", "the system after the user"),
+        (["system", "system", "user"], "role_order", "the system after the system"),
+        (["system", "assistant"], "role_order", "the assistant after the system"),
+        (["user", "assistant", "user"], "unanswered", "the last message must be the assistant's"),
+        (["user"], "unanswered", "the last message must be the assistant's"),
+        (["system"], "unanswered", "the last message must be the assistant's"),
+    ],
+)
+def test_roles_stand_in_order(roles: list[str], kind: str, what: str) -> None:
+    found = bad_chat(*({"role": role, "content": "a"} for role in roles))
+    assert found.kind == kind and what in found.problem.what and found.problem.found == ", ".join(roles)
+
+
+def test_two_results_of_two_calls_and_an_empty_system_message_are_in_order() -> None:
+    called, result = {"role": "assistant", "tool_calls": [CALL, CALL]}, {"role": "tool", "content": ""}
+    found = chat({"role": "system", "content": " "}, USER, called, result, result, ANSWER)
+    assert found.messages == [USER, {**called, "content": ""}, result, result, ANSWER]
+    assert found.trained == (True, True)
+
+
+def test_digests_tell_examples_apart_by_content() -> None:
+    tools = [{"name": "look"}]
+    called = {"role": "assistant", "content": "Maria did.", "tool_calls": [CALL]}
+    rows = [chat(*CHAT), chat(*CHAT, tools=tools), chat(USER, called), read(row(prompt="a", completion="b"))]
+    rows += [read(row(text="ab")), chat(*CHAT, *CHAT), chat({**USER, "content": "Who?"}, ANSWER)]
+    assert len({example.digest() for example in rows}) == len(rows)
+    assert (
+        chat(*CHAT).digest() == convert(Row({"messages": CHAT}, "b:1"), Data(name="-"), "messages").digest()
+    )
+
+
+# ---- real files
+
+
+def asset(name: str, bad_rows: int = 0, **data: Any) -> list[Example]:
+    path = ASSETS / name
+    if not path.exists():
+        pytest.skip(f"no {name} in {ASSETS} (FINETUNE_TEST_ASSETS)")
+    recipe = Data(name=str(path), **data)
+    rows = [row for row in load.training(Source(name=str(path)), set(), 0) if isinstance(row, Row)]
+    found: list[Example] = []
+    for row in rows:
+        with contextlib.suppress(BadRow):
+            found.append(convert(row, recipe, detect(rows[0], recipe)))
+    assert len(found) == len(rows) - bad_rows > 0
+    return found
+
+
+def test_real_sharegpt_with_tools() -> None:
+    found = asset("instruct-formats/glaive_toolcall_en_demo.json")
+    assert len(found) == 300
+    calls = [m for example in found for m in example.messages or () if "tool_calls" in m]
+    assert len(calls) > 100 and all(
+        example.tools for example in found if "tool_calls" in str(example.messages)
+    )
+    assert all(isinstance(c["function"]["arguments"], dict) for m in calls for c in m["tool_calls"])
+
+
+def test_real_messages_in_parts_with_reasoning_and_tools() -> None:
+    found = asset("instruct-formats/reason_tool_use_demo_50.jsonl")
+    messages = [message for example in found for message in example.messages or ()]
+    assert len(found) == 50 and all(isinstance(message["content"], str) for message in messages)
+    assert any("reasoning_content" in m for m in messages) and any("tool_calls" in m for m in messages)
+    # in row 7 all of an answer stands before </think>
+    cut = asset("instruct-formats/reason_tool_use_demo_50.jsonl", bad_rows=1, reasoning="cut")
+    assert not any("reasoning_content" in message for example in cut for message in example.messages or ())
+
+
+def test_real_messages_with_loss_weights() -> None:
+    assert all(any(example.trained) for example in asset("instruct-formats/v1_sft_demo.jsonl"))
+
+
+def test_real_alpaca_and_other_columns() -> None:
+    assert [m["role"] for m in asset("instruct-formats/identity.json")[0].messages or ()] == [
+        "user",
+        "assistant",
+    ]
+    columns = {"instruction": "question", "output": "answer"}
+    assert "#### " in asset("gsm8k/train.jsonl", columns=columns)[0].answer
+    for name in ("ARC-Challenge_train", "ARC-Easy_train", "openbookqa_train"):
+        assert all(e.answer.startswith("the correct answer is") for e in asset(f"commonsense/{name}.json"))
