@@ -137,7 +137,7 @@ def rows(*lines: str, good: int = 0) -> bytes:
         (
             36,
             rows(*[GOOD_ROW.replace('"b"', '"b", "train": false')] * 2, good=2),
-            ["2 of 4 rows", "rows.jsonl:2"],
+            ["2 of 4 rows", "rows.jsonl:1, :2"],
         ),
     ],
 )

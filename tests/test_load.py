@@ -393,8 +393,5 @@ def test_a_share_of_a_source_is_drawn_again_alike(tmp_path: Path) -> None:
     assert uses(tmp_path, 0, 0.25, rows=400) == [first]
 
 
-@pytest.mark.xfail(
-    reason="prepare._times adds the seed to the last bits of 64, where it decides nothing", strict=True
-)
 def test_another_seed_draws_another_share(tmp_path: Path) -> None:
     assert uses(tmp_path, 0, 0.25, rows=400) != uses(tmp_path, 1, 0.25, rows=400)

@@ -48,6 +48,8 @@ class Report:
     """File -> sha256 of its content; Hub data set -> what was asked for."""
     formats: dict[str, str] = field(default_factory=dict)
     """Source -> format of its rows."""
+    unused: dict[str, list[str]] = field(default_factory=dict)
+    """Source -> columns of its first row that nothing is made of."""
     rows: int = 0
     kept: int = 0
     tokens: int = 0
@@ -82,7 +84,11 @@ class Report:
     def remarks(self) -> list[str]:
         """A line for each thing that happened to some rows."""
         of = f"of {self.rows} rows"
-        return [f"{n} {of} {SAID[kind]} ({_shown(self.places[kind], n)})" for kind, n in self.counts.items()]
+        found = [f"{n} {of} {SAID[kind]} ({_shown(self.places[kind], n)})" for kind, n in self.counts.items()]
+        found += [
+            f"columns not used: {', '.join(names)} ({name})" for name, names in self.unused.items() if names
+        ]
+        return found
 
 
 class Audit:

@@ -103,6 +103,14 @@ def detect(row: Row, data: Data) -> str:
     raise UserError(problem)
 
 
+def unused(row: Row, data: Data, format: str) -> list[str]:
+    """Columns of a row that nothing is made of."""
+    plain = format == "text" or isinstance(row.value.get("prompt"), str)
+    optional = () if plain else ("system", "tools", *(("input",) if format == "alpaca" else ()))
+    either = ("messages", "conversations") if format in ("messages", "sharegpt") else ()
+    return sorted(set(map(str, _renamed(row, data))) - {*COLUMNS[format], *optional, *either})
+
+
 def convert(row: Row, data: Data, format: str) -> Example:
     """One row as an example.
 

@@ -28,7 +28,7 @@ import numpy as np
 from finetune.data import load
 from finetune.data.audit import Audit, Report
 from finetune.data.chat import Encoded, make_encoder
-from finetune.data.formats import BadRow, Example, convert, detect
+from finetune.data.formats import BadRow, Example, convert, detect, unused
 from finetune.data.load import Row
 from finetune.data.pack import best_fit
 from finetune.data.table import Documents
@@ -106,16 +106,17 @@ def _building(cache: Path) -> Path:
         raise UserError(problem) from None
 
 
-def examples(rows: Iterable[Row | BadRow], data: Data, formats: dict[str, str], name: str) -> Iterator[Any]:
+def examples(rows: Iterable[Row | BadRow], data: Data, report: Report, name: str) -> Iterator[Any]:
     """Each row as an example, or as what is wrong with it. The first row decides on the format."""
     for row in rows:
         if isinstance(row, BadRow):
             yield row
             continue
-        if name not in formats:
-            formats[name] = detect(row, data)
+        if name not in report.formats:
+            report.formats[name] = detect(row, data)
+            report.unused[name] = unused(row, data, report.formats[name])
         try:
-            yield convert(row, data, formats[name])
+            yield convert(row, data, report.formats[name])
         except BadRow as bad:
             yield bad
 
@@ -123,7 +124,7 @@ def examples(rows: Iterable[Row | BadRow], data: Data, formats: dict[str, str], 
 def held_out(data: Data, seed: int) -> list[Example]:
     """The held-out rows that can be evaluated on."""
     rows = load.validation(data, load.draw_held_out(data, seed), seed)
-    return [found for found in examples(rows, data, {}, "") if isinstance(found, Example)]
+    return [found for found in examples(rows, data, Report(), "") if isinstance(found, Example)]
 
 
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
@@ -171,7 +172,7 @@ def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iter
 
 def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
     """(example, tokens of its documents) of each row that is kept; the audit counts every row."""
-    found = examples(rows, data, audit.report.formats, name)
+    found = examples(rows, data, audit.report, name)
     for example, encoded in encode(found, audit.encoder_for):
         if isinstance(example, BadRow) or isinstance(encoded, BadRow):
             audit.bad(example if isinstance(example, BadRow) else encoded)
@@ -232,7 +233,8 @@ def _build(
 
 def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
     """How often each document of a source is used: the whole part of the weight, and once more by lot."""
-    lots = np.frombuffer(digests, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    mixed = np.frombuffer(digests, dtype=np.uint64) ^ np.uint64(seed)
+    lots = mixed * np.uint64(0x9E3779B97F4A7C15)
     once_more = lots / 2.0**64 < weight % 1
     return int(weight) + once_more.astype(np.int64)
 

@@ -157,7 +157,7 @@ def _read(shards: list[Shard]) -> Iterator[Row | BadRow]:
         if path.endswith(".jsonl"):
             yield from _lines(Path(path), start, end)
         else:
-            yield from load.READERS[Path(path).suffix](Path(path))
+            yield from load.READERS[Path(path).suffix.lower()](Path(path))
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
