@@ -161,7 +161,9 @@ class FirstStep(TrainerCallback):
         how = f"rows of step 1: {self.micro_batches} micro-batches x {args.world_size} processes"
         rows = self.rows * args.world_size
         if self.flat:  # all rows of a batch are one there: the loader knows how many
-            rows = self.micro_batches * kwargs["train_dataloader"].total_batch_size
+            loader = kwargs["train_dataloader"]
+            at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
+            rows = self.micro_batches * at_once * args.world_size
         add("train.effective_batch_size", self.batch, rows, how)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
         add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)

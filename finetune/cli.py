@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
 
+RANK_0_FIRST = 3  # seconds
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
     options = parse(arguments)
@@ -29,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if options.debug:
             raise
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("\n".join(map(str, error.problems)), file=sys.stderr)
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:
+            time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
+        said = "\n".join(map(str, error.problems))
+        print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         if options.debug:

@@ -54,7 +54,11 @@ class Problem:
 class UserError(Exception):
     """All problems found at one point, raised together."""
 
-    def __init__(self, *problems: Problem, code: Exit = Exit.INPUT) -> None:
+    def __init__(self, *said: Problem | str, code: Exit = Exit.INPUT) -> None:
+        # torch raises a loader worker's error again with its traceback as text; its last part is ours
+        problems = tuple(
+            Problem(p.rpartition("UserError: error: ")[2].strip()) if isinstance(p, str) else p for p in said
+        )
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
         self.code = code

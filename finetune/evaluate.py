@@ -20,7 +20,6 @@ from transformers import GenerationConfig
 
 from finetune import hardware, model, run_folder
 from finetune.data import chat, load, prepare
-from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 
@@ -30,8 +29,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from finetune.data.chat import Encoder
+    from finetune.data.chat import Encoded, Encoder
     from finetune.data.formats import Example
+    from finetune.data.prepare import HeldOut
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.sections import Eval
@@ -72,7 +72,7 @@ def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> di
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
     check_unchanged(load.fingerprints(recipe.data, held_out=True), folder)
-    rows = prepare.held_out(recipe.data, recipe.train.seed)
+    rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)
     result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
     if rows:
         after = score(tuned, tokenizer, rows, recipe)
@@ -129,27 +129,41 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[Example], recipe: Recipe) -> Score:
+def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[HeldOut], recipe: Recipe) -> Score:
     """Loss and exact match of a model on `rows`, the rows spread over all processes."""
     state = PartialState()
     mine = list(range(state.process_index, len(rows), state.num_processes))
     own = [rows[index] for index in mine]
-    asked = any(row.messages or row.prompt is not None for row in rows)
-    encoder = chat.make_encoder(tokenizer, recipe.data, chats=any(row.messages for row in rows))
+    asked = any(row.example.messages or row.example.prompt is not None for row in rows)
+    encoder = chat.make_encoder(tokenizer, recipe.data, any(row.example.messages for row in rows))
+    references = [reference(row, tokenizer, recipe.data.train_on) for row in rows]
+    longest = max(len(tokens) for _, tokens in references)
     with inference(tuned):
-        losses = token_losses(tuned, encoder, own, recipe.eval.batch_size)
-        answers = generate(tuned, encoder, own, rows, recipe.eval) if asked else [("", False)] * len(own)
+        documents = [document for row in own for document in row.documents]
+        losses = token_losses(tuned, documents, tokenizer.pad_token_id, recipe.eval.batch_size)
+        examples = [row.example for row in own]
+        answers = [("", False)] * len(own)
+        if asked:
+            answers = generate(tuned, encoder, examples, longest, recipe.eval)
     gathered = gather_object([(losses, list(zip(mine, answers, strict=True)))])
     total = sum(loss for (loss, _), _ in gathered)
     count = sum(tokens for (_, tokens), _ in gathered)
     by_index = dict(pair for _, pairs in gathered for pair in pairs)
     ordered = [by_index[index] for index in range(len(rows))]
-    references = [without_thinking(row.answer) for row in rows]
     texts = [text for text, _ in ordered]
-    hits = sum(answer == reference for answer, reference in zip(texts, references, strict=True))
+    hits = sum(answer == wanted for answer, (wanted, _) in zip(texts, references, strict=True))
     ends = sum(ended for _, ended in ordered)
     shares = (hits / len(rows), ends / len(rows)) if asked else (None, None)
     return Score(total / max(count, 1), *shares, texts)
+
+
+def reference(row: HeldOut, tokenizer: PreTrainedTokenizerBase, train_on: str) -> tuple[str, list[int]]:
+    """What should be answered, as it is compared with what was, and its tokens with calls and reasoning."""
+    said = row.example.answer
+    tokens = tokenizer(said)["input_ids"] if train_on == "all" else row.last_turn()
+    if row.example.messages and row.example.messages[-1].get("tool_calls") and train_on != "all":
+        said = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return without_thinking(said), tokens
 
 
 @contextlib.contextmanager
@@ -178,11 +192,10 @@ def inference(tuned: Any) -> Any:
         yield
 
 
-def token_losses(tuned: Any, encoder: Encoder, rows: list[Example], batch_size: int) -> tuple[float, int]:
+def token_losses(tuned: Any, documents: list[Encoded], pad: Any, batch_size: int) -> tuple[float, int]:
     """Sum of the negative log-likelihoods (fp32, summed in fp64) and number of tokens that carry loss."""
     total, count = 0.0, 0
-    encoded = [(e.ids, e.labels()) for e in encoder(rows) if not isinstance(e, BadRow)]
-    pad = encoder.tokenizer.pad_token_id
+    encoded = [(document.ids, document.labels()) for document in documents]
     for indices in batches([len(ids) for ids, _ in encoded], batch_size):
         batch = [encoded[index] for index in indices]
         width = max(len(ids) for ids, _ in batch)
@@ -217,11 +230,10 @@ def without_thinking(text: str) -> str:
 
 
 def generate(
-    tuned: Any, encoder: Encoder, rows: list[Example], all_rows: list[Example], settings: Eval
+    tuned: Any, encoder: Encoder, rows: list[Example], longest: int, settings: Eval
 ) -> list[tuple[str, bool]]:
     """The greedy answer to each row, stripped, and whether it ended by itself; padded on the left."""
     tokenizer = encoder.tokenizer
-    longest = max(len(tokenizer(row.answer)["input_ids"]) for row in all_rows)
     prompts = encoder.prompts(rows)
     pad: Any = tokenizer.pad_token_id
     declared = tuned.generation_config.eos_token_id  # the model may stop on more than the tokenizer knows
@@ -263,11 +275,11 @@ def logits(tuned: Any, rows: list[list[int]]) -> list[torch.Tensor]:
         ]
 
 
-def samples(rows: list[Example], before: Score, after: Score, count: int) -> list[dict[str, Any]]:
+def samples(rows: list[HeldOut], before: Score, after: Score, count: int) -> list[dict[str, Any]]:
     """The first `count` held-out rows with what base and tuned answered."""
     found = []
     for index in range(min(count, len(rows))):
-        row = rows[index]
+        row = rows[index].example
         prompt = row.messages[:-1] if row.messages else row.prompt or ""
         answers = {
             "reference": row.answer,

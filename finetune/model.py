@@ -33,6 +33,9 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
 
     check_exists(model)
     tokenizer = _from_hub(AutoTokenizer.from_pretrained, model)
+    if tokenizer.eos_token is None:
+        fix = "name one in its tokenizer_config.json: the token that ends a turn"
+        raise UserError(Problem("the tokenizer has no eos token", "model.name", found=model.name, fix=fix))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
     if chat_template is not None:

@@ -89,7 +89,7 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
         ),
         (
             "held out",
-            f"{held_out.rows} rows",
+            f"{held_out.kept} rows",
             "" if held_out.rows else "no data.validation: nothing to evaluate on",
         ),
         (

@@ -355,7 +355,8 @@ def asset(name: str, bad_rows: int = 0, **data: Any) -> list[Example]:
     if not path.exists():
         pytest.skip(f"no {name} in {ASSETS} (FINETUNE_TEST_ASSETS)")
     recipe = Data(name=str(path), **data)
-    rows = [row for row in load.training(Source(name=str(path)), set(), 0) if isinstance(row, Row)]
+    read = load.training(recipe, Source(name=str(path)), set(), 0)
+    rows = [row for row in read if isinstance(row, Row)]
     found: list[Example] = []
     for row in rows:
         with contextlib.suppress(BadRow):

@@ -32,7 +32,7 @@ LINES = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in VALUES
 
 
 def read(path: Path | str) -> list[Row | BadRow]:
-    return list(load.training(Source(name=str(path)), set(), 0))
+    return list(load.training(Data(name="-"), Source(name=str(path)), set(), 0))
 
 
 def values(path: Path | str) -> list[dict[str, Any]]:
@@ -325,8 +325,8 @@ def test_utf_16_is_recognised(tmp_path: Path) -> None:
 def held_out(data: Data, seed: int) -> tuple[list[str], list[str]]:
     """Contents of the rows to train on and of the held-out ones."""
     drawn = load.draw_held_out(data, seed)
-    train = [row for source in load.sources(data) for row in load.training(source, drawn, seed)]
-    both = train, list(load.validation(data, drawn, seed))
+    train = [row for source in load.sources(data) for row in load.training(data, source, drawn, seed)]
+    both = train, [row for _, rows in load.validation(data, drawn, seed) for row in rows]
     left, right = ([json.dumps(row.value) for row in rows if isinstance(row, Row)] for rows in both)
     return left, right
 

@@ -120,7 +120,7 @@ def test_rows_that_are_written_and_read_again_are_the_same_examples(
         path = Path(folder) / f"rows{suffix}"
         content = "\n".join(dumped) if suffix == ".jsonl" else f"[{', '.join(dumped)}]"
         path.write_text(content + "\n", encoding="utf-8", newline="")
-        found = list(load.training(Source(name=str(path)), set(), 0))
+        found = list(load.training(Data(name="-"), Source(name=str(path)), set(), 0))
     again = [example(row) for row in found if isinstance(row, Row)]
     assert [(e.messages, e.trained, e.digest()) for e in again] == [
         (e.messages, e.trained, e.digest()) for e in direct
@@ -152,7 +152,7 @@ def test_long_prompts_are_cut_to_fit_and_too_long_answers_are_not() -> None:
         found = encoder().shortened(row, limit)
         assert found and len(found.ids) <= limit and "who?" in encoder().tokenizer.decode(found.ids)
     assert encoder().shortened(example(Row(value(None, [("a", "word " * 50)]), "a:1")), 40) is None
-    asked = Example("a:1", prompt="word " * 20, completion=" Maria did.")
+    asked = Example("a:1", prompt="word " * 19 + "word", completion=" Maria did.")
     found = encoder().shortened(asked, 20)
     assert found and len(found.ids) == 20 and found.cut == len(encoded([asked])[0].ids) - 20
     assert encoder().tokenizer.decode([i for i in found.labels() if i != -100]) == f" Maria did.{END}"

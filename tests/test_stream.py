@@ -1,20 +1,23 @@
 """Streaming: every row once over ranks and workers, in an order that the seed alone decides, resumable."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import DATA, MODEL, metrics
+from conftest import DATA, MODEL, ROOT, metrics
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from finetune.data import stream
 from finetune.data.load import Row
-from finetune.errors import UserError
+from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
+from finetune.run_folder import RunFolder
 from finetune.sections import Data, Model
 
 LINES = (DATA / "test.jsonl").read_text().splitlines()[:70]
@@ -35,7 +38,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def opened(files: list[str], tokenizer, seed: int = 0, **more):
-    return stream.stream(Data(name=files, streaming=True, **more), tokenizer, seed, None).train
+    return stream.stream(Data(name=files, streaming=True, **more), tokenizer, seed, None, passes=1).train
 
 
 def seen(rows) -> Counter:
@@ -110,7 +113,7 @@ def test_it_resumes_where_it_stopped(packing: bool, files, tokenizer) -> None:
 def test_weights_repeat_a_source(files, tokenizer) -> None:
     names = [{"name": files[0], "weight": 2.0}, files[1]]
     data = Data.model_validate({"name": names, "streaming": True})
-    found = seen(stream.stream(data, tokenizer, 0, None).train)
+    found = seen(stream.stream(data, tokenizer, 0, None, passes=1).train)
     assert Counter(found.values()) == {2: 40, 1: 20}
 
 
@@ -149,3 +152,44 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
 def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
     train("data.streaming=true", "train.max_steps=null", "train.num_train_epochs=1", code=2)
     assert "train.max_steps" in capsys.readouterr().err
+
+
+def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, small) -> None:
+    """Ranks have different numbers of rows: one that came to an end would keep the other waiting for ever."""
+    lines = (DATA / "train.jsonl").read_text().splitlines()[:43]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    overrides = [f"data.name={tmp_path / 'rows.jsonl'}", "data.validation=null", "data.streaming=true"]
+    overrides += ["data.packing=true", "data.max_length=256", "train.effective_batch_size=12"]
+    overrides += ["train.per_device_train_batch_size=2", "train.max_steps=6", "train.warmup_steps=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate_configs/cpu_2.yaml",
+    ]
+    command += ["-m", "finetune", "train", "recipes/quickstart.yaml", *overrides]
+    command += [f"train.output_dir={tmp_path / 'run'}", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(metrics(RunFolder(tmp_path / "run"))) == 6
+
+
+def test_an_error_in_a_loader_s_worker_is_still_a_message() -> None:
+    """torch raises it again as text with the worker's traceback."""
+    raised = UserError(Problem("content is empty", where="a.jsonl:3"))
+    text = (
+        f"Caught UserError in DataLoader worker process 0.\nTraceback:\nfinetune.errors.UserError: {raised}\n"
+    )
+    again = UserError(text)
+    assert again.code == raised.code and "Traceback" not in str(again) and "content is empty" in str(again)
+
+
+def test_too_long_is_an_error_past_the_audit_too(files, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "AUDITED", 5)
+    with Path(files[0]).open("a") as file:
+        asked = '"user", "content": "'
+        file.write(LINES[0].replace(asked, asked + "word " * 999))
+    data = opened(files, tokenizer, too_long="error")
+    with pytest.raises(UserError, match="too long"):
+        list(data)

@@ -141,7 +141,7 @@ def test_the_run_folder_explains_itself(train) -> None:
     assert environment["hardware"]["device"] == "cpu" and environment["launch"]["processes"] == 1
     assert environment["sft_config"]["optim"] == "adamw_torch_fused"
     data = run.read("data_report.json")
-    assert data["train"]["rows"] == 96 and data["train"]["ends_trained"] == 96
+    assert data["train"]["rows"] == 96 and data["train"]["counts"] == {}
     assert len(next(iter(data["train"]["sources"].values()))) == 64
     assert yaml.safe_load(text)["data"]["name"].startswith("/")
 
@@ -167,16 +167,17 @@ def test_held_out_loss_is_that_of_a_plain_loop(train) -> None:
     """Our batched, padded sum against one row at a time through transformers' own loss."""
     from transformers import AutoModelForCausalLM
 
-    from finetune.data import chat, load
+    from finetune.data.prepare import held_out
 
     run = train()
     loaded = recipe.load(run.recipe)
-    _, rows, _ = load.read(loaded.data, 0)
+    rows = held_out(loaded.data, evaluate.model.load_tokenizer(loaded.model), 0)
+    assert len(rows) == 12
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    encoder = chat.make_encoder(evaluate.model.load_tokenizer(loaded.model), loaded.data, "messages")
     total = count = 0.0
     for row in rows:
-        ids, labels = (torch.tensor([part]) for part in encoder(row))
+        (document,) = row.documents
+        ids, labels = torch.tensor([document.ids]), torch.tensor([document.labels()])
         tokens = int((labels[:, 1:] != -100).sum())
         with torch.no_grad():
             total += model(input_ids=ids, labels=labels).loss.item() * tokens

@@ -29,7 +29,7 @@ SAID = {  # what is counted -> what is said of so many rows
     "too_long": "are longer than data.max_length",
     "nothing_trained": "have no token to train on",
     "duplicates": "repeat an earlier row",
-    "in_validation": "of the training data are held out as well",
+    "in_validation": "that are held out also stand in the training data",
     "no_end_of_turn": "don't end with the end of a turn",
     "shortened": "had prompts cut (too_long: truncate_prompt)",
     "doubled_bos": "brought a second BOS, which was taken away",
@@ -50,6 +50,8 @@ class Report:
     """Source -> format of its rows."""
     unused: dict[str, list[str]] = field(default_factory=dict)
     """Source -> columns of its first row that nothing is made of."""
+    notes: list[str] = field(default_factory=list)
+    """What is to be known of the chat template."""
     rows: int = 0
     kept: int = 0
     tokens: int = 0
@@ -81,14 +83,21 @@ class Report:
     def dropped(self) -> int:
         return self.rows - self.kept
 
+    def noted(self) -> list[tuple[str, str]]:
+        """What happened to some rows: its kind, and a line that says it."""
+        of = f"of {self.rows} rows"
+        found = [
+            (kind, f"{n} {of} {SAID[kind]} ({_shown(self.places[kind], n)})")
+            for kind, n in self.counts.items()
+        ]
+        for name, columns in self.unused.items():
+            if columns:
+                found.append(("unused", f"columns not used: {', '.join(columns)} ({name})"))
+        return [*found, *(("template", note) for note in self.notes)]
+
     def remarks(self) -> list[str]:
         """A line for each thing that happened to some rows."""
-        of = f"of {self.rows} rows"
-        found = [f"{n} {of} {SAID[kind]} ({_shown(self.places[kind], n)})" for kind, n in self.counts.items()]
-        found += [
-            f"columns not used: {', '.join(names)} ({name})" for name, names in self.unused.items() if names
-        ]
-        return found
+        return [said for _, said in self.noted()]
 
 
 class Audit:
@@ -141,6 +150,7 @@ class Audit:
         report.longest = max(report.longest, sum(len(document.ids) for document in documents) + last.cut)
         report.cut_tokens += last.cut
         encoder = self.encoder_for(bool(example.messages))
+        report.notes = list(encoder.notes)
         if last.ids[last.trained[-1][1] - 1] not in encoder.stops and self.train_on != "all":
             self.count("no_end_of_turn", where)
         if last.cut:
@@ -196,13 +206,7 @@ class Audit:
             UserError: exit 2.
         """
         report, expect = self.report, data.expect
-        problems = self._nothing_left(data)
-        if self.beyond:
-            what, found = "token ids past the model's vocabulary", ", ".join(self.beyond)
-            fix = "the tokenizer must be the model's own"
-            problems.append(
-                Problem(what, "model.name", found=found, expected=f"< {self.vocabulary}", fix=fix)
-            )
+        problems = self._beyond()
         for kind in ("unreadable", "malformed", "role_order"):
             problems += self._over(kind, (kind,), report.rows, expect, self.problems.get(kind, []))
         if report.kept:
@@ -214,13 +218,23 @@ class Audit:
             problems += self._over("duplicates", ("duplicates",), report.kept, expect)
             problems += self._over("in_validation", ("in_validation",), held_out, expect)
             problems += self._over("no_end_of_turn", ("no_end_of_turn",), report.kept, expect)
+        problems = problems or self._nothing_left(data)
         if problems:
             raise UserError(*problems)
+
+    def check_held_out(self, data: Data) -> None:
+        """Held-out rows must be fit to evaluate on (exit 2)."""
+        self.check_rows(data)
+        if self.report.rows and not self.report.kept:
+            raise UserError(*self._nothing_left(data))
 
     def check_rows(self, data: Data) -> None:
         """Stop at rows of a kind that is not allowed at all: a stream can say no more of them (exit 2)."""
         kinds = ("unreadable", "malformed", "role_order")
         bad = [p for kind in kinds if not getattr(data.expect, kind) for p in self.problems.get(kind, ())]
+        bad += self._beyond()
+        if data.too_long == "error" and "too_long" in self.report.counts:
+            bad.append(self._too_long(data))
         if bad:
             raise UserError(*bad[:MAX_SHOWN])
 
@@ -249,14 +263,21 @@ class Audit:
         what = f"{total} of {of} rows ({total / of:.1%}) are not as expected"
         return [*shown, Problem(what, f"data.expect.{limit}", "", said, f"at most {allowed:.1%}", fix)]
 
+    def _beyond(self) -> list[Problem]:
+        if not self.beyond:
+            return []
+        what, found = "token ids past the model's vocabulary", ", ".join(self.beyond)
+        fix, expected = "the tokenizer must be the model's own", f"< {self.vocabulary}"
+        return [Problem(what, "model.name", found=found, expected=expected, fix=fix)]
+
     def _nothing_left(self, data: Data) -> list[Problem]:
         report = self.report
-        left_out = sum(report.counts.get(kind, 0) for kind in DROPPED)
-        if report.kept or not left_out:
+        if report.kept:
             return []
         found = ", ".join(f"{n} {SAID[kind]}" for kind, n in report.counts.items())
         what = f"0 of {report.rows} rows keep a trained token"
         fix = f"raise data.max_length (the longest row has {report.longest} tokens)"
+        fix += ", or for plain text too_long: split"
         return [Problem(what, "data.max_length", found=found, fix=fix if "too_long" in report.counts else "")]
 
     def _too_long(self, data: Data) -> Problem:
@@ -270,7 +291,7 @@ class Audit:
 
 
 REMEDIES = {
-    "too_long": "raise data.max_length, or too_long: truncate_prompt",
+    "too_long": "raise data.max_length, or too_long: truncate_prompt (for plain text: split)",
     "unanswered": "end each chat with the assistant's answer",
     "duplicates": "remove them",
     "in_validation": "remove them from one of the two",

@@ -34,7 +34,7 @@ LEFT_OUT = {  # a role or a key of messages -> what it is called
     **dict.fromkeys(REASONING_KEYS, "reasoning"),
 }
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-HALVINGS = 8  # attempts to shorten a row's prompts until the row fits
+ATTEMPTS = 8  # to shorten a row's prompts until the row fits
 
 
 class Encoded(NamedTuple):
@@ -71,6 +71,8 @@ class Encoder:
     leaves_out: frozenset[str] = frozenset()  # what it has no place for, of LEFT_OUT
     opening: tuple[int, ...] = ()  # what the tokenizer puts before a text that no template made
     stops: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
+    """What is to be known of the template."""
     special: re.Pattern[str] = re.compile("(?!)")
     """Any of the tokenizer's special tokens."""
 
@@ -94,15 +96,13 @@ class Encoder:
         # The template wrote the special tokens of a chat; adding them again would double the first one
         head, shared, encodings = self._encode_chats([text for text in rendered if text])
         chats = iter(encodings)
-        given = [e.prompt if e.prompt is not None else e.completion for e in examples if not e.messages]
-        plain = iter(backend.encode_batch(given, add_special_tokens=False))
-        answers = [e.completion for e in examples if e.prompt is not None]
-        completions = iter(backend.encode_batch(answers, add_special_tokens=False))
+        # A prompt and its completion are one text: a tokenizer may open every text with a space of its own
+        joined = [(example.prompt or "") + example.completion for example in examples if not example.messages]
+        plain = iter(backend.encode_batch(joined, add_special_tokens=False))
         found: list[Encoded | BadRow] = []
         for example, text in zip(examples, rendered, strict=True):
             if text is None:
-                completion = next(completions).ids if example.prompt is not None else None
-                found.append(self._plain(next(plain).ids, completion))
+                found.append(self._plain(example, next(plain)))
                 continue
             encoding = next(chats)
             try:
@@ -161,7 +161,7 @@ class Encoder:
         if not example.messages:
             return self._cut_plain(example, whole, limit)
         encoded: Encoded | BadRow | None = whole
-        for _ in range(HALVINGS):
+        for _ in range(ATTEMPTS):
             if encoded is None or isinstance(encoded, BadRow):
                 return None
             excess = len(encoded.ids) - limit
@@ -202,14 +202,19 @@ class Encoder:
         ids = whole.ids[:bos] + whole.ids[bos + excess :]
         return whole._replace(ids=ids, trained=[(prompt - excess, len(ids))], cut=excess)
 
-    def _plain(self, ids: list[int], completion: list[int] | None) -> Encoded:
+    def _plain(self, example: Example, encoding: Any) -> Encoded:
         """A prompt and its completion, or a text, closed by the eos token."""
-        ids, doubled = self._opened(ids)
-        start = 0 if completion is None or self.train_on == "all" else len(ids)
-        ids = [*ids, *(completion or ())]
+        ids, doubled = self._opened(encoding.ids)
+        start, merged = 0, False
+        if example.prompt is not None and self.train_on != "all":
+            border = len(example.prompt)
+            text = range(border, border + len(example.completion))
+            first = next((t for c in text if (t := encoding.char_to_token(c)) is not None), len(encoding))
+            start = len(ids) - len(encoding) + first
+            merged = first < len(encoding) and encoding.token_to_chars(first)[0] < border
         if ids[-1:] != [self.tokenizer.eos_token_id]:
             ids.append(self.tokenizer.eos_token_id)
-        return Encoded(ids, [(start, len(ids))], doubled=doubled)
+        return Encoded(ids, [(start, len(ids))], merged, doubled)
 
     def _opened(self, ids: list[int]) -> tuple[list[int], bool]:
         """A text with the tokenizer's BOS, which it may bring itself; then it is not given another."""
@@ -222,9 +227,15 @@ class Encoder:
             raise BadRow("malformed", "the chat can't be rendered", example.where, found=text.error)
         if self.leaves_out:
             self._check_left_out(example)
+        if example.tools and not any(str(t["function"].get("name")) in text.text for t in example.tools):
+            fix = "a chat_template that renders tools (qwen3, mistral ...), or no tools column"
+            raise BadRow("malformed", "the chat template leaves the tools out", example.where, fix=fix)
         rest = encoding.ids
         ids = shared + rest
         if self.train_on == "all":
+            if not all(example.trained):
+                what, fix = "a message says train: false, and train_on: all", "train_on: assistant"
+                raise BadRow("malformed", what, example.where, fix=fix)
             return Encoded(ids, [(0, len(ids))])
         found, merged = [], False
         for start, end in self._chosen(example, text):
@@ -315,15 +326,34 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) ->
     template = marked or own
     ends = [re.escape(backend.id_to_token(stop)) for stop in sorted(known["stops"])]
     known |= _look_at(template, tokenizer.special_tokens_map, re.compile("|".join(ends) or "(?!)"))
+    known["notes"] = _other_prompt(own, template, tokenizer.special_tokens_map)
     return Encoder(tokenizer, data.train_on, template, way, **known)
+
+
+def _other_prompt(own: str, template: str, special: dict[str, Any]) -> tuple[str, ...]:
+    """A note if inference, which renders with `own`, will not begin as training's text does.
+
+    Qwen 3 writes no reasoning into earlier turns at inference; its marked twin writes it into all.
+    """
+    turns = [{"role": role, "content": f"qz{i}"} for i, role in enumerate(("user", "assistant") * 2)]
+    notes = []
+    for count, which in ((1, "first"), (3, "second")):
+        (prompt,) = render(own, special, "none", [(turns[:count], None)], prompt=True)
+        (text,) = render(template, special, "none", [(turns[: count + 1], None)])
+        if not (prompt.error or text.error or text.text.startswith(prompt.text)):
+            notes.append(f"the prompt of the {which} answer is not at inference what it is in training")
+    return tuple(notes)
 
 
 def _look_at(template: str, special: dict[str, Any], ends: re.Pattern[str]) -> dict[str, Any]:
     """What a template writes round a turn and what it has no place for, seen from chats made for it."""
-    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "qzanswer"}
+    user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
     (asked,) = render(template, special, "none", [([user], None)])
     if asked.error.startswith(BROKEN):
         raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
+    if not asked.error and user["content"] not in asked.text:
+        what = "the chat template leaves contents out; is it one for images?"
+        raise UserError(Problem(what, "data.chat_template", found=asked.text[:200]))
     (with_prompt,) = render(template, special, "none", [([user], None)], prompt=True)
     function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
     call = {"id": "callqz001", "type": "function", "function": function}
@@ -378,7 +408,7 @@ def read_template(name: str) -> str:
     path = Path(name)
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             raise UserError(Problem("not UTF-8", "data.chat_template", found=name)) from None
     known = bundled()

@@ -53,7 +53,7 @@ class BadRow(Exception):
 
     def __init__(self, kind: str, what: str, where: str, **texts: str) -> None:
         super().__init__(what)
-        self.kind = kind  # malformed | role_order | unanswered
+        self.kind = kind  # unreadable | malformed | role_order | unanswered
         self.problem = Problem(what, where=where, **texts)
 
 
@@ -74,6 +74,14 @@ class Example:
     def answer(self) -> str:
         """What the model should say last."""
         return self.messages[-1]["content"] if self.messages else self.completion
+
+    def characters(self) -> int:
+        """About how long it is."""
+        return (
+            sum(len(m["content"]) for m in self.messages or ())
+            + len(self.prompt or "")
+            + len(self.completion)
+        )
 
     def digest(self) -> int:
         """64 bits that tell examples apart by content."""

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import lzma
+import os
 import re
 import tarfile
 import zlib
@@ -16,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from finetune.data.formats import BadRow
+from finetune.data.formats import COLUMNS, OPTIONAL, BadRow
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
@@ -39,9 +40,11 @@ class Row:
     value: dict[str, Any]
     where: str  # file:line, or name[index]
 
-    def digest(self, seed: int) -> int:
-        """64 bits that tell rows apart by content, shuffled by `seed`."""
-        content = json.dumps(self.value, sort_keys=True, default=str)
+    def digest(self, seed: int, data: Data) -> int:
+        """64 bits that tell rows apart by the columns that are read, shuffled by `seed`."""
+        read = {*(column for needed in COLUMNS.values() for column in needed), *OPTIONAL}
+        read |= set(data.columns.values())
+        content = json.dumps({k: self.value[k] for k in self.value if k in read}, sort_keys=True, default=str)
         hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
         return int.from_bytes(hashed.digest())
 
@@ -60,7 +63,7 @@ def sources(data: Data) -> list[Source]:
     ]
 
 
-def training(source: Source, held_out: set[int], seed: int) -> Rows:
+def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
     """The rows of one source, less those that are held out.
 
     Raises:
@@ -69,18 +72,20 @@ def training(source: Source, held_out: set[int], seed: int) -> Rows:
     rows = _read(source, "data.name")
     if not held_out:
         return rows
-    return (row for row in rows if isinstance(row, BadRow) or row.digest(seed) not in held_out)
+    return (row for row in rows if isinstance(row, BadRow) or row.digest(seed, data) not in held_out)
 
 
-def validation(data: Data, held_out: set[int], seed: int) -> Rows:
-    """The held-out rows: a file of their own, or a share of the training data."""
+def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Rows]]:
+    """The held-out rows by source: a file of their own, or a share of the training data."""
     if data.validation is not None:
         check_disjoint(data)
-        return _read(Source(name=data.validation), "data.validation")
-    if not held_out:
-        return iter(())
-    rows = chain.from_iterable(_read(source, "data.name") for source in sources(data))
-    return (row for row in rows if isinstance(row, Row) and row.digest(seed) in held_out)
+        return [(data.validation, _read(Source(name=data.validation), "data.validation"))]
+
+    def chosen(source: Source) -> Rows:
+        rows = _read(source, "data.name")
+        return (row for row in rows if isinstance(row, Row) and row.digest(seed, data) in held_out)
+
+    return [(source.name, chosen(source)) for source in sources(data)] if held_out else []
 
 
 def draw_held_out(data: Data, seed: int) -> set[int]:
@@ -88,7 +93,7 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
     if data.validation_fraction is None:
         return set()
     rows = chain.from_iterable(_read(source, "data.name") for source in sources(data))
-    digests = sorted(row.digest(seed) for row in rows if isinstance(row, Row))
+    digests = sorted(row.digest(seed, data) for row in rows if isinstance(row, Row))
     drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
     if digests and digests[-1] in drawn:
         what, found = "no row would be left to train on", f"{len(set(digests))} different rows"
@@ -109,7 +114,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     for source, key in named:
         paths = files(source.name, key)
         if paths is None:
-            found[source.name] = f"{_commit(source)} {source.subset or ''} {source.split}"
+            found[hub_name(source)] = _commit(source)
         for path in paths or ():
             with path.open("rb") as file:
                 found[str(path.resolve())] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -138,9 +143,10 @@ def files(name: str, key: str) -> list[Path] | None:
     Raises:
         UserError: a path where nothing is, or a kind of file that is not read (exit 2).
     """
-    if not local_path(name):
+    path = Path(os.path.expanduser(name))
+    in_a_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()  # data/trian, where there is a data/
+    if not (local_path(name) or in_a_folder):
         return None
-    path = Path(name)
     if any(mark in name for mark in "*?["):
         paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif path.is_dir():
@@ -279,7 +285,7 @@ def _columnar(path: Path) -> Rows:
             start = 0
             for batch in batches:
                 for index, value in enumerate(batch.to_pylist(), start=start):
-                    yield Row(value, f"{path}[{index}]")
+                    yield Row(_without_nulls(value), f"{path}[{index}]")
                 start += batch.num_rows
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         found = (str(error).splitlines() or [""])[0]
@@ -343,6 +349,18 @@ def _txt(path: Path) -> Rows:
         raise UserError(_where_not_utf8(path).problem) from None
 
 
+def _without_nulls(value: Any) -> Any:
+    """A value less the keys that are null: columns give every mapping the keys of all (tool arguments)."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def hub_name(source: Source) -> str:
+    """A Hub data set with its subset and split."""
+    return " ".join(filter(None, (source.name, source.subset, source.split)))
+
+
 def _commit(source: Source) -> str:
     """The commit a Hub data set is at; without a network, what the recipe says of it."""
     from huggingface_hub import HfApi
@@ -369,7 +387,7 @@ def _hub(source: Source) -> Rows:
         problem = Problem("the data set can't be loaded from the Hub", "data.name", found=reason, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     for index, value in enumerate(dataset):
-        yield Row(value, f"{source.name}[{index}]")
+        yield Row(_without_nulls(value), f"{source.name}[{index}]")
 
 
 READERS = {

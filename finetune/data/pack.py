@@ -1,4 +1,4 @@
-"""Several documents in one row of a fixed token budget, and the proof that none of them sees another."""
+"""Several documents in one row of a fixed token budget."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -43,9 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoder
-    from finetune.sections import Data
+    from finetune.sections import Data, Source
 
-CHUNK = 4000  # rows encoded together
+CHUNK, CHARACTERS = 4000, 4_000_000  # rows encoded together, at most, and their text
 
 
 @dataclass(frozen=True)
@@ -121,10 +120,30 @@ def examples(rows: Iterable[Row | BadRow], data: Data, report: Report, name: str
             yield bad
 
 
-def held_out(data: Data, seed: int) -> list[Example]:
-    """The held-out rows that can be evaluated on."""
-    rows = load.validation(data, load.draw_held_out(data, seed), seed)
-    return [found for found in examples(rows, data, Report(), "") if isinstance(found, Example)]
+class HeldOut(NamedTuple):
+    """A row to evaluate on: as it was said, and as the model sees it."""
+
+    example: Example
+    documents: list[Encoded]
+
+    def last_turn(self) -> list[int]:
+        """Token ids of the last answer with its end."""
+        last = self.documents[-1]
+        start, end = last.trained[-1]
+        return last.ids[start:end]
+
+
+def held_out(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[HeldOut]:
+    """The held-out rows to evaluate on: those that would be kept for training."""
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    audit = Audit(encoder_for, data.train_on, None)
+    return [HeldOut(*pair) for pair in audited_held_out(data, load.draw_held_out(data, seed), seed, audit)]
+
+
+def audited_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> Iterator[Any]:
+    """(example, tokens of its documents) of each held-out row that is kept."""
+    for name, rows in load.validation(data, drawn, seed):
+        yield from audited(rows, data, audit, name)
 
 
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
@@ -161,13 +180,24 @@ def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iter
 
     found, under_way = iter(found), deque()
     with ThreadPoolExecutor(2) as pool:
-        while (chunk := list(islice(found, CHUNK))) or under_way:
+        while (chunk := _chunk(found)) or under_way:
             if chunk:
                 under_way.append((chunk, pool.submit(tokenise, pool.submit(render, chunk))))
             if not chunk or len(under_way) > 2:
                 items, job = under_way.popleft()
                 encoded = iter(job.result())
                 yield from ((item, next(encoded) if isinstance(item, Example) else None) for item in items)
+
+
+def _chunk(found: Iterator[Any]) -> list[Any]:
+    """The next CHUNK items, or fewer long ones."""
+    chunk, characters = [], 0
+    for item in found:
+        chunk.append(item)
+        characters += item.characters() if isinstance(item, Example) else 0
+        if len(chunk) == CHUNK or characters > CHARACTERS:
+            break
+    return chunk
 
 
 def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
@@ -199,15 +229,15 @@ def _build(
     drawn = load.draw_held_out(data, seed)
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     held_places = []
-    for row, found in audited(load.validation(data, drawn, seed), data, held, "validation"):
+    for row, found in audited_held_out(data, drawn, seed, held):
         held_places += [row.where] * len(found)
-    held.check_rows(data)
+    held.check_held_out(data)
     documents = Documents(folder)
     times = []  # how often each document is used in an epoch
     with contextlib.closing(documents):
         for source in load.sources(data):
             first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
-            for example, found in audited(load.training(source, drawn, seed), data, audit, source.name):
+            for example, found in audited(load.training(data, source, drawn, seed), data, audit, source.name):
                 for document in found:
                     documents.add(document, example.where)
             times.append(_times(source.weight, audit.digests[first:], seed))
@@ -217,6 +247,8 @@ def _build(
     audit.check(data, held.report.kept)
     report.sources = sources
     order = np.repeat(np.arange(len(documents.lengths)), np.concatenate(times))
+    if not len(order):
+        raise UserError(Problem("no row is used", "data.name", fix="larger weights"))
     counts = np.ones_like(order)
     if data.packing:
         lengths = np.frombuffer(documents.lengths, np.int32)[order]
@@ -243,13 +275,13 @@ def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources:
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
     here = Path(__file__).parent
-    modules = ("formats", "load", "render", "chat", "pack", "prepare", "table")
+    modules = ("formats", "load", "render", "chat", "pack", "prepare", "table", "audit")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {
         "data": data.model_dump(exclude={"cache", "name"}),
-        "mix": [(s.weight, s.name if s.name in sources else "") for s in load.sources(data)],
-        "sources": sources,
+        "mix": [_content(source, sources) for source in load.sources(data)],
+        "sources": sorted(sources.values()),
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "special": tokenizer.special_tokens_map,
         "template": tokenizer.chat_template,
@@ -259,3 +291,10 @@ def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources:
         "code": hashlib.sha256(code).hexdigest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _content(source: Source, sources: dict[str, str]) -> list[Any]:
+    """A source by its content: its name does not matter, its weight and its place among the others do."""
+    paths = load.files(source.name, "data.name")
+    found = [sources[str(path.resolve())] for path in paths] if paths else [sources[load.hub_name(source)]]
+    return [source.weight, found]

@@ -8,9 +8,11 @@ resumes it exactly.
 
 from __future__ import annotations
 
+import os
 import random
 from functools import cache, partial
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from finetune.data.chat import IGNORED, make_encoder
 from finetune.data.formats import BadRow
 from finetune.data.load import Row
 from finetune.data.pack import best_fit
-from finetune.data.prepare import Prepared, audited
+from finetune.data.prepare import Prepared, audited, audited_held_out
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -37,8 +39,18 @@ AUDITED = 10_000  # rows looked at before training; the rest is checked as it co
 Shard = tuple[int, str, int, int]  # source, path, first and last byte (JSONL)
 
 
-def stream(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary: int | None) -> Prepared:
+def stream(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+    passes: int | None = None,
+) -> Prepared:
     """The training data as an iterable data set, and an audit of its first rows and of the held-out ones.
+
+    Args:
+        passes: how often each rank reads its rows; `None`: without end. Ranks have different numbers of rows,
+            and one that came to an end before the others would keep them waiting for ever.
 
     Raises:
         UserError: a setting that needs to see all rows, or rows that can't be trained on (exit 2).
@@ -49,13 +61,15 @@ def stream(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     held_places = []
-    for row, documents in audited(load.validation(data, set(), seed), data, held, "validation"):
+    for row, documents in audited_held_out(data, set(), seed, held):
         held_places += [row.where] * len(documents)
-    held.check_rows(data)
+    held.check_held_out(data)
     shards = _shards(data, seed)
     places = []
-    for row, documents in audited(islice(_read(list(dict.fromkeys(shards))), AUDITED), data, audit, ""):
-        places += [row.where] * len(documents)
+    for shard in dict.fromkeys(shards):
+        rows = islice(_read(shard), AUDITED - audit.report.rows)
+        for row, documents in audited(rows, data, audit, shard[1]):
+            places += [row.where] * len(documents)
     report = audit.finish(places.__getitem__, held)
     audit.check(data, held.report.kept)
     report.sources = load.fingerprints(data, held_out=True)
@@ -64,8 +78,8 @@ def stream(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
     block = partial(encode_block, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
-    options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "where"]}
-    train: Any = rows.map(block, batched=True, **options)
+    options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "source"]}
+    train: Any = rows.map(block, batched=True, **options).repeat(passes)
     return Prepared(train, {"train": report, "validation": held.finish(held_places.__getitem__)}, None, False)
 
 
@@ -103,12 +117,17 @@ def encode_block(
     Raises:
         UserError: a row that can't be read or trained on, where `data.expect` allows none (exit 2).
     """
+    from torch.utils.data import get_worker_info
+
+    if get_worker_info():
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of before the fork are not there any more
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
     audit = Audit(encoder_for, data.train_on, vocabulary)
-    rows = [_row(value, where) for value, where in zip(batch["value"], batch["where"], strict=True)]
     documents: list[tuple[str, Encoded]] = []
-    for row, found in audited(rows, data, audit, ""):
-        documents += [(row.where, document) for document in found]
+    given = zip(batch["source"], batch["value"], batch["where"], strict=True)
+    for source, rows in groupby(given, key=itemgetter(0)):
+        for row, found in audited((_row(value, where) for _, value, where in rows), data, audit, source):
+            documents += [(row.where, document) for document in found]
     audit.check_rows(data)
     random.Random(f"{seed} {batch['where'][0]}").shuffle(documents)
     groups = [[index] for index in range(len(documents))]
@@ -141,23 +160,24 @@ def _shards(data: Data, seed: int) -> list[Shard]:
 
 
 def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
-    for row in _read(shards):
-        if isinstance(row, BadRow):
-            yield {"value": {"": str(row.problem)}, "where": row.problem.where}
-        else:
-            yield {"value": row.value, "where": row.where}
+    for shard in shards:
+        for row in _read(shard):
+            bad = isinstance(row, BadRow)
+            value, where = ({"": str(row.problem)}, row.problem.where) if bad else (row.value, row.where)
+            yield {"value": value, "where": where, "source": shard[1]}
 
 
 def _row(value: dict[str, Any], where: str) -> Row | BadRow:
     return BadRow("unreadable", value[""], where) if value.keys() == {""} else Row(value, where)
 
 
-def _read(shards: list[Shard]) -> Iterator[Row | BadRow]:
-    for _, path, start, end in shards:
-        if path.endswith(".jsonl"):
-            yield from _lines(Path(path), start, end)
-        else:
-            yield from load.READERS[Path(path).suffix.lower()](Path(path))
+def _read(shard: Shard) -> Iterator[Row | BadRow]:
+    _, name, start, end = shard
+    path = Path(name)
+    if path.suffix == ".jsonl":
+        yield from _lines(path, start, end)
+    else:
+        yield from load.READERS[path.suffix](path)
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:

@@ -197,7 +197,7 @@ def remarks(prepared: Prepared) -> list[tuple[bool, str]]:
     found = [
         (kind in LEFT_OUT, remark if split == "train" else f"held out: {remark}")
         for split, report in prepared.report.items()
-        for kind, remark in zip(report.counts, report.remarks(), strict=True)
+        for kind, remark in report.noted()
     ]
     return sorted(found, key=lambda remark: not remark[0])
 
