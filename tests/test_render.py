@@ -325,7 +325,8 @@ def test_an_answer_that_ends_in_an_emoji_of_several_tokens_is_trained_whole() ->
 )
 def test_a_border_inside_of_a_token_is_counted(before: str, content: str, after: str, merged: bool) -> None:
     """`Maria` is one token. At inference, where the prompt ends inside of it, the model never sees it."""
-    template = f"{{% for m in messages %}}{{% if m.role == 'user' %}}Q: {{{{ m.content }}}} {before}{{% else %}}{{% generation %}}"
+    template = "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }} "
+    template += f"{before}{{% else %}}{{% generation %}}"
     template += f"{{{{ m.content }}}}{{% endgeneration %}}{after}{{% endif %}}{{% endfor %}}"
     encoder = encoder_of(tokenizer_with(template))
     assert len(encoder.tokenizer("Maria", add_special_tokens=False)["input_ids"]) == 1

@@ -1,0 +1,136 @@
+"""The way of rows into the cache: found again by content, and by nothing else."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from conftest import MODEL
+from pyarrow import parquet
+
+from finetune import cli
+from finetune.data.chat import read_template
+from finetune.data.prepare import prepare
+from finetune.errors import UserError
+from finetune.model import load_tokenizer
+from finetune.sections import Data, Model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(Model(name=str(MODEL)))
+
+
+def write(path: Path, *answers: str, **more: object) -> str:
+    rows = [
+        {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": answer}], **more}
+        for answer in answers
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def trained(prepared, tokenizer) -> list[str]:
+    """What is trained on of each row."""
+    return [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in prepared.train]
+
+
+def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) -> None:
+    name, cache = write(tmp_path / "a.jsonl", "Maria.", "Omar."), str(tmp_path / "cache")
+
+    def cached(**more: object) -> bool:
+        data = Data.model_validate({"name": name, "cache": cache, **more})
+        return prepare(data, tokenizer, 0, None).cached
+
+    assert not cached() and cached()
+    assert not cached(train_on="all") and not cached(packing=True) and not cached(max_length=99)
+    write(tmp_path / "a.jsonl", "Maria.", "Paul.")
+    assert not cached() and cached()
+    moved = str(tmp_path / "b.jsonl")
+    (tmp_path / "a.jsonl").rename(moved)
+    assert cached(name=moved), "the same content under another name"
+
+
+def test_weights_that_change_places_are_another_mix(tmp_path, tokenizer) -> None:
+    one, two = write(tmp_path / "a.jsonl", "Maria."), write(tmp_path / "b.jsonl", "Omar.")
+    for often, once, answer in ((one, two, "Maria."), (two, one, "Omar.")):
+        names = [{"name": often, "weight": 3.0}, {"name": once, "weight": 1.0}]
+        data = Data.model_validate({"name": names, "cache": str(tmp_path / "cache")})
+        assert trained(prepare(data, tokenizer, 0, None), tokenizer).count(f"{answer}<|im_end|>") == 3
+
+
+def test_equal_rows_stay_on_one_side_whatever_their_ids(tmp_path, tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    for number in range(100):
+        write(tmp_path / "one.jsonl", f"Name {number // 2}.", id=number)
+        with path.open("a") as file:
+            file.write((tmp_path / "one.jsonl").read_text())
+    data = Data(name=str(path), validation_fraction=0.1, cache=str(tmp_path / "c"), expect={"duplicates": 1})
+    report = prepare(data, tokenizer, 0, None).report
+    assert "in_validation" not in report["train"].counts and report["validation"].kept == 10
+    assert report["train"].kept == 90 and any("id" in said for said in report["train"].remarks())
+
+
+def test_held_out_rows_of_sources_in_two_formats(tmp_path, tokenizer) -> None:
+    chats = write(tmp_path / "a.jsonl", *(f"Name {n}." for n in range(20)))
+    alpaca = tmp_path / "b.jsonl"
+    rows = [{"instruction": f"{n}?", "output": f"{n}!"} for n in range(20)]
+    alpaca.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(name=[chats, str(alpaca)], validation_fraction=0.5, cache=str(tmp_path / "c"))
+    report = prepare(data, tokenizer, 0, None).report
+    assert set(report["validation"].formats.values()) == {"messages", "alpaca"}
+    assert report["train"].kept == report["validation"].kept == 20
+
+
+def test_a_column_of_mappings_gives_no_row_the_keys_of_others(tmp_path, tokenizer) -> None:
+    """Parquet pads every mapping with the keys of all; the model must not learn to say null."""
+    calls = [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "sum", "arguments": {"x": 1}}]
+    rows = []
+    for call in calls:
+        turns = [
+            {"role": "user", "content": "Go."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        rows.append({"messages": turns})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = Data(name=str(tmp_path / "a.parquet"), cache=str(tmp_path / "c"), chat_template="qwen3")
+    loaded = load_tokenizer(Model(name=str(MODEL)), read_template("qwen3"))
+    said = trained(prepare(data, loaded, 0, None), loaded)
+    assert "Paris" in said[0] and not any("null" in text or "None" in text for text in said)
+
+
+def test_nothing_left_is_a_message_whatever_the_cause(tmp_path, tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": 1}\n')
+    seldom = {"name": write(tmp_path / "b.jsonl", "x"), "weight": 0.001}
+    for more in ({"expect": {"malformed": 1.0}}, {"name": [seldom]}):
+        data = Data.model_validate({"name": str(path), "cache": str(tmp_path / "c"), **more})
+        with pytest.raises(UserError, match=r"0 of 1 rows keep|no row is used"):
+            prepare(data, tokenizer, 0, None)
+
+
+def test_all_and_a_message_s_own_no_exclude_each_other(tmp_path, tokenizer) -> None:
+    write(tmp_path / "a.jsonl", "b")
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    row["messages"][1]["train"] = False
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    data = Data(name=str(tmp_path / "a.jsonl"), train_on="all", cache=str(tmp_path / "c"))
+    with pytest.raises(UserError, match="train: false, and train_on: all"):
+        prepare(data, tokenizer, 0, None)
+
+
+def test_a_template_that_leaves_contents_out_is_refused(tmp_path, recipe_file, capsys) -> None:
+    name = write(tmp_path / "a.jsonl", "Maria.")
+    text = "model: {name: '{model}'}\ndata: {name: NAME, chat_template: smolvlm}\nadapter: {type: lora}\n"
+    text = text.replace("NAME", name)
+    assert cli.main(["train", str(recipe_file(text)), "--quiet"]) == 2
+    assert "leaves contents out" in capsys.readouterr().err
+
+
+def test_a_typo_in_a_folder_is_no_hub_id(tmp_path, recipe_file, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", "Maria.")
+    text = "model: {name: '{model}'}\ndata: {name: data/train.jsnl}\nadapter: {type: lora}\n"
+    assert cli.main(["check", str(recipe_file(text))]) == 2
+    assert "data/train.jsonl" in capsys.readouterr().err
