@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune import adapters, model, modules
-from finetune.data import chat, load
+from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import FOUR_BIT
 from finetune.sections import Source
@@ -51,7 +51,7 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     """The tokenizer, and the rows as it encodes them."""
     from finetune.data import prepare, stream
 
-    template = chat.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
+    template = bundled.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = model.load_tokenizer(recipe.model, template)
     build = stream.stream if recipe.data.streaming else prepare.prepare
     return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, model.vocabulary(recipe.model))
@@ -78,7 +78,7 @@ def _data(recipe: Recipe) -> list[str]:
             notes.append(f"{key}: {source.name} is on the Hub; its rows are checked when it loads{pin}")
     load.check_disjoint(data)
     if data.chat_template:
-        chat.read_template(data.chat_template)
+        bundled.read_template(data.chat_template)
     return notes
 
 

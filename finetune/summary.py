@@ -101,7 +101,8 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
     paths = _local_paths(recipe)
     rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
     screen.table("plan", ("what", "value", "why"), rows)
-    for notice in [*train.remarks(), *recipe.origin.notices]:
+    held = [f"held out: {remark}" for remark in held_out.remarks()]
+    for notice in [*train.remarks(), *held, *recipe.origin.notices]:
         screen.say(f"note: {notice}")
     advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
     if advice:

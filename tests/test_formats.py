@@ -10,8 +10,7 @@ import pytest
 from test_shared_assets import ASSETS
 
 from finetune.data import load
-from finetune.data.formats import BadRow, Example, convert, detect
-from finetune.data.load import Row
+from finetune.data.formats import BadRow, Example, Row, convert, detect
 from finetune.errors import UserError
 from finetune.sections import Data, Source
 

@@ -20,8 +20,7 @@ from conftest import DATA, MODEL
 from pyarrow import ipc, parquet
 
 from finetune.data import load
-from finetune.data.formats import BadRow
-from finetune.data.load import Row
+from finetune.data.formats import BadRow, Row
 from finetune.data.prepare import prepare
 from finetune.errors import UserError
 from finetune.model import load_tokenizer

@@ -9,7 +9,7 @@ from conftest import MODEL
 from pyarrow import parquet
 
 from finetune import cli
-from finetune.data.chat import read_template
+from finetune.data.bundled import read_template
 from finetune.data.prepare import prepare
 from finetune.errors import UserError
 from finetune.model import load_tokenizer

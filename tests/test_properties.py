@@ -16,10 +16,9 @@ from conftest import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data import chat, load
+from finetune.data import bundled, chat, load
 from finetune.data.chat import Encoded
-from finetune.data.formats import BadRow, Example, convert, detect
-from finetune.data.load import Row
+from finetune.data.formats import BadRow, Example, Row, convert, detect
 from finetune.data.pack import best_fit
 from finetune.data.table import Documents
 from finetune.model import load_tokenizer
@@ -58,7 +57,7 @@ documents = st.lists(
 
 @cache
 def encoder() -> chat.Encoder:
-    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), chat.read_template("chatml"))
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), bundled.read_template("chatml"))
     return chat.make_encoder(tokenizer, Data(name="-"), chats=True)
 
 

@@ -17,9 +17,8 @@ import pytest
 from conftest import DATA, MODEL
 from test_shared_assets import ASSETS
 
-from finetune.data import chat, render
-from finetune.data.formats import BadRow, Example, convert
-from finetune.data.load import Row
+from finetune.data import bundled, chat, render
+from finetune.data.formats import BadRow, Example, Row, convert
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model
@@ -199,7 +198,7 @@ def refused(template: str, messages: list[dict[str, Any]]) -> BadRow:
 def test_train_on_says_which_turns() -> None:
     tokenizer = tokenizer_with()
     call = {"function": {"name": "look", "arguments": {}}}
-    template = chat.read_template("qwen3")
+    template = bundled.read_template("qwen3")
     tools = [*TURNS[:3], {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
     tools += [{"role": "tool", "content": "Omar"}, {"role": "assistant", "content": "Omar."}]
     first, last = "Maria did.<|im_end|>", "Omar.<|im_end|>"
@@ -224,7 +223,7 @@ def test_a_message_says_for_itself_whether_it_is_trained_on() -> None:
 
 
 def test_a_text_that_a_template_made_is_given_no_second_bos() -> None:
-    template = "{{ bos_token }}" + chat.read_template("chatml")
+    template = "{{ bos_token }}" + bundled.read_template("chatml")
     encoder = encoder_of(tokenizer_with(template, bos=True))
     encoded = one(encoder, example(TURNS))
     bos = encoder.tokenizer.bos_token_id
@@ -301,14 +300,14 @@ def test_what_a_template_has_no_place_for_is_an_error_of_the_row(family: str, tu
         messages = [turn, *TURNS]
     elif turn.get("role") == "tool":
         messages = [*TURNS[:2], turn, TURNS[3]]
-    bad = refused(chat.read_template(family), messages)
+    bad = refused(bundled.read_template(family), messages)
     assert says in bad.problem.what + bad.problem.found and bad.kind == "malformed"
 
 
 def test_an_answer_that_ends_in_an_emoji_of_several_tokens_is_trained_whole() -> None:
     tokenizer = tokenizer_with()
     assert len(tokenizer("🦙", add_special_tokens=False)["input_ids"]) > 1
-    marks_content_only = chat.read_template("chatml").replace(
+    marks_content_only = bundled.read_template("chatml").replace(
         "message['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
         "message['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
     )
@@ -359,17 +358,17 @@ def test_without_a_template_only_chats_are_an_error() -> None:
 
 def test_a_template_is_named_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("é")
-    assert chat.read_template(str(tmp_path / "mine.jinja")) == "é"
+    assert bundled.read_template(str(tmp_path / "mine.jinja")) == "é"
     with pytest.raises(UserError, match="no such template") as raised:
-        chat.read_template("quen3")
+        bundled.read_template("quen3")
     assert "try:       qwen3" in str(raised.value)
     (tmp_path / "mine.jinja").write_bytes(b"\xe9")
     with pytest.raises(UserError, match="not UTF-8"):
-        chat.read_template(str(tmp_path / "mine.jinja"))
+        bundled.read_template(str(tmp_path / "mine.jinja"))
 
 
 def test_marks_that_begin_inside_of_the_prompt_leave_it_untrained() -> None:
-    template = chat.read_template("chatml").replace(
+    template = bundled.read_template("chatml").replace(
         "'<|im_start|>' + message['role'] + '\\n'", "'<|im_start|>'"
     )
     template = template.replace("{%- generation -%}{{-", "{%- generation -%}{{- 'assistant\\n' +")

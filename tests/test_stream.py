@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from finetune.data import stream
-from finetune.data.load import Row
+from finetune.data.formats import Row
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
 from finetune.run_folder import RunFolder

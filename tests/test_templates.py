@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from conftest import MODEL
 
-from finetune.data import chat
-from finetune.data.formats import convert
-from finetune.data.load import Row
+from finetune.data import bundled, chat
+from finetune.data.formats import Row, convert
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model
 
@@ -286,7 +285,7 @@ def tokenizer_of(family: str, pad: str = "") -> Any:
     from tokenizers.processors import TemplateProcessing
 
     has = FAMILIES[family]
-    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), chat.read_template(family))
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), bundled.read_template(family))
     tokenizer.add_tokens([t for t in (has.eos, has.bos, has.pad, *has.special) if t], special_tokens=True)
     tokenizer.add_tokens(list(has.plain))
     named = {"eos_token": has.eos, "pad_token": pad or has.pad or has.eos}
@@ -343,7 +342,7 @@ def test_marks_and_turn_by_turn_give_the_same_mask(case: Case) -> None:
     """The tags are replaced with ones that do nothing, so that the template writes what it wrote."""
     tokenizer = tokenizer_of(case.family)
     template = tokenizer.chat_template
-    marked = template if chat.MARKS.search(template) else chat.marked_twin(template)
+    marked = template if chat.MARKS.search(template) else bundled.marked_twin(template)
     assert marked, "each of the six has marks, or a twin that has"
     tokenizer.chat_template = marked
     assert chat.make_encoder(tokenizer, case.data, chats=True).way == "marks"

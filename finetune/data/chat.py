@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.data.bundled import bundled, marked_twin
 from finetune.data.formats import REASONING_KEYS, BadRow, Example
 from finetune.data.render import BROKEN, Rendered, render
-from finetune.errors import Problem, UserError, nearest
+from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -379,45 +377,6 @@ def _opening(backend: Any) -> tuple[int, ...]:
     """What the tokenizer adds before every text: its BOS, or nothing."""
     found = backend.encode("x", add_special_tokens=True)
     return tuple(found.ids[: found.special_tokens_mask.index(0)])
-
-
-@cache
-def bundled() -> dict[str, str]:
-    """Templates by name: TRL's for which it has a marked twin, and ours for families it has none for."""
-    trl = files("trl") / "chat_templates"
-    names = {entry.name.removesuffix(".jinja") for entry in trl.iterdir()}
-    found = {
-        name: (trl / f"{name}.jinja").read_text(encoding="utf-8")
-        for name in names
-        if f"{name}_training" in names
-    }
-    own = files("finetune.data") / "templates"
-    found |= {entry.name.removesuffix(".jinja"): entry.read_text(encoding="utf-8") for entry in own.iterdir()}
-    return dict(sorted(found.items()))
-
-
-def marked_twin(template: str) -> str | None:
-    """TRL's variant of a template with the assistant's tokens marked, if it has one."""
-    name = next((name for name, text in bundled().items() if text == template), None)
-    twin = files("trl") / "chat_templates" / f"{name}_training.jinja"
-    return twin.read_text(encoding="utf-8") if name and twin.is_file() else None
-
-
-def read_template(name: str) -> str:
-    """A bundled template, or the content of a file (exit 2 if it is neither)."""
-    path = Path(name)
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError:
-            raise UserError(Problem("not UTF-8", "data.chat_template", found=name)) from None
-    known = bundled()
-    if name not in known:
-        expected = f"a Jinja file, or one of {', '.join(known)}"
-        fix = nearest(name, known)
-        problem = Problem("no such template", "data.chat_template", found=name, expected=expected, fix=fix)
-        raise UserError(problem)
-    return known[name]
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

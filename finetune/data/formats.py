@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
-    from finetune.data.load import Row
     from finetune.sections import Data
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -46,6 +45,20 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 BESIDE = ("name", "tool_call_id", *REASONING_KEYS)  # kept of a message, beside its role, content and calls
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    value: dict[str, Any]
+    where: str  # file:line, or name[index]
+
+    def digest(self, seed: int, data: Data) -> int:
+        """64 bits that tell rows apart by the columns that are read, shuffled by `seed`."""
+        read = {*(column for needed in COLUMNS.values() for column in needed), *OPTIONAL}
+        read |= set(data.columns.values())
+        content = json.dumps({k: self.value[k] for k in self.value if k in read}, sort_keys=True, default=str)
+        hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
+        return int.from_bytes(hashed.digest())
 
 
 class BadRow(Exception):

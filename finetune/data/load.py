@@ -11,13 +11,12 @@ import os
 import re
 import tarfile
 import zlib
-from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from finetune.data.formats import COLUMNS, OPTIONAL, BadRow
+from finetune.data.formats import BadRow, Row
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
@@ -33,20 +32,6 @@ RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
 BOM = b"\xef\xbb\xbf"
 BOOKKEEPING = ("dataset_info.json", "state.json")  # of a folder that `datasets` saved
 COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    value: dict[str, Any]
-    where: str  # file:line, or name[index]
-
-    def digest(self, seed: int, data: Data) -> int:
-        """64 bits that tell rows apart by the columns that are read, shuffled by `seed`."""
-        read = {*(column for needed in COLUMNS.values() for column in needed), *OPTIONAL}
-        read |= set(data.columns.values())
-        content = json.dumps({k: self.value[k] for k in self.value if k in read}, sort_keys=True, default=str)
-        hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
-        return int.from_bytes(hashed.digest())
 
 
 Rows: TypeAlias = "Iterator[Row | BadRow]"

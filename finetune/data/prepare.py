@@ -27,8 +27,7 @@ import numpy as np
 from finetune.data import load
 from finetune.data.audit import Audit, Report
 from finetune.data.chat import Encoded, make_encoder
-from finetune.data.formats import BadRow, Example, convert, detect, unused
-from finetune.data.load import Row
+from finetune.data.formats import BadRow, Example, Row, convert, detect, unused
 from finetune.data.pack import best_fit
 from finetune.data.table import Documents
 from finetune.errors import Problem, UserError
@@ -275,7 +274,7 @@ def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources:
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
     here = Path(__file__).parent
-    modules = ("formats", "load", "render", "chat", "pack", "prepare", "table", "audit")
+    modules = ("formats", "load", "bundled", "render", "chat", "pack", "prepare", "table", "audit")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data import load
 from finetune.data.audit import Audit
 from finetune.data.chat import IGNORED, make_encoder
-from finetune.data.formats import BadRow
-from finetune.data.load import Row
+from finetune.data.formats import BadRow, Row
 from finetune.data.pack import best_fit
 from finetune.data.prepare import Prepared, audited, audited_held_out
 from finetune.errors import Problem, UserError

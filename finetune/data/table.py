@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from finetune.data.chat import Encoded
 
-CHUNK = 1000  # documents or rows written together
+CHUNK, MAX_TOKENS = 1000, 8_000_000  # documents or rows written together, and about their tokens
 TOKENS = pyarrow.list_(pyarrow.int32())
 PLACES = pyarrow.schema({"where": pyarrow.string(), "cut": pyarrow.int32()})
 
@@ -103,9 +103,11 @@ class Documents:
             {name: kind for name, kind in kinds.items() if packed or name != "seq_lengths"}
         )
         ends = np.concatenate([[0], np.cumsum(counts)])
+        tokens = int(np.frombuffer(self.lengths, np.int32)[order].sum())
+        step = max(1, min(CHUNK, MAX_TOKENS * len(counts) // max(1, tokens)))
         with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
-            for start in range(0, len(counts), CHUNK):
-                some = counts[start : start + CHUNK]
+            for start in range(0, len(counts), step):
+                some = counts[start : start + step]
                 columns = self.batch(order[ends[start] : ends[start + len(some)]], some)
                 stream.write_batch(pyarrow.record_batch([columns[n] for n in schema.names], schema))
 
