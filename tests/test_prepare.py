@@ -1,11 +1,13 @@
 """The way of rows into the cache: found again by content, and by nothing else."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pyarrow
 import pytest
-from conftest import MODEL
+from conftest import MODEL, ROOT
 from pyarrow import parquet
 
 from finetune import cli
@@ -14,6 +16,8 @@ from finetune.data.prepare import prepare
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model
+
+ASSETS = Path(os.environ.get("FINETUNE_TEST_ASSETS", ROOT.parent / "shared" / "assets"))
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +138,27 @@ def test_a_typo_in_a_folder_is_no_hub_id(tmp_path, recipe_file, capsys, monkeypa
     text = "model: {name: '{model}'}\ndata: {name: data/train.jsnl}\nadapter: {type: lora}\n"
     assert cli.main(["check", str(recipe_file(text))]) == 2
     assert "data/train.jsonl" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, recipe_file, capsys) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
+    text = "model: {name: FOLDER}\ndata: {name: '{data}'}\nadapter: {type: lora}\n".replace(
+        "FOLDER", str(folder)
+    )
+    assert cli.main(["train", str(recipe_file(text)), "--quiet"]) == 2
+    assert "no eos token" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not ASSETS.is_dir(), reason="no shared assets (FINETUNE_TEST_ASSETS)")
+def test_a_completion_has_no_space_of_the_tokenizer_s_own(tmp_path) -> None:
+    """A SentencePiece tokenizer opens every text with a space: prompt and completion are one text."""
+    loaded = load_tokenizer(Model(name=str(ASSETS / "stories260K-eos-hf")))
+    rows = [{"prompt": "Q: 2+2=", "completion": "4"}, {"prompt": "Hello", "completion": " world"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = prepare(Data(name=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "c")), loaded, 0, None)
+    said = [loaded.decode(row["input_ids"], skip_special_tokens=True).strip() for row in found.train]
+    assert said == ["Q: 2+2=4", "Hello world"]
+    assert all(row["labels"][0] == -100 and row["labels"][-1] != -100 for row in found.train)

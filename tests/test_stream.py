@@ -193,3 +193,13 @@ def test_too_long_is_an_error_past_the_audit_too(files, tokenizer, monkeypatch) 
     data = opened(files, tokenizer, too_long="error")
     with pytest.raises(UserError, match="too long"):
         list(data)
+
+
+def test_sources_of_two_formats(files, tokenizer, tmp_path) -> None:
+    alpaca = tmp_path / "alpaca.jsonl"
+    alpaca.write_text(
+        "".join(json.dumps({"instruction": f"{n}?", "output": f"{n}!"}) + "\n" for n in range(20))
+    )
+    found = stream.stream(Data(name=[*files, str(alpaca)], streaming=True), tokenizer, 0, None, passes=1)
+    assert set(found.report["train"].formats.values()) == {"messages", "alpaca"}
+    assert sum(seen(found.train).values()) == 90

@@ -150,7 +150,6 @@ class Audit:
         report.longest = max(report.longest, sum(len(document.ids) for document in documents) + last.cut)
         report.cut_tokens += last.cut
         encoder = self.encoder_for(bool(example.messages))
-        report.notes = list(encoder.notes)
         if last.ids[last.trained[-1][1] - 1] not in encoder.stops and self.train_on != "all":
             self.count("no_end_of_turn", where)
         if last.cut:
@@ -186,9 +185,8 @@ class Audit:
         digests = np.frombuffer(self.digests, dtype=np.uint64)
         _, first = np.unique(digests, return_index=True)
         again = np.setdiff1d(np.arange(len(digests)), first)
-        for index in again:
-            self.count("duplicates", places(int(index)) if len(again) <= MAX_SHOWN else "")
-        if len(again) > MAX_SHOWN:
+        if len(again):
+            report.counts["duplicates"] = len(again)
             report.places["duplicates"] = [places(int(index)) for index in again[:MAX_SHOWN]]
         if held_out:
             other = np.frombuffer(held_out.digests, dtype=np.uint64)
@@ -197,6 +195,8 @@ class Audit:
                 report.counts["in_validation"] = int(np.isin(other, digests).sum())
                 report.places["in_validation"] = [places(int(index)) for index in both[:MAX_SHOWN]]
         report.trained_by = dict(self.trained_by)
+        if self.trained_by.keys() & {"assistant", "every role"}:
+            report.notes = list(self.encoder_for(True).notes)
         return report
 
     def check(self, data: Data, held_out: int) -> None:

@@ -355,14 +355,16 @@ def _commit(source: Source) -> str:
         return asked
     try:
         return HfApi().dataset_info(source.name, revision=asked).sha or asked
-    except Exception:  # whatever keeps the Hub from answering
+    except (
+        Exception
+    ):  # whatever keeps the Hub from answering (no network, offline, gated): loading says which
         return asked
 
 
 def _hub(source: Source) -> Rows:
     import datasets
 
-    options: dict[str, Any] = {"revision": source.revision, "split": source.split}
+    options: dict[str, Any] = {"revision": _commit(source), "split": source.split}
     try:
         dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
     except (ConnectionError, OSError, ValueError) as error:

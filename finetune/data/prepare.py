@@ -1,7 +1,7 @@
 """The training data of a run, from rows to a memory-mapped file: read, render, encode, audit, pack, cache.
 
-One pass, a thousand rows at a time, so that memory stays flat whatever the file's size. The result is kept by
-content: the same files, tokenizer, template and recipe section are never prepared twice.
+One pass, a few thousand rows at a time; what stays in memory is a few numbers a document. The result is kept
+by content: the same files, tokenizer, template and recipe section are never prepared twice.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
         gc.disable()  # millions of small lists come and go, without one cycle
         try:
             _build(building, data, tokenizer, seed, vocabulary, sources)
-            with contextlib.suppress(OSError):  # another process was faster
-                os.replace(building, folder)
+            os.replace(building, folder)
+        except OSError:
+            if not (folder / "report.json").exists():  # else another process was faster
+                raise
         finally:
             gc.enable()
             shutil.rmtree(building, ignore_errors=True)

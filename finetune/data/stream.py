@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
 AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
 
-Shard = tuple[int, str, int, int]  # source, path, first and last byte (JSONL)
+Shard = tuple[str, int, int]  # path, first and last byte (JSONL)
 
 
 def stream(
@@ -66,13 +66,15 @@ def stream(
     shards = _shards(data, seed)
     places = []
     for shard in dict.fromkeys(shards):
+        if audit.report.rows >= AUDITED:
+            break
         rows = islice(_read(shard), AUDITED - audit.report.rows)
-        for row, documents in audited(rows, data, audit, shard[1]):
+        for row, documents in audited(rows, data, audit, shard[0]):
             places += [row.where] * len(documents)
     report = audit.finish(places.__getitem__, held)
     audit.check(data, held.report.kept)
     report.sources = load.fingerprints(data, held_out=True)
-    report.sources |= {path: f"streamed, {Path(path).stat().st_size:,} bytes" for _, path, _, _ in shards}
+    report.sources |= {path: f"streamed, {Path(path).stat().st_size:,} bytes" for path, _, _ in shards}
     report.seen = AUDITED if report.rows == AUDITED else 0
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
@@ -148,12 +150,12 @@ def encode_block(
 def _shards(data: Data, seed: int) -> list[Shard]:
     """All shards of all sources, each as often as its source's weight, shuffled."""
     found: list[Shard] = []
-    for index, source in enumerate(load.sources(data)):
+    for source in load.sources(data):
         for path in load.files(source.name, "data.name") or ():
             size = path.stat().st_size
             cuts = [size * i // RANGES for i in range(RANGES + 1)] if path.suffix == ".jsonl" else [0, size]
             ranges = [(a, b) for a, b in pairwise(cuts) if a < b]
-            found += [(index, str(path), a, b) for a, b in ranges] * int(source.weight)
+            found += [(str(path), a, b) for a, b in ranges] * int(source.weight)
     random.Random(seed).shuffle(found)
     return found
 
@@ -163,7 +165,7 @@ def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
         for row in _read(shard):
             bad = isinstance(row, BadRow)
             value, where = ({"": str(row.problem)}, row.problem.where) if bad else (row.value, row.where)
-            yield {"value": value, "where": where, "source": shard[1]}
+            yield {"value": value, "where": where, "source": shard[0]}
 
 
 def _row(value: dict[str, Any], where: str) -> Row | BadRow:
@@ -171,7 +173,7 @@ def _row(value: dict[str, Any], where: str) -> Row | BadRow:
 
 
 def _read(shard: Shard) -> Iterator[Row | BadRow]:
-    _, name, start, end = shard
+    name, start, end = shard
     path = Path(name)
     if path.suffix == ".jsonl":
         yield from _lines(path, start, end)
