@@ -276,7 +276,7 @@ def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources:
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
     here = Path(__file__).parent
-    modules = ("formats", "load", "bundled", "render", "chat", "pack", "prepare", "table", "audit")
+    modules = ("formats", "load", "readers", "bundled", "render", "chat", "pack", "prepare", "table", "audit")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {

@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data import load
+from finetune.data import load, readers
 from finetune.data.audit import Audit
 from finetune.data.chat import IGNORED, make_encoder
 from finetune.data.formats import BadRow, Row
@@ -178,7 +178,7 @@ def _read(shard: Shard) -> Iterator[Row | BadRow]:
     if path.suffix == ".jsonl":
         yield from _lines(path, start, end)
     else:
-        yield from load.READERS[path.suffix](path)
+        yield from readers.READERS[path.suffix](path)
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
@@ -188,7 +188,7 @@ def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
             file.seek(start - 1)
             file.readline()  # the line that reaches in belongs to the range before
         while (position := file.tell()) < end and (line := file.readline()):
-            for row in load.json_lines([line], path, first=1 if position == 0 else 2):
+            for row in readers.json_lines([line], path, first=1 if position == 0 else 2):
                 where = f"{path}, byte {position}"
                 yield (
                     Row(row.value, where)

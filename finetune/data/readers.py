@@ -1,0 +1,238 @@
+"""One reader for each kind of file: a row at a time, each with its place, and what is wrong as a `BadRow`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import lzma
+import tarfile
+import zlib
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from finetune.data.formats import BadRow, Row
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+BOM = b"\xef\xbb\xbf"
+
+Rows: TypeAlias = "Iterator[Row | BadRow]"
+
+
+def _json_lines(path: Path) -> Rows:
+    with path.open("rb") as file:
+        yield from json_lines(file, path)
+
+
+def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
+    """Rows of lines; `first` is the number of the first one."""
+    offset = 0
+    for number, line in enumerate(lines, start=first):
+        text = line.removeprefix(BOM) if number == 1 else line
+        if text.strip():
+            try:
+                yield _row(json.loads(text.decode()), f"{path}:{number}", _escapes(text))
+            except UnicodeDecodeError as error:
+                yield _not_utf8(path, number, offset + len(line) - len(text) + error.start, line)
+            except (ValueError, RecursionError) as error:
+                yield _not_json(path, number, text.decode(), error)
+        offset += len(line)
+
+
+def _json(path: Path) -> Rows:
+    with path.open("rb") as file:
+        start = file.read(1024).removeprefix(BOM).lstrip()
+    if not start.startswith(b"["):
+        yield from _json_lines(path)
+        return
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(_where_not_utf8(path).problem) from None
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        number = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        lines = text.split("\n")
+        line = lines[number - 1] + "\n" * (number < len(lines))
+        raise UserError(_not_json(path, number, line, error).problem) from None
+    escapes = _escapes(content)
+    for index, value in enumerate(values):
+        yield _row(value, f"{path}[{index}]", escapes)
+
+
+def _row(value: Any, where: str, escapes: bool) -> Row | BadRow:
+    """A value of a JSON file; `escapes`: it may hold one half of a surrogate pair, which no text can."""
+    if not isinstance(value, dict):
+        return BadRow("unreadable", "a row must be a JSON object", where)
+    if escapes:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            found = ascii(error.object[error.start])
+            return BadRow("unreadable", "half of a surrogate pair, which is no character", where, found=found)
+    return Row(value, where)
+
+
+def _escapes(content: bytes) -> bool:
+    return b"\\ud" in content or b"\\uD" in content
+
+
+def _csv(path: Path) -> Rows:
+    csv.field_size_limit(2**31 - 1)  # a text may be longer than 128 KiB
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                problem = Problem("two columns of one name", where=f"{path}:1", found=", ".join(names))
+                raise UserError(problem)
+            while True:
+                where = f"{path}:{reader.line_num + 1}"
+                try:
+                    fields = next(reader, None)
+                except csv.Error as error:  # a quote that never closes takes in all that follows
+                    yield BadRow("unreadable", f"not valid CSV: {error}", where)
+                    continue
+                if fields is None:
+                    break
+                if len(fields) == len(names):
+                    yield Row(dict(zip(names, fields, strict=True)), where)
+                elif fields:
+                    expected, found = f"{len(names)} fields", str(len(fields))
+                    what = "a row of another length"
+                    yield BadRow("unreadable", what, where, expected=expected, found=found)
+        except UnicodeDecodeError:
+            raise UserError(_where_not_utf8(path).problem) from None
+
+
+def _columnar(path: Path) -> Rows:
+    """Parquet or Arrow, a batch of rows in memory at a time."""
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    try:
+        with pyarrow.memory_map(str(path)) as content:
+            if path.suffix == ".parquet":
+                batches: Any = parquet.ParquetFile(content).iter_batches(batch_size=1000)
+            else:
+                batches = _arrow_batches(ipc, content)
+            start = 0
+            for batch in batches:
+                for index, value in enumerate(batch.to_pylist(), start=start):
+                    yield Row(without_nulls(value), f"{path}[{index}]")
+                start += batch.num_rows
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        found = (str(error).splitlines() or [""])[0]
+        what = f"not a {path.suffix[1:]} file, or a damaged one"
+        raise UserError(Problem(what, where=str(path), found=found)) from error
+
+
+def _arrow_batches(ipc: Any, content: Any) -> Iterator[Any]:
+    try:
+        reader = ipc.open_file(content)
+    except ValueError:  # the streaming format has no footer
+        content.seek(0)
+        yield from ipc.open_stream(content)
+        return
+    yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def _tar(path: Path) -> Rows:
+    """A webdataset shard: the files that share a name up to the first dot are one row."""
+    try:
+        with tarfile.open(path, "r|*") as archive:
+            for name, group in groupby(_members(archive), key=itemgetter(0)):
+                yield _sample(group, f"{path}!{name}")
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(
+            Problem("not a tar file, or a damaged one", where=str(path), found=str(error))
+        ) from error
+    with path.open("rb") as file:  # tarfile takes an archive that ends in a header for a whole one
+        plain = file.read(262)[257:] == b"ustar"
+        file.seek(-min(512, path.stat().st_size), 2)
+        if plain and any(file.read()):
+            raise UserError(Problem("the file looks cut off", where=str(path)))
+
+
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
+    """Name up to the first dot, kind and content of each file."""
+    for member in archive:
+        opened = archive.extractfile(member) if member.isfile() else None
+        if opened:
+            stem, _, kind = Path(member.name).name.partition(".")
+            yield str(Path(member.name).parent / stem), kind, opened.read()
+
+
+def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadRow:
+    row: dict[str, Any] = {}
+    bad = ""
+    for _, kind, content in members:
+        try:
+            text = content.decode()
+            value = json.loads(text) if kind == "json" else text
+            row |= value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
+        except (ValueError, RecursionError):
+            bad = bad or f"not text, or not JSON: .{kind}"
+    return BadRow("unreadable", bad, where) if bad else _row(row, where, escapes=True)
+
+
+def _txt(path: Path) -> Rows:
+    try:
+        yield Row({"text": path.read_text(encoding="utf-8-sig")}, str(path))
+    except UnicodeDecodeError:
+        raise UserError(_where_not_utf8(path).problem) from None
+
+
+def without_nulls(value: Any) -> Any:
+    """A value less the keys that are null: columns give every mapping the keys of all (tool arguments)."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+READERS = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _columnar,
+    ".arrow": _columnar,
+    ".tar": _tar,
+    ".txt": _txt,
+}
+
+
+def _where_not_utf8(path: Path) -> BadRow:
+    """The first line of a file that is not UTF-8; a reader of text says only which of its chunks."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return _not_utf8(path, number, offset + error.start, line)
+            offset += len(line)
+    return BadRow("unreadable", "not UTF-8", str(path))
+
+
+def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
+    guess = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:80] else "Windows-1252"
+    fix = f"save it as UTF-8 (it looks like {guess})"
+    return BadRow("unreadable", "not UTF-8", f"{path}:{line}, byte {offset}", fix=fix)
+
+
+def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionError) -> BadRow:
+    if not isinstance(error, json.JSONDecodeError):  # too deep, or a number of thousands of digits
+        return BadRow("unreadable", f"not JSON that can be read: {error}", f"{path}:{number}")
+    column, shown = error.colno, line.rstrip("\r\n")
+    start, rest = max(0, column - 31), shown[column - 1 :].strip()
+    cut = error.msg.startswith("Unterminated") or ("escape" in error.msg and len(rest) < len("\\u0000"))
+    cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))  # of nothing too
+    what = "the file looks cut off" if cut and not line.endswith("\n") else "not valid JSON"
+    where, found = f"{path}:{number}:{column}", shown[start : start + 60]
+    return BadRow("unreadable", f"{what}: {error.msg}", where, found=found)
