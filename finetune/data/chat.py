@@ -116,7 +116,8 @@ class Encoder:
         is checked for the first text all the same.
         """
         backend, texts = self.tokenizer.backend_tokenizer, [chat.text for chat in chats]
-        same = os.path.commonprefix([min(texts), max(texts)]) if len(texts) > 1 else ""  # noqa: RUF071
+        ends = [min(texts), max(texts)] if len(texts) > 1 else [""]
+        same = os.path.commonprefix(ends)  # noqa: RUF071 (of texts, not of paths)
         first = min((chat.spans[0][0] for chat in chats if chat.spans), default=len(same))
         marks = list(self.special.finditer(same[:first]))  # what carries loss is in the rest
         head = marks[-1].start() if marks else 0

@@ -80,7 +80,7 @@ class Child:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe:
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(BrokenPipeError):  # the child may be gone
                     pipe.close()
 
     def ask(self, request: dict[str, Any], chats: list[Any]) -> list[Any]:
@@ -176,7 +176,7 @@ def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
 
     chats, turns = request["chats"], request["way"] == "turns" and not request["prompt"]
     if len(chats) > 1 and not turns and not any(tools for _, tools in chats):
-        with contextlib.suppress(Exception), _limited_time():
+        with contextlib.suppress(Exception), _limited_time():  # then one by one, each with its own error
             return [(text, spans, "") for text, spans in texts([messages for messages, _ in chats], None)]
 
     def one(messages: list[Any], tools: Any) -> tuple[Any, Any]:
@@ -199,7 +199,7 @@ def _answer(one: Any, messages: list[Any], tools: Any) -> tuple[Any, Any, str]:
         error = f"the template is broken: {broken.message} (its line {broken.lineno})"
     except _Refused as refused:
         error = str(refused)
-    except Exception as other:
+    except Exception as other:  # a template is a program: it may raise anything
         error = f"the template refuses it: {other}"
     return "", (), error[:300]
 
@@ -239,7 +239,10 @@ def _limit_memory() -> None:
     """MEGABYTES more address space than this process has now; only Linux keeps to it."""
     import resource
 
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm") as file:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open("/proc/self/statm") as file,
+    ):  # elsewhere: no such file
         now = int(file.read().split()[0]) * resource.getpagesize()
         limit = now + MEGABYTES * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
