@@ -1,20 +1,24 @@
-"""One small function for each adapter type -> PEFT's config; `attach` puts it on the model and counts.
+"""Put an adapter on a model, or go on from one; then say which modules it changed and which weights train.
 
-To add a type: a function here with its entries in `BUILDERS` and `USUAL_LEARNING_RATE`, and an entry in
-`recipe.ADAPTERS` (one that means a 4-bit base: in `hardware.FOUR_BIT` too).
+The types and their keys are in `adapter_types.py`, first weights that need preparation in `adapter_init.py`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import modules
+from finetune import adapter_init, adapter_types, modules
+from finetune.adapter_types import Shapes
 from finetune.errors import Exit, Problem, UserError
+from finetune.recipe import local_path
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
@@ -22,146 +26,131 @@ if TYPE_CHECKING:
     from finetune.receipts import Ledger
     from finetune.sections import Adapter
 
-# Peak learning rates that usually work; a recipe outside gets one line of advice, never a change.
-USUAL_LEARNING_RATE = {
-    "lora": (1e-5, 1e-2),
-    "qlora": (1e-5, 1e-2),
-    "dora": (1e-5, 1e-2),
-    "qdora": (1e-5, 1e-2),
-    "adalora": (1e-4, 3e-2),
-    "ia3": (1e-3, 1e-1),
-    "full": (1e-6, 1e-3),
-}
-
-
-def lora(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
-    """LoRA (arXiv 2106.09685)."""
-    from peft import LoraConfig, TaskType
-
-    return LoraConfig(task_type=TaskType.CAUSAL_LM, **options)
-
-
-def dora(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
-    """DoRA (arXiv 2402.09353): LoRA with a trained magnitude for each output."""
-    return lora({**options, "use_dora": True}, steps, linear)
-
-
-def adalora(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
-    """AdaLoRA (arXiv 2303.10512). The schedule comes from the run: a tenth of the steps before ranks are
-    taken away, a third of them after the budget is reached."""
-    from peft import AdaLoraConfig, TaskType
-
-    options = dict(options)
-    rank = options.pop("r")
-    options.setdefault("target_r", rank)
-    options.setdefault("init_r", ceil(1.5 * options["target_r"]))
-    options.setdefault("tinit", steps // 10)
-    options.setdefault("tfinal", steps // 3)
-    if options["init_r"] <= options["target_r"]:
-        found = f"init_r: {options['init_r']}, target_r: {options['target_r']}"
-        problem = Problem("AdaLoRA starts with more ranks than it ends with", "adapter.init_r", found=found)
-        raise UserError(problem)
-    if steps < 2 or options["tinit"] + options["tfinal"] >= steps - 1:
-        found = f"tinit {options['tinit']} + tfinal {options['tfinal']}, with {steps} steps"
-        what = "no step is left in which AdaLoRA could allocate ranks"
-        raise UserError(Problem(what, "adapter.tinit", found=found, expected="tinit + tfinal < steps - 1"))
-    return AdaLoraConfig(task_type=TaskType.CAUSAL_LM, total_step=steps, **options)
-
-
-def ia3(options: dict[str, Any], steps: int, linear: list[str]) -> PeftConfig:
-    """(IA)^3 (arXiv 2205.05638): a trained scale for keys, values and the feed-forward's input.
-
-    "all-linear" is spelt out: PEFT would save it as full names, of which `feedforward_modules` is no subset,
-    and then refuse to load what it saved.
-    """
-    from peft import IA3Config, TaskType
-
-    options = dict(options)
-    if options.get("target_modules") == "all-linear":
-        options["target_modules"] = sorted(set(map(modules.short, linear)))
-    if isinstance(options.get("target_modules"), list):
-        options.setdefault(
-            "feedforward_modules", [n for n in options["target_modules"] if modules.short(n) == "down_proj"]
-        )
-    return IA3Config(task_type=TaskType.CAUSAL_LM, **options)
-
-
-BUILDERS = {
-    "lora": lora,
-    "qlora": lora,
-    "dora": dora,
-    "qdora": dora,
-    "adalora": adalora,
-    "ia3": ia3,
-}
-
 
 def attach(
-    model: PreTrainedModel, adapter: Adapter, steps: int, ledger: Ledger
+    model: PreTrainedModel,
+    adapter: Adapter,
+    steps: int,
+    ledger: Ledger,
+    batches: Callable[[], list[dict[str, torch.Tensor]]] = list,
 ) -> PeftModel | PreTrainedModel:
     """Put the adapter on the model. `full` trains the model as it is.
 
     Args:
         steps: optimizer steps of the whole run; AdaLoRA's schedule is made from it.
+        batches: gives batches of training data, for initialisations that look at it.
 
     Raises:
-        UserError: a target that matches no layer, with the nearest name (exit 2).
+        UserError: a name that matches no module, with the nearest; what PEFT refuses (exit 2).
     """
-    from peft import get_peft_model
-
     if adapter.type == "full":
         ledger.add("adapter.type", "full", "full", "no adapter: every parameter trains")
         _count_trainable(model, ledger)
         return model
-    options = adapter.options()
-    targets = options.get("target_modules")
-    linear = linear_layers(model)
-    problems = [] if targets is None else modules.unmatched(targets, linear)
-    for key in ("exclude_modules", "rank_pattern", "alpha_pattern"):  # a typo here would change nothing
-        problems += modules.unmatched(list(options.get(key) or ()), linear, key)
-    if problems:
-        raise UserError(*problems)
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    everything = names(model)
     try:
-        config = BUILDERS[adapter.type](options, steps, linear)
-        adapted = get_peft_model(model, config)
-    except (ValueError, TypeError) as error:
+        if adapter.source:
+            adapted: Any = _go_on(model, adapter, ledger)
+        else:
+            _check_names(model, adapter)
+            config = peft_config(adapter, steps, shapes(model))
+            adapted = adapter_init.attach(model, config, batches, ledger)
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(Problem("PEFT refuses it", "adapter", found=" ".join(str(error).split()))) from error
     for name, parameter in adapted.named_parameters():
         if ".ranknum." in name:  # PEFT does not save it, and on a bf16 base leaves it trainable
             parameter.requires_grad = False
-    got = Counter(modules.short(name) for name in adapted.targeted_module_names)
-    asked = _expected(options, linear) if targets is not None else got
-    ledger.add(
-        "adapter.type",
-        _peft_type(config),
-        _peft_type(adapted.peft_config["default"]),
-        "the live PEFT config",
-    )
-    ledger.add("adapter.target_modules", _counts(asked), _counts(got), "adapted modules, counted by name")
-    _count_trainable(adapted, ledger)
+    head = adapted.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        what, fix = "TRL's loss reads the head's own weight and passes the adapter by", "adapter.type: lora"
+        fix += " with trainable_token_indices" if adapter.type == "trainable_tokens" else ""
+        raise UserError(Problem(what, "adapter", found=f"{adapter.type} on the output head", fix=fix))
+    if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
+        head.register_parameter("bias", None)
+    _add_receipts(adapted, adapter, everything, ledger)
     return adapted
+
+
+def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
+    """PEFT's config of the recipe's section, completed for this model and this run.
+
+    Raises:
+        UserError: options that leave the type nothing to do (exit 2).
+    """
+    import peft
+    from peft import TaskType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = adapter_types.find(adapter.type)
+    options: dict[str, Any] = {**adapter.options(), **kind.sets}
+    if kind.build:
+        options = kind.build(options, steps, model)
+    for key, value in options.items():
+        nested = adapter_types.nested(kind, key)
+        if nested and isinstance(value, dict):
+            options[key] = getattr(peft, nested)(**value) if hasattr(peft, nested) else value
+    classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
 
 
 def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
     """PEFT keys that a builder set, not the recipe: AdaLoRA's schedule, IA3's feed-forward modules."""
-    if adapter.type not in ("adalora", "ia3"):
-        return {}
-    config = model.peft_config["default"]
-    keys = {"adalora": ("target_r", "init_r", "tinit", "tfinal"), "ia3": ("feedforward_modules",)}[
-        adapter.type
-    ]
-    values = {key: getattr(config, key) for key in keys if key not in adapter.options()}
+    builds = () if adapter.source else adapter_types.find(adapter.type).builds
+    values = {
+        key: getattr(model.peft_config["default"], key) for key in builds if key not in adapter.options()
+    }
     return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
 
-def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Full names of the linear layers, without the output head."""
+def shapes(model: PreTrainedModel) -> Shapes:
+    """What adapter types need to know of a model; the shapes of quantised layers are those of their maths."""
+    linear: dict[str, Any] = linear_layers(model)
+    sizes = {name: (module.out_features, module.in_features) for name, module in linear.items()}
+    return Shapes(sizes)
+
+
+def check_source(adapter: Adapter, base: str, revision: str | None) -> list[str]:
+    """Whether training can go on from `adapter.from`; reads its config only, no torch.
+
+    Returns:
+        Notes: what can be seen only when it loads.
+
+    Raises:
+        UserError: no adapter there, one of another type, of other options or of another base (exit 2).
+    """
+    if adapter.source is None:
+        return []
+    folder = _source_folder(adapter.source)
+    if folder is None:
+        return [f"adapter.from: {adapter.source} is on the Hub; it is checked when it loads"]
+    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    problems = _source_problems(saved, adapter, base, revision)
+    if problems:
+        raise UserError(*problems)
+    return []
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The linear layers by their full names, without the output head."""
     from torch import nn
 
     head = model.get_output_embeddings()
-    return [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def names(model: PreTrainedModel) -> modules.Names:
+    """What a recipe may call by name in a live model."""
+    holders = [
+        name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith(".weight")
     ]
+    holders += [] if "lm_head" in holders else ["lm_head"]
+    return modules.Names(list(linear_layers(model)), holders, [name for name, _ in model.named_parameters()])
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -176,6 +165,11 @@ def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     tensors.update(model.named_buffers())
+    for name, tensor in list[tuple[str, Any]](tensors.items()):
+        if hasattr(tensor, "__tensor_flatten__"):  # torchao keeps codes and scales in one tensor
+            del tensors[name]
+            inner, _ = tensor.__tensor_flatten__()
+            tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})
     return {name: tensor for name, tensor in tensors.items() if "ranknum" not in name}
 
 
@@ -213,34 +207,167 @@ def drop_masked_ranks(model: PeftModel) -> None:
             parameter.data = parameter.data.float()
 
 
-def learning_rate_advice(kind: str, rate: float) -> str:
-    """One line if the rate is outside what usually works for this type, else the empty string."""
-    low, high = USUAL_LEARNING_RATE[kind]
-    if low <= rate <= high:
-        return ""
-    return f"learning_rate {rate:g} is outside the usual {low:g} to {high:g} for {kind}; it is used as it is"
+def _source_folder(source: str) -> Path | None:
+    """The local folder of `adapter.from`: a PEFT folder, or the adapter of a run; `None`: it is on the Hub.
+
+    Raises:
+        UserError: a folder without an adapter (exit 2).
+    """
+    path = Path(source)
+    if not path.exists():
+        if local_path(source):
+            raise UserError(Problem(f"local path not found: {source}", "adapter.from"))
+        return None
+    for folder in (path, path / "adapter"):
+        if (folder / "adapter_config.json").exists():
+            return folder
+    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
+    raise UserError(Problem(f"no adapter in {path}", "adapter.from", found=found, fix="a run folder"))
 
 
-def _expected(options: dict[str, Any], linear: list[str]) -> Counter[str]:
+def _source_problems(
+    saved: dict[str, Any], adapter: Adapter, base: str, revision: str | None
+) -> list[Problem]:
+    """What keeps a saved adapter's config from being gone on with under this recipe."""
+    kind, found = adapter_types.find(adapter.type), []
+    if kind.prompt or kind.peft == "adalora":
+        what = f"PEFT can't go on training a saved {adapter.type}"
+        return [Problem(what, "adapter.from", fix="merge it (finetune merge), and train on what comes out")]
+    type_saved = f"{saved.get('peft_type', '')} {_variant(saved)}".strip().lower()
+    type_asked = f"{kind.peft} {_variant(kind.sets)}".strip()
+    if type_saved != type_asked:
+        found.append(
+            Problem("is an adapter of another type", "adapter.from", found=type_saved, expected=type_asked)
+        )
+    for key, value in adapter.options().items():
+        have = saved.get(key)
+        same = set(value) == set(have or ()) if isinstance(value, list) else value == have
+        if not same and value != "all-linear":
+            what = "differs from what the adapter was made with"
+            found.append(Problem(what, f"adapter.{key}", found=str(value), expected=str(have), fix="drop it"))
+    if not adapter.ours("from_other_base"):
+        of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
+        same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
+        if not same or (commit and revision and commit != revision):
+            fix = "the base it was trained on, or from_other_base: true if that is what you want"
+            expected = f"{base} {revision or ''}".strip()
+            what = "was trained on another base"
+            found.append(
+                Problem(
+                    what, "adapter.from", found=f"{of} {commit or ''}".strip(), expected=expected, fix=fix
+                )
+            )
+    return found
+
+
+def _variant(options: Any) -> str:
+    return " ".join(key for key in ("use_dora", "use_rslora") if options.get(key))
+
+
+def _go_on(model: PreTrainedModel, adapter: Adapter, ledger: Ledger) -> Any:
+    """The adapter of `adapter.from`, to be trained further; every tensor of its file must be in the model."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    source = str(_source_folder(str(adapter.source)) or adapter.source)
+    saved = PeftConfig.from_pretrained(source).to_dict()
+    commit = getattr(model.config, "_commit_hash", None)
+    problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
+    if problems:
+        raise UserError(*problems)
+    adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
+    on_disk, live = load_peft_weights(source, device="cpu"), get_peft_model_state_dict(adapted)
+    equal = sum(
+        name in live and bool((live[name].float().cpu() == tensor.float()).all())
+        for name, tensor in on_disk.items()
+    )
+    how = "tensors of its file, compared with the model's"
+    ledger.add(
+        "adapter.from", f"all {len(on_disk)} of {source}", f"all {equal} of {source}", how, code=Exit.ARTEFACT
+    )
+    return adapted
+
+
+def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Names and numbers of the recipe that nothing in the model answers to are errors, all at once."""
+    options = adapter.options()
+    kind = adapter_types.find(adapter.type)
+    problems = modules.problems(options, names(model), any_module=kind.peft in adapter_types.NOT_LINEAR)
+    embedding: Any = model.get_input_embeddings()
+    rows = len(embedding.weight)
+    for key in ("trainable_token_indices", "token_indices"):
+        given = options.get(key) or ()
+        tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
+        beyond = [token for token in tokens if not 0 <= token < rows]
+        if beyond:
+            texts = {"found": ", ".join(map(str, beyond)), "expected": f"0 to {rows - 1}"}
+            problems.append(Problem("the model has no such token", f"adapter.{key}", **texts))
+    if problems:
+        raise UserError(*problems)
+
+
+def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: Ledger) -> None:
+    """Type, modules by name, ranks, and what else trains: read back from the live model."""
+    config, kind = adapted.peft_config["default"], adapter_types.find(adapter.type)
+    asked = " ".join([kind.peft.upper(), *(f"with {key}" for key in kind.sets)])
+    got = str(getattr(config.peft_type, "value", config.peft_type))
+    got = " ".join([got, *(f"with {key}" for key in kind.sets if getattr(config, key, None))])
+    ledger.add("adapter.type", asked, got, "the live PEFT config")
+    options = adapter.options()
+    changed = Counter(modules.short(name) for name in getattr(adapted, "targeted_module_names", ()))
+    if changed:
+        targets = options.get("target_modules")
+        expected = changed if targets is None or adapter.source else _expected(options, known)
+        ledger.add(
+            "adapter.target_modules", _counts(expected), _counts(changed), "adapted modules, counted by name"
+        )
+    if options.get("rank_pattern"):
+        ranks = Counter(
+            f"r={len(weight)}" for name, weight in adapted.named_parameters() if "lora_A." in name
+        )
+        ok = len(ranks) > 1 or len(set(options["rank_pattern"].values())) == 1
+        ledger.add("adapter.rank_pattern", options["rank_pattern"], _counts(ranks), "rows of each A", ok=ok)
+    for key, part in (
+        ("modules_to_save", ".modules_to_save."),
+        ("trainable_token_indices", "trainable_tokens_delta"),
+    ):
+        if options.get(key):
+            trained = {n for n in trainable(adapted) if part in n}
+            ledger.add(
+                f"adapter.{key}",
+                options[key],
+                f"{len(trained)} tensors train",
+                "parameters with requires_grad",
+                ok=bool(trained),
+            )
+    parameters = getattr(adapted, "targeted_parameter_names", ())
+    if options.get("target_parameters"):
+        ledger.add(
+            "adapter.target_parameters",
+            options["target_parameters"],
+            f"{len(parameters)} parameters",
+            "the live PEFT model",
+            ok=bool(parameters),
+        )
+    _count_trainable(adapted, ledger)
+
+
+def _expected(options: dict[str, Any], known: modules.Names) -> Counter[str]:
     """The layers that PEFT's rules pick, counted by name: targets, less exclusions, in the layers named."""
     targets, excluded = options["target_modules"], options.get("exclude_modules") or []
-    layers = options.get("layers_to_transform")
+    layers, saved = options.get("layers_to_transform"), options.get("modules_to_save") or []
     wanted = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
+    candidates = known.linear if targets == "all-linear" else known.modules
 
     def picked(name: str) -> bool:
         if not any(modules.match(targets, [name]).values()):
             return False
-        if any(modules.match(excluded, [name]).values()):
+        if any(modules.match(excluded, [name]).values()) or any(modules.match(saved, [name]).values()):
             return False
         number = re.search(r"\.(\d+)\.", name)
         return wanted is None or (number is not None and int(number[1]) in wanted)
 
-    return Counter(modules.short(name) for name in linear if picked(name))
-
-
-def _peft_type(config: PeftConfig) -> str:
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    return f"{kind} with DoRA" if getattr(config, "use_dora", False) else kind
+    return Counter(modules.short(name) for name in candidates if picked(name))
 
 
 def _counts(counter: Counter[str]) -> str:
@@ -250,6 +377,8 @@ def _counts(counter: Counter[str]) -> str:
 def _count_trainable(model: torch.nn.Module, ledger: Ledger) -> None:
     count = sum(parameter.numel() for parameter in trainable(model).values())
     total = sum(parameter.numel() for parameter in model.parameters())
+    if hasattr(model, "get_nb_trainable_parameters"):  # knows that a 4-bit code holds two weights
+        count, total = model.get_nb_trainable_parameters()  # type: ignore[operator]  (a PeftModel's method)
     share = f"{count:,} of {total:,} ({count / total:.2%})"
     how = "parameters with requires_grad"
     ledger.add("trainable parameters", "> 0", share, how, ok=count > 0, code=Exit.TRAINING)

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
 from finetune.errors import Exit, Problem, UserError
@@ -147,11 +148,12 @@ class FirstStep(TrainerCallback):
         if self.micro_batches > 1:
             yield
             return
-        linear = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
-        hook = linear.register_forward_hook(self._saw)
+        layers = [m for m in model.modules() if isinstance(m, (torch.nn.Linear, BaseTunerLayer))]
+        hooks = [layer.register_forward_hook(self._saw) for layer in layers]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             yield
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         self.operations = sorted(event.key for event in profile.key_averages())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -177,7 +179,8 @@ class FirstStep(TrainerCallback):
         self.ledger.check()
 
     def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        self.seen_dtype = str(output.dtype).removeprefix("torch.")
+        if self.seen_dtype == "none seen":
+            self.seen_dtype = str(output.dtype).removeprefix("torch.")
 
 
 def attention_that_ran(operations: list[str]) -> str:

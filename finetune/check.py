@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapters, model, modules
+from finetune import adapter_types, adapters, hardware, model, modules
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError
-from finetune.hardware import FOUR_BIT
 from finetune.sections import Source
-from finetune.upstream import installed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,19 +29,20 @@ def run(recipe: Recipe) -> list[str]:
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
     packages: list[Problem] = []
-    for look in (_model, _data, _targets):
+    for look in (_model, _data, _adapter):
         try:
             notes += look(recipe)
         except UserError as error:
             problems += error.problems
-    if (recipe.adapter.type in FOUR_BIT or recipe.speed.base == "nf4") and not installed("bitsandbytes"):
-        fix = "pip install 'finetune-toolkit[bnb]'"
-        packages.append(
-            Problem("a 4-bit base needs bitsandbytes, which is not installed", "adapter.type", fix=fix)
-        )
+    asked = (
+        recipe.speed.base if recipe.speed.base != "auto" else adapter_types.find(recipe.adapter.type).storage
+    )
+    missing = hardware.missing_package(asked)
+    if missing:
+        packages.append(missing)
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
-    advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
+    advice = adapter_types.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
     return [*notes, advice] if advice else notes
 
 
@@ -82,13 +81,16 @@ def _data(recipe: Recipe) -> list[str]:
     return notes
 
 
-def _targets(recipe: Recipe) -> list[str]:
-    """Target modules against the names in the safetensors headers of a local model."""
-    targets = recipe.adapter.options().get("target_modules")
-    folder = Path(recipe.model.name)
-    names = modules.linear_names(folder) if folder.is_dir() else []
-    if targets is not None and names:
-        problems = modules.unmatched(targets, names)
+def _adapter(recipe: Recipe) -> list[str]:
+    """Names in the adapter's section against the safetensors headers of a local model; `adapter.from`."""
+    folder, options = Path(recipe.model.name), recipe.adapter.options()
+    notes = adapters.check_source(recipe.adapter, recipe.model.name, recipe.model.revision)
+    names = modules.in_folder(folder) if folder.is_dir() else None
+    if names and names.modules:
+        kind = adapter_types.find(recipe.adapter.type)
+        problems = modules.problems(options, names, any_module=kind.peft in adapter_types.NOT_LINEAR)
         if problems:
             raise UserError(*problems)
-    return []
+        uneven = modules.uneven(options.get("target_modules"), names)
+        notes += [uneven] if uneven else []
+    return notes

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.requirements import Requirement
 
 from finetune import hardware as hw
+from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.errors import UserError
 from finetune.run_folder import PACKAGES
 from finetune.screen import Screen
@@ -102,7 +103,8 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
     else:
         why = "asked for" if speed.recompute != "auto" else "auto: on the CPU memory is not what is short"
         recompute = "active" if speed.recompute == "all" else "off"
-    four_bit = speed.base == "nf4" or bool(recipe and recipe.adapter.type in hw.FOUR_BIT)
+    meant = find(recipe.adapter.type).storage if recipe else ""
+    four_bit = (speed.base if speed.base in QUANTISED else meant) in FOUR_BIT
     bnb = "bitsandbytes is installed" if installed("bitsandbytes") else "pip install 'finetune-toolkit[bnb]'"
     nf4 = "active" if four_bit else "off" if installed("bitsandbytes") else "not possible"
     return [

@@ -76,7 +76,7 @@ def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> di
     result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
     if rows:
         after = score(tuned, tokenizer, rows, recipe)
-        if hasattr(tuned, "disable_adapter"):
+        if base_stands(tuned):
             with tuned.disable_adapter():
                 before = score(tuned, tokenizer, rows, recipe)
         else:
@@ -88,6 +88,12 @@ def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> di
     if PartialState().is_main_process:
         folder.write("eval.json", result)
     return result
+
+
+def base_stands(tuned: Any) -> bool:
+    """Whether the base is the tuned model with its adapter off; PEFT trains biases in place."""
+    config = getattr(tuned, "peft_config", {}).get("default")
+    return config is not None and getattr(config, "bias", "none") in (None, "none")
 
 
 def check_unchanged(hashes: dict[str, str], folder: RunFolder) -> None:
@@ -204,7 +210,8 @@ def token_losses(tuned: Any, documents: list[Encoded], pad: Any, batch_size: int
         mask = torch.tensor(
             [[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=tuned.device
         )
-        logits = tuned(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+        logits = tuned(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = logits[:, -width:-1]  # without those of trained prompt vectors, which stand before the row
         targets = labels[:, 1:]
         chosen = targets != -100
         losses = cross_entropy(logits[chosen].float(), targets[chosen], reduction="none")

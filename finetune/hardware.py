@@ -7,10 +7,11 @@ import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from finetune import adapter_types
+from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
 
-FOUR_BIT = frozenset({"qlora", "qdora"})  # adapter types that mean an nf4 base
 STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by precision
 # Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets.
@@ -86,7 +87,7 @@ class Setup:
     @property
     def compute_dtype(self) -> str:
         """The dtype of matrix products: autocast's, or without autocast that of the stored weights."""
-        if self.launch.precision == "no" and self.storage.value != "nf4":
+        if self.launch.precision == "no" and self.storage.value in STORED:
             return STORED[self.storage.value]
         return DTYPES[self.launch.precision]
 
@@ -206,19 +207,35 @@ def attention_obstacle(name: str, hardware: Hardware) -> str:
 
 
 def choose_base(asked: str, adapter_type: str, precision: str) -> Choice:
-    """How the base weights are stored: nf4, or in the dtype of the launch's precision (fp32, bf16, fp16)."""
-    four_bit = adapter_type in FOUR_BIT
-    if four_bit or asked == "nf4":
-        if not installed("bitsandbytes"):
-            fix = "pip install 'finetune-toolkit[bnb]'"
-            raise UserError(Problem("a 4-bit base needs bitsandbytes", fix=fix), code=Exit.ENVIRONMENT)
-        return Choice("nf4", f"{adapter_type} means a 4-bit base" if four_bit else "asked for")
+    """How the base weights are stored: quantised, or in the dtype of the launch's precision.
+
+    Raises:
+        UserError: the package that quantises is missing (exit 3).
+    """
+    meant = adapter_types.find(adapter_type).storage
+    storage = asked if asked in QUANTISED else meant
+    if storage:
+        problem = missing_package(storage)
+        if problem:
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        return Choice(storage, "asked for" if asked in QUANTISED else f"{adapter_type} means a 4-bit base")
     if asked == "bf16":
         return Choice("bf16", "asked for")
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
     stored = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}[precision]
     return Choice(stored, f"precision {precision}")
+
+
+def missing_package(storage: str) -> Problem | None:
+    """The package that a storage of the base needs and this environment has not."""
+    if storage not in QUANTISED:
+        return None
+    package, extra = ("torchao", "quantize") if storage.startswith("torchao") else ("bitsandbytes", "bnb")
+    if installed(package):
+        return None
+    what = f"a base in {storage} needs {package}, which is not installed"
+    return Problem(what, "speed.base", fix=f"pip install 'finetune-toolkit[{extra}]'")
 
 
 def _has_flash(distribution: str) -> bool:

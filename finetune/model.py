@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import DTYPES, STORED
 from finetune.recipe import local_path
@@ -61,9 +62,9 @@ def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
 
     check_exists(model)
     options: dict[str, Any] = {"attn_implementation": setup.attention.value}
-    if setup.storage.value == "nf4":
+    if setup.storage.value in QUANTISED:
         options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
-        options["quantization_config"] = _nf4(options["dtype"])
+        options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])
     else:
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
     if device != "cpu":
@@ -97,12 +98,21 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _nf4(compute: torch.dtype) -> Any:
+def _quantised(storage: str, compute: torch.dtype) -> Any:
+    """transformers' quantisation config: NF4 and FP4 in blocks of 64 with double quantisation (arXiv
+    2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
+    if storage == "torchao_int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
     from transformers import BitsAndBytesConfig
 
+    if storage == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
+        bnb_4bit_quant_type=storage,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
     )

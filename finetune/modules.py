@@ -1,27 +1,46 @@
-"""Names of a model's linear layers, read from its safetensors headers, and what a list of targets matches."""
+"""Names of a model's modules and parameters, and which of them a recipe's names match."""
 
 from __future__ import annotations
 
 import json
 import re
 import struct
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-_NOT_ADAPTED = ("embed_tokens", "lm_head", "wte", "wpe")
+_NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe")
 
 
-def linear_names(folder: Path) -> list[str]:
-    """Full names of the two-dimensional weights of a local model, without embeddings and head.
+class Names(NamedTuple):
+    """The names a recipe may use for parts of a model, each in full, without PEFT's prefixes."""
+
+    linear: list[str]
+    """Linear layers, without the head: what "all-linear" means."""
+    modules: list[str]
+    """Modules that hold a weight: linear layers, embeddings, norms, the head."""
+    parameters: list[str]
+
+    @property
+    def layers(self) -> int:
+        numbers = {int(found[1]) for name in self.modules if (found := re.search(r"\.(\d+)\.", name))}
+        return max(numbers, default=-1) + 1
+
+
+def in_folder(folder: Path) -> Names:
+    """Names of a local model.
 
     Reads only the headers (8 bytes of length, then JSON): milliseconds for any size, no torch.
+
+    Raises:
+        UserError: a file that is not safetensors (exit 2).
     """
-    names = []
+    tensors: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
@@ -29,14 +48,11 @@ def linear_names(folder: Path) -> list[str]:
                 fix = "download it again; a Git LFS pointer is a few lines of text in its place"
                 raise UserError(Problem("not a safetensors file", "model.name", str(file), fix=fix))
             header = json.loads(stream.read(length))
-        for name, tensor in header.items():
-            if (
-                name.endswith(".weight")
-                and len(tensor["shape"]) == 2
-                and short(name[:-7]) not in _NOT_ADAPTED
-            ):
-                names.append(name.removesuffix(".weight"))
-    return names
+        tensors |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    linear = [name for name in modules if len(tensors[f"{name}.weight"]) == 2]
+    tied = ["lm_head"] if tensors and "lm_head" not in modules else []  # not written a second time
+    return Names([name for name in linear if short(name) not in _NOT_LINEAR], modules + tied, list(tensors))
 
 
 def short(name: str) -> str:
@@ -60,7 +76,7 @@ def match(targets: str | Iterable[str], names: Collection[str]) -> dict[str, int
 def unmatched(
     targets: str | Iterable[str], names: Collection[str], key: str = "target_modules"
 ) -> list[Problem]:
-    """A problem for each target that matches no layer, with the nearest name and the names there are."""
+    """A problem for each target that matches nothing, with the nearest name and the names there are."""
     available = list(dict.fromkeys(short(name) for name in names))
     problems = []
     for index, (target, count) in enumerate(match(targets, names).items()):
@@ -72,3 +88,83 @@ def unmatched(
                 fix = f"[{target}]: a text is a regular expression for whole names"
             problems.append(Problem(what, place, found=", ".join(available), fix=fix))
     return problems
+
+
+def problems(options: Mapping[str, Any], names: Names, *, any_module: bool = False) -> list[Problem]:
+    """Every name and number among PEFT's options that nothing in the model answers to.
+
+    Args:
+        any_module: the type changes norms or embeddings too, not linear layers only.
+    """
+    found: list[Problem] = []
+    targets = options.get("target_modules")
+    embeddings = [name for name in names.modules if short(name) in ("embed_tokens", "wte")]
+    layers = names.modules if any_module else [*names.linear, *embeddings]
+    if targets is not None:
+        found += unmatched(targets, names.linear if targets == "all-linear" else layers)
+    if isinstance(targets, list) and "lm_head" in targets:
+        what, fix = (
+            "TRL's loss reads the head's own weight and would pass it by",
+            "modules_to_save: [lm_head]",
+        )
+        found = [p for p in found if '"lm_head"' not in p.what]
+        found.append(Problem(what, "adapter.target_modules", found="lm_head", fix=fix))
+    for key in ("exclude_modules", "rank_pattern", "alpha_pattern", "feedforward_modules"):
+        found += _patterns(options.get(key), layers, key)
+    found += unmatched(options.get("modules_to_save") or (), names.modules, "modules_to_save")
+    found += _parameters(options.get("target_parameters") or (), names)
+    wanted = options.get("layers_to_transform")
+    missing = [
+        n for n in ([wanted] if isinstance(wanted, int) else wanted or ()) if not 0 <= n < names.layers
+    ]
+    if missing:
+        expected = f"0 to {names.layers - 1}"
+        texts = {"found": ", ".join(map(str, missing)), "expected": expected}
+        found.append(Problem("the model has no such layer", "adapter.layers_to_transform", **texts))
+    return found
+
+
+def uneven(targets: str | Iterable[str] | None, names: Names) -> str:
+    """One line if the targets are not in every layer alike, else the empty string."""
+    if targets is None:
+        return ""
+    picked = [n for n in names.linear if targets == "all-linear" or any(match(targets, [n]).values())]
+    layers = Counter(short(name) for name in picked if re.search(r"\.\d+\.", name))
+    partly = [
+        f"{name} in {count} of {names.layers}" for name, count in layers.items() if count < names.layers
+    ]
+    return f"layers differ: {', '.join(partly)}" if partly else ""
+
+
+def _patterns(keys: Any, names: Collection[str], key: str) -> list[Problem]:
+    """Keys of a pattern are regular expressions for the end of a name (PEFT's `get_pattern_key`)."""
+    if isinstance(keys, str):
+        return unmatched(keys, names, key)
+    lost = []
+    for index, pattern in enumerate(keys or ()):
+        try:
+            hit = any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+        except re.error:
+            hit = False
+        if not hit:
+            lost.append((pattern, f"adapter.{key}.{pattern if isinstance(keys, dict) else index}"))
+    available = list(dict.fromkeys(map(short, names)))
+    what = '"{}" matches no module of this model'
+    return [
+        Problem(what.format(p), place, found=", ".join(available), fix=nearest(p, available))
+        for p, place in lost
+    ]
+
+
+def _parameters(targets: Iterable[str], names: Names) -> list[Problem]:
+    available = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names.parameters))
+    return [
+        Problem(
+            f'"{target}" matches no parameter of this model',
+            f"adapter.target_parameters.{index}",
+            found=", ".join(available),
+            fix=nearest(target, available),
+        )
+        for index, target in enumerate(targets)
+        if not any(name == target or name.endswith(f".{target}") for name in names.parameters)
+    ]

@@ -2,8 +2,8 @@
 
     recipe = load("recipes/quickstart.yaml", ["adapter.type=ia3"])
 
-`train:` takes SFTConfig's own keys and `adapter:` PEFT's own keys for the chosen type; both are checked
-against the installed classes (`upstream.py`). The sections below hold what is ours.
+`train:` takes SFTConfig's own keys and `adapter:` PEFT's own keys for the chosen type (`adapter_types.py`);
+both are checked against the installed classes (`upstream.py`). `sections.py` holds what is ours.
 """
 
 from __future__ import annotations
@@ -17,10 +17,22 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, create_model
 
-from finetune import recipe_errors, strict_yaml, upstream
-from finetune.errors import Problem, UserError
+from finetune import adapter_types, recipe_errors, strict_yaml, upstream
+from finetune.errors import Problem, UserError, nearest
 from finetune.renames import owner_of
-from finetune.sections import Adapter, Data, Eval, Model, Publish, Section, Speed, Train
+from finetune.sections import (
+    ADALORA_KEYS,
+    LORA_KEYS,
+    PEFT_KEYS,
+    Adapter,
+    Data,
+    Eval,
+    Model,
+    Publish,
+    Section,
+    Speed,
+    Train,
+)
 
 
 @dataclass
@@ -55,39 +67,6 @@ class Recipe(Section):
 _create: Any = create_model  # its overloads don't know fields made at run time
 
 
-@dataclass(frozen=True)
-class AdapterType:
-    """What an adapter type takes: the upstream class, keys it decides itself, and our defaults."""
-
-    sources: tuple[upstream.Source, ...] = ()
-    decides: frozenset[str] = frozenset()
-    defaults: dict[str, Any] = field(default_factory=dict)
-
-
-_BY_RUN = frozenset(
-    [
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ]
-)
-_LORA_DEFAULTS = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
-_LORA = AdapterType(upstream.LORA_CONFIG, frozenset({"use_dora"}), _LORA_DEFAULTS)
-_ADALORA_DECIDES = frozenset({"use_dora", "total_step", "rank_pattern", "loftq_config"})
-
-ADAPTERS = {
-    "lora": _LORA,
-    "qlora": _LORA,
-    "dora": _LORA,
-    "qdora": _LORA,
-    "adalora": AdapterType(upstream.ADALORA_CONFIG, _ADALORA_DECIDES, _LORA_DEFAULTS),
-    "ia3": AdapterType(upstream.IA3_CONFIG),
-    "full": AdapterType(),
-}
 _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself checks late or not at all
     "r": {"ge": 1},
     "lora_alpha": {"gt": 0},
@@ -126,14 +105,16 @@ def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recip
     problems += _apply_overrides(raw, overrides, origin)
     problems += recipe_errors.secrets(raw, origin.where)
     problems += recipe_errors.conflicts(raw, origin.where)
-    _complete_adapter(raw, origin)
+    kind, unknown = _adapter_type(raw, origin)
+    problems += unknown
+    if kind:
+        _complete_adapter(raw["adapter"], kind, origin)
     _resolve_paths(raw, origin.path.parent)
     recipe: Any = None
     try:
-        recipe = sections()["recipe"].model_validate(raw)
+        recipe = sections(kind)["recipe"].model_validate(raw)
     except ValidationError as error:
-        known = {name: frozenset(section.model_fields) for name, section in sections().items()}
-        problems += recipe_errors.explain(error, raw, origin.where, known)
+        problems += recipe_errors.explain(error, raw, origin.where, _known_keys())
     if problems:
         raise UserError(*problems)
     recipe._origin = origin
@@ -152,30 +133,25 @@ DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".ta
 
 
 @cache
-def sections() -> dict[str, type[BaseModel]]:
-    """The complete models, ours plus upstream's fields, by section name, `adapter.<type>` and `recipe`."""
-    types = {f"adapter.{name}": _adapter_section(name, kind) for name, kind in ADAPTERS.items()}
-    union = Annotated[Union[tuple(types.values())], Field(discriminator="type")]  # noqa: UP007 (from a tuple)
+def sections(kind: str = "") -> dict[str, type[BaseModel]]:
+    """The complete models, ours plus upstream's fields, by section name and `recipe`; its adapter is of type
+    `kind`, or of any type and not looked at."""
+    adapter: Any = _adapter_section(kind) if kind else Any
     train = _train_section()
-    recipe = _create("Recipe", __base__=Recipe, adapter=(union, ...), train=(train, train()))
-    return {
-        "recipe": recipe,
-        "model": Model,
-        "data": Data,
-        "speed": Speed,
-        "train": train,
-        "eval": Eval,
-        "publish": Publish,
-        **types,
-    }
+    recipe = _create("Recipe", __base__=Recipe, adapter=(adapter, ...), train=(train, train()))
+    named = {"model": Model, "data": Data, "speed": Speed, "train": train, "eval": Eval, "publish": Publish}
+    return {"recipe": recipe, **named, **({"adapter": adapter} if kind else {})}
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema editors use to complete and check a recipe."""
-    schema = sections()["recipe"].model_json_schema()
+    offered = [name for name, kind in adapter_types.all_types().items() if not kind.refused]
+    types = tuple(_adapter_section(name) for name in offered)
+    union = Annotated[Union[types], Field(discriminator="type")]  # noqa: UP007 (from a tuple)
+    recipe = _create("Recipe", __base__=sections()["recipe"], adapter=(union, ...))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
+        **recipe.model_json_schema(),
         "title": "finetune recipe",
     }
 
@@ -186,16 +162,48 @@ def _train_section() -> type[Train]:
     return _create("Train", __base__=Train, **{name: _field(name, found[name]) for name in names})
 
 
-def _adapter_section(name: str, kind: AdapterType) -> type[Adapter]:
+@cache
+def _adapter_section(name: str) -> type[Adapter]:
+    kind = adapter_types.find(name)
     found = upstream.fields(kind.sources)
-    fields = {key: _field(key, found[key]) for key in found if key not in kind.decides | _BY_RUN}
-    return _create(name.capitalize(), __base__=Adapter, type=(Literal[name], ...), **fields)
+    fields = {key: _field(key, found[key]) for key in found if key in kind.keys}
+    return _create(name.capitalize(), __base__=Adapter, type=(Literal[name], ...), **fields, **_ours(kind))
+
+
+def _ours(kind: adapter_types.AdapterType) -> dict[str, Any]:
+    """Keys of ours that a type takes besides PEFT's."""
+    lora, adalora = kind.peft == "lora", kind.peft == "adalora"
+    return {
+        **(PEFT_KEYS if kind.peft else {}),
+        **(LORA_KEYS if lora else {}),
+        **(ADALORA_KEYS if adalora else {}),
+    }
 
 
 def _field(name: str, source: upstream.UpstreamField) -> tuple[Any, Any]:
     """An upstream field as pydantic's; its default is never used: only what was set is passed on."""
-    annotation = Annotated[source.annotation, Field(**_LIMITS.get(name, {}))]
+    plain: Any = source.annotation
+    if source.nested:  # a config class of PEFT's, as a mapping of its own fields
+        (*_, class_name), inner = source.nested[0], upstream.fields(source.nested)
+        plain = _create(class_name, __base__=Section, **{key: _field(key, inner[key]) for key in inner})
+    annotation = Annotated[plain, Field(**_LIMITS.get(name, {}))]
     return (annotation, Field(default=None, description=source.help))
+
+
+@cache
+def _known_keys() -> dict[str, frozenset[str]]:
+    """Section, or `adapter.<type>` -> its keys."""
+    ours = {name: frozenset(section.model_fields) for name, section in sections().items()}
+    types = adapter_types.all_types()
+    inner = {  # of `eva_config:` and the like
+        f"adapter.{key}": frozenset(upstream.fields(held.nested))
+        for kind in types.values()
+        for key, held in upstream.fields(kind.sources).items()
+        if held.nested
+    }
+    return (
+        ours | inner | {f"adapter.{name}": types[name].keys | {"type", *_ours(types[name])} for name in types}
+    )
 
 
 def _read(path: Path) -> strict_yaml.Document:
@@ -255,20 +263,39 @@ def _apply_overrides(
     return problems
 
 
-def _complete_adapter(raw: dict[str, Any], origin: Origin) -> None:
+def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Problem]]:
+    """The recipe's `adapter.type`, or what is wrong with it."""
+    adapter, types = raw.get("adapter"), adapter_types.all_types()
+    if not isinstance(adapter, dict) or "type" not in adapter:
+        if isinstance(adapter, dict):
+            where = origin.where.get(("adapter",), "")
+            return "", [Problem("is required", "adapter.type", where, fix="type: lora")]
+        return "", []  # explained with the other sections
+    name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
+    if name not in types or not isinstance(name, str):
+        offered = [name for name, kind in types.items() if not kind.refused]
+        found, near = recipe_errors.show(name), nearest(str(name).lower().replace("-", "_"), offered)
+        return "", [Problem("no such type", "adapter.type", where, found, ", ".join(offered), near)]
+    if types[name].refused:
+        what = f"PEFT's {name} is not for supervised fine-tuning: {types[name].refused}"
+        return "", [Problem(what, "adapter.type", where, fix="lora, dora, or another type")]
+    return name, []
+
+
+def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> None:
     """Leave out keys that only other types have, and add our defaults, both on record."""
-    adapter = raw.get("adapter")
-    kind = ADAPTERS.get(str(adapter.get("type"))) if isinstance(adapter, dict) else None
-    if not isinstance(adapter, dict) or kind is None:
-        return
-    of_any_type = {key for name in ADAPTERS for key in sections()[f"adapter.{name}"].model_fields}
-    own = sections()[f"adapter.{adapter['type']}"].model_fields
+    known, own = _known_keys(), _known_keys()[f"adapter.{kind}"]
+    of_any_type = {key for name, keys in known.items() if name.startswith("adapter.") for key in keys}
     for key in [key for key in adapter if key not in own and key in of_any_type]:
-        origin.notices.append(
-            f"adapter.{key}: {adapter['type']} has no such key; left out ({adapter.pop(key)})"
-        )
-        origin.set_by[f"adapter.{key}"] = f"left out: {adapter['type']} has no such key"
-    for key, value in kind.defaults.items():
+        origin.notices.append(f"adapter.{key}: {kind} has no such key; left out ({adapter.pop(key)})")
+        origin.set_by[f"adapter.{key}"] = f"left out: {kind} has no such key"
+    if kind in adapter_types.NOT_LINEAR and adapter.get("target_modules") == "all-linear":
+        adapter.pop("target_modules")
+        origin.notices.append(f"adapter.target_modules: all-linear is nothing to {kind}; left out")
+        origin.set_by["adapter.target_modules"] = f"left out: {kind} changes no linear layers"
+    if adapter.get("from"):
+        return  # its own config says what it is
+    for key, value in adapter_types.find(kind).defaults.items():
         if key not in adapter:
             adapter[key] = value
             origin.set_by[f"adapter.{key}"] = "default"
@@ -293,6 +320,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
         ("data", "validation"),
         ("data", "chat_template"),
         ("data", "cache"),
+        ("adapter", "from"),
     ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune import adapter_types
 from finetune.errors import Problem, nearest
 from finetune.renames import RENAMED, owner_of
 
@@ -23,9 +24,6 @@ RIVALS = {  # an override of one displaces the other; both in one file is an err
     "data.validation": ("data.validation_fraction",),
     "data.validation_fraction": ("data.validation",),
 }
-# Initialisations that need a pass over data or weights first, and those that change the base's own weights
-_UNPREPARED_INITS = ("eva", "corda", "loftq", "lora_ga")
-_REBASING_INITS = ("pissa", "olora")
 _SECRET_VALUE = re.compile(
     r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{20,})"
 )
@@ -97,47 +95,6 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
                 found=f"{get(key)} and {get(rival)}",
                 fix="drop one of the two",
             )
-    kind, base = get("adapter.type"), get("speed.base")
-    if kind in ("qlora", "qdora") and base not in (None, "auto", "nf4"):
-        fix = f"drop speed.base, or adapter.type: {kind[1:]}"
-        problem(
-            "speed.base",
-            f"excludes adapter.type: {kind}, which means a 4-bit base",
-            found=str(base),
-            fix=fix,
-        )
-    if kind == "full" and base in ("nf4", "fp8"):
-        problem(
-            "speed.base",
-            "full fine-tuning trains the base itself",
-            found=str(base),
-            fix="drop speed.base",
-        )
-    if base == "fp8" and kind not in ("qlora", "qdora", "full"):
-        problem(
-            "speed.base",
-            "the fp8 base is not in this version",
-            found="fp8",
-            expected="auto, bf16 or nf4",
-        )
-    if get("adapter.use_dora") and kind not in ("lora", "qlora", "dora", "qdora"):
-        problem("adapter.use_dora", f"excludes adapter.type: {kind}", fix="adapter.type: dora")
-        raw["adapter"].pop("use_dora")
-    init = get("adapter.init_lora_weights")
-    if isinstance(init, str) and init.startswith(_UNPREPARED_INITS):
-        what = "needs a preparation that this version does not run; PEFT would train plain LoRA"
-        problem(
-            "adapter.init_lora_weights",
-            what,
-            found=init,
-            fix="true, gaussian or orthogonal",
-        )
-    if isinstance(init, str) and init.startswith(_REBASING_INITS):
-        what = "changes the base's own weights: base and tuned can't be compared in this version"
-        problem("adapter.init_lora_weights", what, found=init, fix="true, gaussian or orthogonal")
-    if get("adapter.bias") not in (None, "none"):
-        what = "trains biases of the base: base and tuned can't be compared in this version"
-        problem("adapter.bias", what, found=str(get("adapter.bias")), fix="bias: none")
     if get("publish.repo") is not None:
         problem("publish.repo", "publishing is not in this version", fix="repo: null")
     effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
@@ -146,7 +103,10 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         near = f"{low} or {high}" if low else f"{high}"
         what = f"is not a multiple of per_device_train_batch_size: {stated}"
         problem("train.effective_batch_size", what, found=str(effective), expected=near)
-    return found
+    return found + [
+        Problem(what, key, _at(tuple(key.split(".")), where), **texts)
+        for key, what, texts in adapter_types.conflicts(raw)
+    ]
 
 
 def similar_files(path: Path) -> str:
@@ -160,8 +120,6 @@ def similar_files(path: Path) -> str:
 def _place(item: Any, where: Where) -> tuple[str, ...]:
     """pydantic's `loc` without the union branches in it: the longest prefix that stands in the file."""
     loc = [str(part) for part in item["loc"]]
-    if loc[0] == "adapter" and len(loc) > 1:
-        del loc[1]  # the tag of the discriminated union
     if item["type"] in ("missing", "extra_forbidden"):
         return tuple(loc)
     while len(loc) > 1 and tuple(loc) not in where:
@@ -173,13 +131,8 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, kn
     key, kind, value = ".".join(path), items[0]["type"], items[0]["input"]
     if kind == "extra_forbidden":
         return _unknown_key(path, raw, where, known)
-    if kind in ("missing", "union_tag_not_found"):
-        name = "adapter.type" if kind == "union_tag_not_found" else key
-        return Problem("is required", name, _at(path[:-1] if kind == "missing" else path, where))
-    if kind == "union_tag_invalid":
-        allowed = [tag.strip("' ") for tag in items[0]["ctx"]["expected_tags"].split(",")]
-        tag, at = items[0]["ctx"]["tag"], _at(("adapter", "type"), where)
-        return Problem("no such type", "adapter.type", at, tag, ", ".join(allowed), nearest(tag, allowed))
+    if kind == "missing":
+        return Problem("is required", key, _at(path[:-1], where))
     expected = dict.fromkeys(_expected(item) for item in items)
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
     what = (
@@ -200,10 +153,11 @@ def _unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) ->
     section, name, at = path[0], path[-1], _at(path, where)
     if len(path) == 1:
         return _unknown_section(section, raw, at, known)
-    own = known.get(section) or known.get(f"adapter.{(raw.get('adapter') or {}).get('type')}") or frozenset()
+    kind = f"adapter.{(raw.get('adapter') or {}).get('type')}"
+    own = known.get(".".join(path[:-1])) or known.get(section) or known.get(kind) or frozenset()
     homes = [s.split(".")[0] for s, names in known.items() if name in names and s not in ("recipe", section)]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
-    if not renamed and name in own | {"use_dora"}:
+    if not renamed and name in own | {"use_dora", "use_rslora"}:
         renamed = "decided by adapter.type"
     what, fix = "unknown key", nearest(name, own)
     if renamed:

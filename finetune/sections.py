@@ -115,19 +115,69 @@ class Data(Section):
 
 
 class Adapter(Section):
-    """The part every type shares; `adapter_sections` adds PEFT's own keys for each type."""
+    """The part every type shares; the recipe's section adds PEFT's own keys for its type, and ours."""
 
     type: str
     """The method. Swapping it is all it takes."""
 
+    @property
+    def source(self) -> str | None:
+        """The adapter to go on from."""
+        return getattr(self, "from", None)
+
     def options(self) -> dict[str, Any]:
         """The PEFT keys that were set, by the recipe or by a default of ours."""
-        return {name: getattr(self, name) for name in sorted(self.model_fields_set - {"type"})}
+        ours = {"type", *PEFT_KEYS, *LORA_KEYS, *ADALORA_KEYS}
+        values = {name: getattr(self, name) for name in sorted(self.model_fields_set - ours)}
+        return {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+            for name, value in values.items()
+        }
+
+    def ours(self, key: str) -> Any:
+        """The value of a key of ours that only some types have; `None` if this one has not."""
+        return getattr(self, key, None)
+
+
+PEFT_KEYS: dict[str, Any] = {
+    "from": (
+        str | None,
+        Field(
+            default=None, description="Adapter to go on training: a run folder, a PEFT folder or a Hub id."
+        ),
+    ),
+    "from_other_base": (
+        bool,
+        Field(default=False, description="Go on from an adapter that was trained on another base."),
+    ),
+}
+LORA_KEYS: dict[str, Any] = {
+    "loraplus_lr_ratio": (
+        float | None,
+        Field(
+            default=None,
+            ge=1,
+            allow_inf_nan=False,
+            description="LoRA+ (arXiv 2402.12354): B learns so many times as fast as A; 16 is usual.",
+        ),
+    ),
+}
+ADALORA_KEYS: dict[str, Any] = {
+    "orth_reg_every": (
+        int,
+        Field(
+            default=1,
+            ge=1,
+            description="The orthogonality term at every n-th step, with n times its weight.",
+        ),
+    ),
+}
 
 
 class Speed(Section):
-    base: Literal["auto", "bf16", "fp8", "nf4"] = "auto"
-    """Storage of the frozen base; `auto`: nf4 for the q-types, else the launch's precision."""
+    base: Literal["auto", "bf16", "fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4"] = "auto"
+    """Storage of the frozen base; `auto`: nf4 for the q-types, else the launch's precision. nf4, fp4 and int8
+    are bitsandbytes'."""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile for each decoder layer; `auto` leaves it off."""
     recompute: Literal["auto", "none", "all"] = "auto"

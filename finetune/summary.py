@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from finetune import adapters, run_folder
+from finetune import adapter_types, run_folder
 from finetune.recipe import load as load_recipe
 from finetune.sections import Source
 
@@ -104,7 +104,7 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
     held = [f"held out: {remark}" for remark in held_out.remarks()]
     for notice in [*train.remarks(), *held, *recipe.origin.notices]:
         screen.say(f"note: {notice}")
-    advice = adapters.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
+    advice = adapter_types.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
     if advice:
         screen.say(f"note: {advice}")
     screen.say("")

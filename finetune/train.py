@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,19 @@ from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune import adapters, callbacks, check, evaluate, hardware, model, run_folder, summary, upstream
+from finetune import (
+    adapter_init,
+    adapters,
+    callbacks,
+    check,
+    evaluate,
+    hardware,
+    model,
+    proof,
+    run_folder,
+    summary,
+    upstream,
+)
 from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
@@ -40,15 +53,6 @@ if TYPE_CHECKING:
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
-TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
-
-
-class Live(NamedTuple):
-    """The trained model, as far as what is saved must reproduce it."""
-
-    tensors: dict[str, str]  # hash of each trained tensor in fp32, by name
-    rows: list[list[int]]
-    logits: list[torch.Tensor]
 
 
 class Batch(NamedTuple):
@@ -81,7 +85,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
 
     base = model.load(recipe.model, setup, str(arguments.device))
-    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger)
+    batches = partial(adapter_init.calibration, dataset, base.device)
+    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches)
     tokens = batch.per_device * recipe.data.max_length
     fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
 
@@ -93,6 +98,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup):
+        initial = folder.staging / "initial"
+        if setup.launch.main:
+            adapter_init.save_initial(adapted, initial)
         derived = adapters.derived(adapted, recipe.adapter)
         choices = summary.choices(recipe, setup, batch, steps, derived, fast, folder)
         if setup.launch.main:
@@ -113,15 +121,16 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         screen.stop()
 
         probes = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
-        live = Live(fingerprints(adapted), probes, evaluate.logits(adapted, probes))
-        save(adapted, tokenizer, folder)
+        exact = setup.hardware.device == "cpu" and fast["speed.compile"].value == "off"
+        live = proof.remember(adapted, probes, exact)
+        save(adapted, tokenizer, folder, initial)
+        proof.add_file_receipts(folder, live, recipe.model, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted, base
         evaluate.release()
 
         def same_as_live(reopened: Any) -> None:
-            exact = setup.hardware.device == "cpu" and fast["speed.compile"].value == "off"
-            check_reopened(live, reopened, exact, folder, ledger)
+            proof.check_reopened(live, reopened, folder, ledger)
 
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         result = evaluate.run(folder.path, inspect=same_as_live)
@@ -265,7 +274,7 @@ def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
     ledger.check()
     adapted: Any = trainer.model
     frozen = model.fingerprint(adapters.frozen(adapted))
-    before = fingerprints(adapted)
+    before = proof.fingerprints(adapted)
     trainer.train()
     if kind != "full":
         same = model.fingerprint(adapters.frozen(adapted))
@@ -275,9 +284,9 @@ def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
             same,
             "hash of every frozen tensor, before and after",
         )
-    after = fingerprints(adapted)
-    moved = Counter(family(name) for name in after if after[name] != before[name])
-    asked = Counter(map(family, after))
+    after = proof.fingerprints(adapted)
+    moved = Counter(proof.family(name) for name in after if after[name] != before[name])
+    asked = Counter(map(proof.family, after))
     got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
     how = "hash of every trainable tensor, before and after"
     # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
@@ -291,50 +300,14 @@ def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
     ledger.check()
 
 
-def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
-    """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
-    return {name: model.fingerprint({name: p.float()}) for name, p in adapters.trainable(adapted).items()}
-
-
-def family(name: str) -> str:
-    """`...q_proj.lora_A.default.weight` -> `lora_A`; weights of the base itself -> `weights`."""
-    return next((part for part in name.split(".") if part.startswith(("lora_", "ia3_"))), "weights")
-
-
-def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path) -> None:
     """Adapter (or model) and tokenizer, by rank 0; the others wait."""
     state = PartialState()
     if state.is_main_process:
         target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
-        adapted.save_pretrained(str(target))
+        adapter_init.save(adapted, target, initial)
         tokenizer.save_pretrained(str(target))
     state.wait_for_everyone()
-
-
-def check_reopened(live: Live, reopened: Any, exact: bool, folder: RunFolder, ledger: Ledger) -> None:
-    """What was saved must be what was trained: the same tensors, and the same logits.
-
-    Weights that do not verify are moved aside, so that nothing takes them for a finished run.
-    """
-    tensors = dict(reopened.named_parameters())
-    same = {
-        name: model.fingerprint({name: tensors[name].float()}) for name in live.tensors if name in tensors
-    }
-    equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
-    how, code = "hash of every trained tensor, live and reopened from disk", Exit.ARTEFACT
-    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
-    pairs = zip(live.logits, evaluate.logits(reopened, live.rows), strict=True)
-    difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
-    bound = 0.0 if exact else TOLERANCE
-    asked = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
-    how = f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows"
-    ledger.add("saved weights", asked, f"{difference:g}", how, ok=difference <= bound, code=code)
-    try:
-        ledger.check()
-    except UserError:
-        if PartialState().is_main_process:
-            folder.weights.rename(folder.path / f"{folder.weights.name}.unverified")
-        raise
 
 
 def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolder:

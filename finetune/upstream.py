@@ -20,11 +20,8 @@ SFT_CONFIG = (  # base classes first, so that a subclass's default wins
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("trl", "trainer/sft_config.py", "SFTConfig"),
 )
-LORA_CONFIG = (("peft", "tuners/lora/config.py", "LoraConfig"),)
-ADALORA_CONFIG = (*LORA_CONFIG, ("peft", "tuners/adalora/config.py", "AdaLoraConfig"))
-IA3_CONFIG = (("peft", "tuners/ia3/config.py", "IA3Config"),)
 
-Source = tuple[str, str, str]
+Source = tuple[str, str, str]  # package, file, class
 _ENUMS = (("transformers", "trainer_utils.py"), ("transformers", "training_args.py"))
 _PLAIN = {
     "str": str,
@@ -43,6 +40,8 @@ class UpstreamField:
 
     annotation: Any
     help: str
+    nested: tuple[Source, ...] = ()
+    """The class whose fields this field holds (`eva_config: EvaConfig`), if it is one."""
 
 
 @cache
@@ -53,8 +52,36 @@ def fields(sources: tuple[Source, ...]) -> dict[str, UpstreamField]:
     for package, file, class_name in sources:
         for node in _class(package, file, class_name).body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found[node.target.id] = UpstreamField(_type(node.annotation, enums), _help(node.value))
+                nested = _nested(package, file, node.annotation)
+                found[node.target.id] = UpstreamField(
+                    _type(node.annotation, enums), _help(node.value), nested
+                )
     return found
+
+
+@cache
+def peft_types() -> dict[str, tuple[Source, ...]]:
+    """Every adapter type of the installed PEFT, by PEFT's own name -> its config class, bases first."""
+    root = source_of("peft", "tuners")
+    homes = {
+        node.name: ("peft", str(path.relative_to(root.parent)), node)
+        for path in (root.parent / "config.py", *sorted(root.glob("*.py")), *sorted(root.glob("*/config.py")))
+        for node in _tree("peft", str(path.relative_to(root.parent))).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def lineage(name: str) -> tuple[Source, ...]:
+        if name not in homes or name == "PeftConfig":  # PeftConfig's own fields are the run's
+            return ()
+        package, file, node = homes[name]
+        bases = (source for base in node.bases for source in lineage(ast.unparse(base)))
+        return (*bases, (package, file, name))
+
+    return {
+        ast.literal_eval(options["name"]): lineage(ast.unparse(options["config_cls"]))
+        for path in sorted(root.glob("*/__init__.py"))
+        for options in _registrations(path)
+    }
 
 
 def installed(package: str) -> bool:
@@ -83,6 +110,22 @@ def _class(package: str, file: str, name: str) -> ast.ClassDef:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
     raise AssertionError(f"{package}/{file} has no class {name}: upstream.py must follow it")
+
+
+def _registrations(path: Path) -> list[dict[str, ast.expr]]:
+    """The keywords of each `register_peft_method(...)` of a tuner's package."""
+    return [
+        {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "register_peft_method"
+    ]
+
+
+def _nested(package: str, file: str, annotation: ast.expr) -> tuple[Source, ...]:
+    """A dataclass of the same file that the annotation names."""
+    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    classes = {node.name for node in _tree(package, file).body if isinstance(node, ast.ClassDef)}
+    return tuple((package, file, name) for name in sorted(names & classes) if name.endswith("Config"))
 
 
 def _enums() -> dict[str, Any]:

@@ -1,0 +1,197 @@
+"""First weights of LoRA that take more than a random draw, each by PEFT's own function.
+
+PiSSA, OLoRA, CorDA and LoRA-GA move part of the base's weights into the adapter. What is saved is the
+difference from that first adapter, a plain LoRA of twice the rank: it loads on the base as it was published.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapter_types import PREPARED_INITS, REBASING_INITS
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from finetune.receipts import Ledger
+
+    Batches = Callable[[], list[dict[str, torch.Tensor]]]
+
+CALIBRATION = (8, 4, 512)  # batches, rows of each, tokens of a row
+
+
+def attach(model: PreTrainedModel, config: Any, batches: Batches, ledger: Ledger) -> PeftModel:
+    """`get_peft_model`, with the preparation that `init_lora_weights` asks for before it or after it.
+
+    Raises:
+        UserError: weights that are needed and not at hand (exit 2).
+    """
+    from peft import get_peft_model
+
+    init = getattr(config, "init_lora_weights", True)
+    if not isinstance(init, str) or not init.startswith(PREPARED_INITS):
+        return get_peft_model(model, config)  # type: ignore[return-value]  (no mixed adapters here)
+    before = _first_logits(model, batches)
+    prepare = {"eva": _eva, "loftq": _loftq, "corda": _corda, "lora_ga": _lora_ga}.get(init, _plain)
+    adapted = prepare(model, config, batches)
+    after = _first_logits(adapted, batches)
+    changed = float((after - before).norm() / before.norm())
+    got = f"logits of one batch differ by {changed:.1e} from the base's"
+    # LoftQ moves a 4-bit base towards the weights it was made from; the others leave the function as it was
+    kept = changed < (1.0 if init == "loftq" else 5e-2)
+    how = "prepared by PEFT; ||with - without|| / ||without||, before training"
+    ledger.add("adapter.init_lora_weights", init, f"{init}: {got}", how, ok=kept and _prepared(adapted))
+    return adapted
+
+
+def calibration(dataset: Any, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Batches of the first training rows: input_ids, attention_mask and labels, (rows, tokens), int64."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    count, size, tokens = CALIBRATION
+    rows = [
+        {key: torch.tensor(row[key][:tokens]) for key in ("input_ids", "labels")}
+        for row in islice(dataset, count * size)
+    ]
+    return [
+        {
+            key: pad_sequence(
+                [torch.ones_like(row["labels"]) if key == "attention_mask" else row[key] for row in group],
+                batch_first=True,
+                padding_value=-100 if key == "labels" else 0,
+            ).to(device)
+            for key in ("input_ids", "attention_mask", "labels")
+        }
+        for start in range(0, len(rows), size)
+        if (group := rows[start : start + size])
+    ]
+
+
+def rebases(adapted: Any) -> bool:
+    """Whether the live adapter stands on a base that it changed."""
+    config = getattr(adapted, "peft_config", {}).get("default")
+    init = getattr(config, "init_lora_weights", None)
+    return isinstance(init, str) and init.startswith(REBASING_INITS)
+
+
+def save(adapted: Any, target: Path, initial: Path) -> None:
+    """Save what was trained; from a changed base, as the difference from the `initial` adapter."""
+    if rebases(adapted):
+        adapted.save_pretrained(str(target), path_initial_model_for_weight_conversion=str(initial))
+    else:
+        adapted.save_pretrained(str(target))
+
+
+def save_initial(adapted: Any, initial: Path) -> None:
+    """Keep the first adapter of a changed base: `save` needs it at the end."""
+    if rebases(adapted):
+        config = adapted.peft_config["default"]
+        init, config.init_lora_weights = config.init_lora_weights, True  # loading it must not decompose again
+        adapted.save_pretrained(str(initial))
+        config.init_lora_weights = init
+
+
+def _plain(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+    """PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) look at the weights alone."""
+    from peft import get_peft_model
+
+    return get_peft_model(model, config)
+
+
+def _eva(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+    """EVA (arXiv 2410.07170): A from the inputs of each layer, ranks where they explain most."""
+    from peft import EvaConfig, get_peft_model, initialize_lora_eva_weights
+
+    config.eva_config = config.eva_config or EvaConfig()
+    adapted = get_peft_model(model, config)
+    initialize_lora_eva_weights(
+        adapted, batches(), gather_distributed_inputs=False, show_progress_bar=False
+    )  # every process sees the same rows
+    return adapted
+
+
+def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+    """CorDA (arXiv 2406.05223): the weights decomposed in the directions of their inputs."""
+    import torch
+    from peft import get_peft_model
+    from peft.tuners.lora.config import CordaConfig
+    from peft.tuners.lora.corda import preprocess_corda
+
+    config.corda_config = config.corda_config or CordaConfig(corda_method="ipm")
+
+    def look() -> None:
+        with torch.no_grad():
+            for batch in batches():
+                model(**batch)
+
+    preprocess_corda(model, config, run_model=look)
+    return get_peft_model(model, config)
+
+
+def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+    """LoRA-GA (arXiv 2407.05000): A and B from the gradient of the weights on the first batches."""
+    from peft import LoraGAConfig, get_peft_model
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    config.lora_ga_config = config.lora_ga_config or LoraGAConfig()
+
+    def backward() -> None:
+        for batch in batches():
+            model(**batch).loss.backward()
+
+    preprocess_loraga(model, config, train_step=backward)
+    model.zero_grad(set_to_none=True)
+    return get_peft_model(model, config)
+
+
+def _loftq(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+    """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantising lost, as far as r goes."""
+    from pathlib import Path
+
+    from huggingface_hub import snapshot_download
+    from peft import get_peft_model, replace_lora_weights_loftq
+
+    config.init_lora_weights = True  # PEFT's own "loftq" would quantise the weights once more
+    adapted: Any = get_peft_model(model, config)
+    name = str(model.name_or_path)
+    folder = name if Path(name).exists() else snapshot_download(name, local_files_only=True)
+    try:
+        replace_lora_weights_loftq(adapted, f"{folder}/model.safetensors")
+    except FileNotFoundError as error:
+        fix = "a model stored as safetensors, or init_lora_weights: true"
+        raise UserError(
+            Problem("LoftQ needs the weights before quantising", "model.name", found=str(error), fix=fix)
+        ) from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float().contiguous()
+    return adapted
+
+
+def _first_logits(model: Any, batches: Batches) -> torch.Tensor:
+    import torch
+
+    batch = {name: tensor for name, tensor in batches()[0].items() if name != "labels"}
+    with torch.no_grad():
+        return model.eval()(**batch).logits.float()
+
+
+def _prepared(adapted: Any) -> bool:
+    """Not LoRA's own draw, B = 0 and rows of A at any angle: B is set, or A's rows are orthogonal."""
+    import torch
+
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name and weight.detach().any():
+            return True
+        if "lora_A" in name and len(weight) > 1:
+            gram = weight.detach().float() @ weight.detach().float().T
+            return bool((gram - torch.diag(gram.diagonal())).norm() < 1e-2 * gram.norm())
+    return False

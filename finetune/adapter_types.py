@@ -1,0 +1,285 @@
+"""Every adapter type by its one key: PEFT's own, and what we know of them. No torch or PEFT is imported.
+
+A type that PEFT has and this file does not name takes PEFT's own keys and PEFT's own defaults. One that needs
+more costs an entry in `_KNOWN` and, if its options depend on the model or the run, one function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import ceil, gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import upstream
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class Shapes(NamedTuple):
+    """What a builder may need to know of the model."""
+
+    linear: Mapping[str, tuple[int, int]]
+    """Full name of each linear layer, without the head -> (outputs, inputs)."""
+
+
+@dataclass(frozen=True)
+class AdapterType:
+    """What a type takes from a recipe, and what makes it the type it is."""
+
+    peft: str
+    """PEFT's name of it; the empty string: no adapter."""
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    """PEFT keys that make it this type; a recipe can't set them."""
+    decides: frozenset[str] = frozenset()
+    """PEFT keys that the run decides, or that have no effect here."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    build: Callable[[dict[str, Any], int, Shapes], dict[str, Any]] | None = None
+    """The recipe's options, the run's optimizer steps and the model's shapes -> PEFT's options."""
+    builds: tuple[str, ...] = ()
+    """PEFT keys that `build` may add."""
+    learning_rate: tuple[float, float] | None = None
+    """Peak rates that usually work; a recipe outside gets one line of advice, never a change."""
+    storage: str = ""
+    """The storage of the base that the type means: the q-types' nf4."""
+    prompt: bool = False
+    """Trained vectors before the prompt, and no layer changed."""
+    refused: str = ""
+    """Why it can't be had in supervised fine-tuning."""
+
+    @property
+    def sources(self) -> tuple[upstream.Source, ...]:
+        return upstream.peft_types()[self.peft] if self.peft else ()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """PEFT's keys that a recipe may set."""
+        return frozenset(upstream.fields(self.sources)) - self.decides - set(self.sets) - _BY_RUN
+
+
+def adalora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """AdaLoRA (arXiv 2303.10512). The schedule comes from the run: a tenth of the steps before ranks are
+    taken away, a third of them after the budget is reached."""
+    options = dict(options)
+    rank = options.pop("r")
+    options.setdefault("target_r", rank)
+    options.setdefault("init_r", ceil(1.5 * options["target_r"]))
+    options.setdefault("tinit", steps // 10)
+    options.setdefault("tfinal", steps // 3)
+    if options["init_r"] <= options["target_r"]:
+        found = f"init_r: {options['init_r']}, target_r: {options['target_r']}"
+        problem = Problem("AdaLoRA starts with more ranks than it ends with", "adapter.init_r", found=found)
+        raise UserError(problem)
+    if steps < 2 or options["tinit"] + options["tfinal"] >= steps - 1:
+        found = f"tinit {options['tinit']} + tfinal {options['tfinal']}, with {steps} steps"
+        what = "no step is left in which AdaLoRA could allocate ranks"
+        raise UserError(Problem(what, "adapter.tinit", found=found, expected="tinit + tfinal < steps - 1"))
+    return {**options, "total_step": steps}
+
+
+def ia3(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """(IA)^3 (arXiv 2205.05638): a trained scale for keys, values and the feed-forward's input.
+
+    "all-linear" is spelt out: PEFT would save it as full names, of which `feedforward_modules` is no subset,
+    and then refuse to load what it saved.
+    """
+    options = dict(options)
+    if options.get("target_modules") == "all-linear":
+        options["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes.linear})
+    if isinstance(options.get("target_modules"), list):
+        down = [name for name in options["target_modules"] if name.rpartition(".")[2] == "down_proj"]
+        options.setdefault("feedforward_modules", down)
+    return options
+
+
+def oft(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """OFT (arXiv 2306.07280): `r` blocks, or blocks of `oft_block_size`; PEFT wants the other one to be 0."""
+    return {"oft_block_size": 0, **options} if options.get("r") else {"r": 0, **options}
+
+
+def c3a(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """C3A (arXiv 2407.19342): the largest block, up to 256, that divides every layer's width."""
+    return {"block_size": _common_divisor(shapes, 256), **options}
+
+
+def vblora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """VB-LoRA (arXiv 2405.15179): the longest vectors, up to 256, that divide every layer's width."""
+    return {"vector_length": _common_divisor(shapes, 256), **options}
+
+
+def adamss(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """AdaMSS: its adaptive allocation needs a call at each step that nothing here makes."""
+    if options.get("use_asa"):
+        what = "nothing would move the masks of AdaMSS's adaptive allocation during training"
+        raise UserError(Problem(what, "adapter.use_asa", fix="use_asa: false"))
+    return options
+
+
+def find(name: str) -> AdapterType:
+    return all_types()[name]
+
+
+@cache
+def all_types() -> dict[str, AdapterType]:
+    """By the name a recipe uses: ours first, then every other type of the installed PEFT."""
+    installed = upstream.peft_types()
+    known = {name: kind for name, kind in _KNOWN.items() if not kind.peft or kind.peft in installed}
+    others = {name: AdapterType(name) for name in sorted(installed) if name not in known}
+    return {
+        name: replace(kind, defaults={**_everywhere(kind), **kind.defaults})
+        for name, kind in {**known, **others}.items()
+    }
+
+
+def obstacle(name: str, storage: str) -> str:
+    """Why a type can't be trained on a base stored so; the empty string if it can (a test keeps it true)."""
+    if storage not in QUANTISED:
+        return ""
+    if storage == "torchao_int4":
+        return "torchao's int4 weights pass no gradient on, and PEFT refuses them"
+    kind = all_types()[name]
+    if kind.peft in _NEEDS_THE_WEIGHTS or kind.peft in _NOT_ON.get(storage, ()):
+        return f"PEFT's {name} computes with the weights themselves, and takes their codes for numbers"
+    if name == "full":
+        return "full fine-tuning trains the base itself"
+    return ""
+
+
+def conflicts(raw: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
+    """Settings of a recipe, as it was read, that exclude an adapter's: key, what, and the message's texts."""
+
+    def get(section: str, name: str) -> Any:
+        content = raw.get(section)
+        return content.get(name) if isinstance(content, dict) else None
+
+    name, base, init = get("adapter", "type"), get("speed", "base"), get("adapter", "init_lora_weights")
+    kind = all_types().get(name) if isinstance(name, str) else None
+    found: list[tuple[str, str, dict[str, str]]] = []
+    if kind is None or kind.refused:
+        return found
+    if kind.storage and base not in (None, "auto", *FOUR_BIT):
+        fix = f"drop speed.base, or adapter.type: {name[1:]}"
+        what = f"excludes adapter.type: {name}, which means a 4-bit base"
+        found.append(("speed.base", what, {"found": str(base), "fix": fix}))
+    elif base == "fp8":
+        texts = {"found": "fp8", "expected": f"auto, bf16, {', '.join(QUANTISED)}"}
+        found.append(("speed.base", "the fp8 base is not in this version", texts))
+    elif isinstance(base, str) and obstacle(name, base):
+        texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
+        found.append(("speed.base", obstacle(name, base), texts))
+    quantised = bool(kind.storage) or base in QUANTISED
+    if isinstance(init, str) and init.startswith(REBASING_INITS) and quantised:
+        what = "takes its first weights out of the base's, which a quantised base can't give exactly"
+        found.append(
+            ("adapter.init_lora_weights", what, {"found": init, "fix": "speed.base: auto, or loftq"})
+        )
+    if init == "loftq" and not (kind.storage or base in FOUR_BIT):
+        what = "makes good what a 4-bit base loses; this base is not stored in 4 bits"
+        found.append(("adapter.init_lora_weights", what, {"found": init, "fix": "adapter.type: qlora"}))
+    if isinstance(init, str) and init.startswith(PREPARED_INITS) and kind.peft != "lora":
+        what = "is prepared for LoRA and DoRA only"
+        found.append(("adapter.init_lora_weights", what, {"found": f"{init} with {name}", "fix": "true"}))
+    flat = next((key for key in ("packing", "padding_free") if get("data", key)), None)
+    if kind.prompt and flat:
+        what = f"excludes adapter.type: {name}, which puts its vectors before every row"
+        found.append((f"data.{flat}", what, {"found": "true", "fix": f"{flat}: false"}))
+    return found
+
+
+def nested(kind: AdapterType, key: str) -> str:
+    """The class of PEFT's that a key holds (`eva_config` -> EvaConfig), or the empty string."""
+    held = upstream.fields(kind.sources).get(key)
+    return held.nested[0][2] if held and held.nested else ""
+
+
+def learning_rate_advice(name: str, rate: float) -> str:
+    """One line if the rate is outside what usually works for this type, else the empty string."""
+    usual = all_types()[name].learning_rate
+    if usual is None or usual[0] <= rate <= usual[1]:
+        return ""
+    low, high = usual
+    return f"learning_rate {rate:g} is outside the usual {low:g} to {high:g} for {name}; it is used as it is"
+
+
+def _everywhere(kind: AdapterType) -> dict[str, Any]:
+    """Every linear layer is adapted unless the type has layers of its own."""
+    targeted = kind.peft not in OWN_TARGETS and "target_modules" in upstream.fields(kind.sources)
+    return {"target_modules": "all-linear"} if targeted else {}
+
+
+def _common_divisor(shapes: Shapes, most: int) -> int:
+    widths = gcd(*(width for shape in shapes.linear.values() for width in shape))
+    return max(size for size in range(1, most + 1) if widths % size == 0)
+
+
+REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
+PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
+QUANTISED = ("nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
+FOUR_BIT = ("nf4", "fp4")
+
+_BY_RUN = frozenset({"task_type", "peft_type", "inference_mode", "megatron_config", "megatron_core"})
+OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
+NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
+# Computed with codes of a quantised weight as if they were weights, or fail: seen by training each on each
+# (peft 0.21.2; tests/test_adapter_table.py repeats it).
+_NEEDS_THE_WEIGHTS = frozenset(
+    ["adamss", "deft", "delora", "frod", "glora", "hra", "osf", "peanut", "psoft", "supertuning", "tinylora"]
+)
+_NOT_ON = {
+    "nf4": frozenset({"loha", "lokr", "unilora"}),
+    "fp4": frozenset({"loha", "lokr", "unilora"}),
+    "int8": frozenset({"unilora"}),
+    "torchao_int8": frozenset({"hira"}),
+}
+_LORA_RATES = (1e-5, 1e-2)
+_LORA = AdapterType(
+    "lora",
+    decides=frozenset({"use_dora"}),
+    defaults={"r": 16, "lora_alpha": 32},
+    learning_rate=_LORA_RATES,
+)
+_DORA = replace(_LORA, sets={"use_dora": True}, decides=frozenset())
+_ADALORA = AdapterType(
+    "adalora",
+    decides=frozenset({"use_dora", "total_step", "rank_pattern", "loftq_config"}),
+    defaults={"r": 16, "lora_alpha": 32},
+    build=adalora,
+    builds=("target_r", "init_r", "tinit", "tfinal"),
+    learning_rate=(1e-4, 3e-2),
+)
+_PROMPT = AdapterType(
+    "prompt_tuning",
+    decides=frozenset({"token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers"}),
+    defaults={"num_virtual_tokens": 20},
+    learning_rate=(1e-3, 3e-1),
+    prompt=True,
+)
+_NEEDS_TASKS = "it wants the number of a task with each row, which supervised fine-tuning has not"
+_KNOWN = {
+    "lora": _LORA,
+    "rslora": replace(_LORA, sets={"use_rslora": True}),
+    "dora": _DORA,
+    "adalora": _ADALORA,
+    "ia3": AdapterType("ia3", build=ia3, builds=("feedforward_modules",), learning_rate=(1e-3, 1e-1)),
+    "qlora": replace(_LORA, storage="nf4"),
+    "qdora": replace(_DORA, storage="nf4"),
+    "qadalora": replace(_ADALORA, storage="nf4"),
+    "full": AdapterType("", learning_rate=(1e-6, 1e-3)),
+    "oft": AdapterType("oft", build=oft, builds=("r", "oft_block_size")),
+    "c3a": AdapterType("c3a", build=c3a, builds=("block_size",)),
+    "vblora": AdapterType("vblora", build=vblora, builds=("vector_length",)),
+    "adamss": AdapterType("adamss", build=adamss),
+    "adaption_prompt": AdapterType("adaption_prompt", refused="TRL 1.16 computes its loss past it"),
+    "frod": AdapterType("frod", defaults={"progressbar": False}),
+    "prompt_tuning": _PROMPT,
+    "p_tuning": replace(_PROMPT, peft="p_tuning"),
+    "prefix_tuning": replace(_PROMPT, peft="prefix_tuning"),
+    "cartridge": replace(_PROMPT, peft="cartridge"),
+    "cpt": replace(_PROMPT, peft="cpt", refused="it wants the kind of every token, which the data has not"),
+    "multitask_prompt_tuning": replace(_PROMPT, peft="multitask_prompt_tuning", refused=_NEEDS_TASKS),
+    "poly": AdapterType("poly", refused=_NEEDS_TASKS),
+    "xlora": AdapterType("xlora", refused="it mixes adapters that are trained already; it trains none"),
+    "shadow": AdapterType("shadow", refused="PEFT 0.21's does not run in the layers of transformers 5"),
+}

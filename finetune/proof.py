@@ -1,0 +1,121 @@
+"""Proof that what was saved is what was trained: the file's own tensors, and a model reopened from disk."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from safetensors import safe_open
+
+from finetune import adapter_init, adapters, evaluate, model
+from finetune.errors import Exit, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from finetune.receipts import Ledger
+    from finetune.run_folder import RunFolder
+    from finetune.sections import Model
+
+TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
+REBASED = 1e-3  # relative, of logits of an adapter that was taken out of the base's weights: other tensors
+
+
+class Live(NamedTuple):
+    """The trained model, as far as what is saved must reproduce it."""
+
+    tensors: dict[str, str]  # hash of each trained tensor in fp32, by name
+    rows: list[list[int]]
+    logits: list[torch.Tensor]
+    bound: float
+    """Largest relative difference of logits; 0: bit for bit."""
+
+
+def remember(adapted: Any, rows: list[list[int]], exact: bool) -> Live:
+    """What the saved weights must reproduce: the trained tensors, and the logits of `rows` of ids.
+
+    Args:
+        exact: the same operations run in the same order when it is reopened, so not a bit may differ.
+    """
+    bound = 0.0 if exact else TOLERANCE
+    if adapter_init.rebases(adapted):
+        bound = max(bound, REBASED)
+    return Live(saved_tensors(adapted), rows, evaluate.logits(adapted, rows), bound)
+
+
+def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
+    """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
+    return {name: model.fingerprint({name: p.float()}) for name, p in adapters.trainable(adapted).items()}
+
+
+def family(name: str) -> str:
+    """`...q_proj.lora_A.default.weight` -> `lora_A`; weights of the base itself -> `weights`."""
+    before, named, _ = name.partition(".default")
+    return before.rpartition(".")[2] if named else "weights"
+
+
+def saved_tensors(adapted: Any, like: Iterable[str] | None = None) -> dict[str, str]:
+    """Hashes of the tensors that must come back from disk: the trained ones, or those named in `like`."""
+    config: Any = getattr(adapted, "peft_config", {}).get("default")
+    if adapter_init.rebases(adapted):
+        return {}
+    if config is not None and config.is_prompt_learning:  # the vectors are saved, not the net that makes them
+        from peft import get_peft_model_state_dict
+
+        named = trained = get_peft_model_state_dict(adapted)
+    else:
+        named, trained = dict(adapted.named_parameters()), adapters.trainable(adapted)
+    names = trained if like is None else like
+    return {name: model.fingerprint({name: named[name].float()}) for name in names if name in named}
+
+
+def add_file_receipts(folder: RunFolder, live: Live, section: Model, steps: int, ledger: Ledger) -> None:
+    """What the saved file itself holds: no empty tensor, no trained one all zero, and the base's name."""
+    if folder.weights != folder.adapter:
+        return
+    zero, empty, count = [], [], 0
+    trained = {re.sub(r"(\.modules_to_save)?\.default", "", name) for name in live.tensors}
+    with safe_open(folder.adapter / "adapter_model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            tensor, count = file.get_tensor(name), count + 1
+            if not tensor.numel():
+                empty.append(name)
+            elif (name in trained or not trained) and not tensor.any():
+                zero.append(name)
+    config = json.loads((folder.adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    pruned = config["peft_type"] == "ADALORA"  # a module whose ranks were all taken away
+    ok = count > 0 and (pruned or not empty) and (not zero or steps < 4)
+    got = f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero"
+    how, code = "adapter_model.safetensors", Exit.ARTEFACT
+    ledger.add("saved file", "tensors, none empty, no trained one zero", got, how, ok=ok, code=code)
+    base = f"{config['base_model_name_or_path']} {config['revision'] or ''}".strip()
+    asked = f"{section.name} {config['revision'] or ''}".strip()
+    ledger.add("base of the adapter", asked, base, "adapter_config.json", code=code)
+
+
+def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger) -> None:
+    """What was saved must be what was trained: the same tensors, and the same logits.
+
+    Weights that do not verify are moved aside, so that nothing takes them for a finished run.
+    """
+    code = Exit.ARTEFACT
+    if live.tensors:
+        same = saved_tensors(reopened, live.tensors)
+        equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
+        how = "hash of every trained tensor, live and reopened from disk"
+        ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
+    pairs = zip(live.logits, evaluate.logits(reopened, live.rows), strict=True)
+    difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
+    bound = live.bound
+    asked = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
+    how = f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows"
+    ledger.add("saved weights", asked, f"{difference:g}", how, ok=difference <= bound, code=code)
+    try:
+        ledger.check()
+    except UserError:
+        if PartialState().is_main_process:
+            folder.weights.rename(folder.path / f"{folder.weights.name}.unverified")
+        raise
