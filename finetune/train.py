@@ -19,7 +19,18 @@ from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune import adapters, callbacks, check, evaluate, hardware, model, run_folder, summary, upstream
+from finetune import (
+    adalora,
+    adapters,
+    callbacks,
+    check,
+    evaluate,
+    hardware,
+    model,
+    run_folder,
+    summary,
+    upstream,
+)
 from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
@@ -205,6 +216,9 @@ class Trainer(SFTTrainer):
 
     first_step: callbacks.FirstStep
     orthogonality_weight = 0.0
+    orthogonality_every = 1
+    """Optimizer steps from one computation of the regulariser to the next; its weight is multiplied by it."""
+    singular_vectors: adalora.Vectors
     shape: tuple[int, int, int] | None = None
     """Tokens, documents and longest document of each flattened batch, where compiled code wants one shape."""
 
@@ -216,12 +230,15 @@ class Trainer(SFTTrainer):
         first = self.state.global_step == 0
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.orthogonality_weight:
-            regulariser = adapters.orthogonality(self.accelerator.unwrap_model(model))
+        step_ends = self.accelerator.sync_gradients and model.training  # not each micro-batch: `adalora`
+        due = (self.state.global_step + 1) % self.orthogonality_every == 0
+        if self.orthogonality_weight and step_ends and due:
+            regulariser = adalora.orthogonality(self.singular_vectors)
             self._metrics["train"]["orthogonality"].append(regulariser.item())
-            # Micro-batches sum to the step, so each adds its share; the value logged stays that of the tokens
-            share = self.orthogonality_weight / self.current_gradient_accumulation_steps
-            loss = loss + share * (regulariser - regulariser.detach())
+            # `training_step` divides a loss that no token count went into; the value logged stays the tokens'
+            divided_by = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
+            weight = self.orthogonality_weight * self.orthogonality_every * divided_by
+            loss = loss + weight * (regulariser - regulariser.detach())
         return loss
 
 
@@ -235,12 +252,12 @@ def build_trainer(
 ) -> Trainer:
     """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
     config: Any = getattr(adapted, "peft_config", {}).get("default")
-    adalora = config is not None and config.peft_type == "ADALORA"
+    allocates = config is not None and config.peft_type == "ADALORA"
     watching: list[Any] = [first_step, metrics]
     if not arguments.fp16:  # there the loss scaler skips such steps
         watching.append(callbacks.StopOnNonFinite())
-    if adalora:
-        watching.append(callbacks.AllocateRanks())
+    if allocates:
+        watching.append(adalora.AllocateRanks())
     made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
     trainer = Trainer(
         model=adapted, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=watching
@@ -250,6 +267,8 @@ def build_trainer(
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
     trainer.first_step = first_step
     trainer.orthogonality_weight = getattr(config, "orth_reg_weight", 0.0)  # AdaLoRA's alone
+    if allocates:
+        trainer.singular_vectors = adalora.singular_vectors(adapted)
     return trainer
 
 
@@ -285,9 +304,9 @@ def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
     ok = (all if long else any)(moved[name] for name in asked)
     ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
     if kind == "adalora":
-        used, budget = adapters.ranks(adapted)
+        used, budget = adalora.ranks(adapted)
         ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
-        adapters.drop_masked_ranks(adapted)
+        adalora.drop_masked_ranks(adapted)
     ledger.check()
 
 

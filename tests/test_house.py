@@ -22,7 +22,7 @@ LAYERS = (
     ("recipe_errors",),
     ("recipe", "receipts", "hardware", "modules"),
     ("run_folder", "screen"),
-    ("data", "model", "adapters", "speed", "callbacks", "shipped"),
+    ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped"),
     ("summary", "evaluate", "check"),
     ("train", "doctor"),
     ("cli",),
