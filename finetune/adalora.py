@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Vectors = list[tuple[bool, list[torch.nn.Parameter]]]
 
 AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # the allocator's memory, by PEFT's names
-AT_ONCE = 32  # tensors of one `_foreach`: few launches on a GPU, and still in a CPU's cache
+AT_ONCE = 32  # tensors of one call: few launches on a GPU, and still in a CPU's cache
 SHOWN = 5  # tensors named in an error
 
 
@@ -155,12 +155,16 @@ def drop_masked_ranks(model: PeftModel) -> None:
 
 
 def singular_vectors(model: PeftModel) -> Vectors:
-    """P and Q of all modules, those of one shape together, and whether they are Q. Collect once."""
+    """P and Q of all modules, up to 32 of one shape together, and whether they are Q. Collect them once."""
     groups: dict[tuple[bool, torch.Size], list[torch.nn.Parameter]] = {}
     for name, parameter in tensors(model).items():
         if "lora_E" not in name:
             groups.setdefault(("lora_A" in name, parameter.shape), []).append(parameter)
-    return [(rows, group) for (rows, _), group in groups.items()]
+    return [
+        (rows, group[start : start + AT_ONCE])
+        for (rows, _), group in groups.items()
+        for start in range(0, len(group), AT_ONCE)
+    ]
 
 
 def orthogonality(vectors: Vectors) -> Tensor:
