@@ -66,9 +66,8 @@ def tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
 def allocate(model: PeftModel, step: int, named: dict[str, torch.nn.Parameter]) -> None:
     """Update importances and masks after optimizer step `step` (from 1), as `update_and_allocate` does.
 
-    The same numbers as PEFT's, but for two things: importances are updated faster, and a budget that takes
-    nothing away (it does so right after tinit) masks nothing, where PEFT asks for the 0th smallest
-    importance and fails. The last allocation is at step total_step - tfinal, whatever deltaT is.
+    The same numbers bit for bit, with importances updated faster. The last allocation is at step
+    total_step - tfinal, whatever deltaT is.
 
     Args:
         named: of `tensors`, with their gradients.
@@ -90,7 +89,7 @@ def allocate(model: PeftModel, step: int, named: dict[str, torch.nn.Parameter]) 
         else:
             allocator.update_ipt(adalora.model)  # DeepSpeed keeps gradients itself; PEFT asks it for them
     budget, masks = allocator.budget_schedule(step)
-    if step == last or (masks and budget < allocator.init_bgt):
+    if step == last or masks:  # after tinit the budget is below init_r's: there is always a rank to take
         config.rank_pattern = allocator.mask_to_budget(adalora.model, budget)
     if step == last:
         allocator.reset_ipt()
