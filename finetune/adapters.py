@@ -50,6 +50,10 @@ def attach(
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     everything = names(model)
+    every = adapter.ours("orth_reg_every") or 1
+    if every > steps:
+        what = "the orthogonality term would never be computed"
+        raise UserError(Problem(what, "adapter.orth_reg_every", found=str(every), expected=f"<= {steps}"))
     try:
         if adapter.source:
             adapted: Any = _go_on(model, adapter, ledger)
@@ -171,40 +175,6 @@ def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             inner, _ = tensor.__tensor_flatten__()
             tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})
     return {name: tensor for name, tensor in tensors.items() if "ranknum" not in name}
-
-
-def orthogonality(model: torch.nn.Module) -> torch.Tensor:
-    """AdaLoRA's regulariser, fp32 scalar: mean over A, B of ||P P^T - I||_F (arXiv 2303.10512, eq. 4)."""
-    import torch
-
-    norms = []
-    for name, parameter in model.named_parameters():
-        if "lora_A" in name or "lora_B" in name:
-            p = parameter.float() if "lora_A" in name else parameter.float().T
-            norms.append(torch.linalg.matrix_norm(p @ p.T - torch.eye(len(p), device=p.device)))
-    return torch.stack(norms).mean()
-
-
-def ranks(model: PeftModel) -> tuple[int, int]:
-    """AdaLoRA: ranks in use (rows of E that are not masked), and the budget they must sum to."""
-    config: Any = model.peft_config["default"]
-    masks = (config.rank_pattern or {}).values()
-    used = sum(sum(mask) for mask in masks)
-    return used, config.target_r * sum("lora_E" in name for name, _ in model.named_parameters())
-
-
-def drop_masked_ranks(model: PeftModel) -> None:
-    """AdaLoRA, after training: make the live adapter what PEFT saves and will load, by PEFT's own function.
-
-    PEFT saves only the ranks in use and, on loading, rounds them to the dtype of the base, then casts them
-    to fp32 (peft 0.21.2, `resize_modules_by_rank_pattern`).
-    """
-    config: Any = model.peft_config["default"]
-    base: Any = model.base_model
-    base.resize_modules_by_rank_pattern(config.rank_pattern, "default")
-    for name, parameter in model.named_parameters():
-        if "lora_" in name or ".ranknum." in name:
-            parameter.data = parameter.data.float()
 
 
 def _source_folder(source: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Between steps: metrics, AdaLoRA's allocation, the stop at a non-finite step, receipts of the first step."""
+"""Between steps: metrics, the stop at a non-finite step, receipts of the first step."""
 
 from __future__ import annotations
 
@@ -21,28 +21,6 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware, Setup
     from finetune.receipts import Ledger
     from finetune.screen import Screen
-
-
-class AllocateRanks(TrainerCallback):
-    """AdaLoRA's `update_and_allocate` at each optimizer step; nothing upstream calls it.
-
-    It runs after the optimizer moved and before gradients are zeroed. `global_step` is counted up only later,
-    so the step that just ran is one more; PEFT finalises when the number is equal, so it must be exact.
-    """
-
-    def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
-    ) -> None:
-        if kwargs["optimizer"].step_was_skipped:  # fp16: gradients overflowed, and would stay in the averages
-            return
-        adalora, step = model.base_model, state.global_step + 1
-        allocator = adalora.rankallocator
-        budget, masks = allocator.budget_schedule(step)
-        nothing_to_take = budget == allocator.init_bgt  # PEFT would ask for the 0th smallest importance
-        if masks and nothing_to_take:
-            allocator.update_ipt(adalora.model)
-        else:
-            adalora.update_and_allocate(step)
 
 
 class StopOnNonFinite(TrainerCallback):

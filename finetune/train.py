@@ -21,12 +21,14 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune import (
+    adalora,
     adapter_init,
     adapters,
     callbacks,
     check,
     evaluate,
     hardware,
+    loraplus,
     model,
     proof,
     run_folder,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
-    from finetune.sections import Data, Train
+    from finetune.sections import Adapter, Data, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
@@ -111,13 +113,15 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=size)
         path = folder.path / "metrics.jsonl"
         metrics = callbacks.Metrics(path, screen, setup, batch=size, flops_per_token=flops)
-        trainer = build_trainer(adapted, arguments, dataset, tokenizer, first_step, metrics)
+        watching = [first_step, metrics]
+        trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
+        trainer.first_step = first_step
         if flat and fast["speed.compile"].value == "on" and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
-        train(trainer, recipe.adapter.type, ledger)
+        train(trainer, recipe.adapter, ledger)
         screen.stop()
 
         probes = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
@@ -214,6 +218,9 @@ class Trainer(SFTTrainer):
 
     first_step: callbacks.FirstStep
     orthogonality_weight = 0.0
+    orthogonality_every = 1
+    """Optimizer steps from one computation of the regulariser to the next; its weight is multiplied by it."""
+    singular_vectors: adalora.Vectors
     shape: tuple[int, int, int] | None = None
     """Tokens, documents and longest document of each flattened batch, where compiled code wants one shape."""
 
@@ -225,40 +232,50 @@ class Trainer(SFTTrainer):
         first = self.state.global_step == 0
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.orthogonality_weight:
-            regulariser = adapters.orthogonality(self.accelerator.unwrap_model(model))
+        step_ends = self.accelerator.sync_gradients and model.training  # not each micro-batch: `adalora`
+        due = (self.state.global_step + 1) % self.orthogonality_every == 0
+        if self.orthogonality_weight and step_ends and due:
+            regulariser = adalora.orthogonality(self.singular_vectors)
             self._metrics["train"]["orthogonality"].append(regulariser.item())
-            # Micro-batches sum to the step, so each adds its share; the value logged stays that of the tokens
-            share = self.orthogonality_weight / self.current_gradient_accumulation_steps
-            loss = loss + share * (regulariser - regulariser.detach())
+            # `training_step` divides a loss that no token count went into; the value logged stays the tokens'
+            divided_by = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
+            weight = self.orthogonality_weight * self.orthogonality_every * divided_by
+            loss = loss + weight * (regulariser - regulariser.detach())
         return loss
 
 
 def build_trainer(
     adapted: Any,
+    section: Adapter,
     arguments: SFTConfig,
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    first_step: callbacks.FirstStep,
-    metrics: callbacks.Metrics,
+    watching: list[Any],
 ) -> Trainer:
     """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
     config: Any = getattr(adapted, "peft_config", {}).get("default")
-    adalora = config is not None and config.peft_type == "ADALORA"
-    watching: list[Any] = [first_step, metrics]
+    allocates: bool = config is not None and config.peft_type == "ADALORA"
     if not arguments.fp16:  # there the loss scaler skips such steps
-        watching.append(callbacks.StopOnNonFinite())
-    if adalora:
-        watching.append(callbacks.AllocateRanks())
+        watching = [*watching, callbacks.StopOnNonFinite()]
+    if allocates:
+        watching = [*watching, adalora.AllocateRanks()]
+    ratio = section.ours("loraplus_lr_ratio")
     made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
     trainer = Trainer(
-        model=adapted, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=watching
+        model=adapted,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=watching,
+        optimizers=(loraplus.optimizer(adapted, arguments, ratio) if ratio else None, None),
     )
     trainer.remove_callback(PrinterCallback)
     for name, parameter in adapters.trainable(adapted).items():
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
-    trainer.first_step = first_step
-    trainer.orthogonality_weight = getattr(config, "orth_reg_weight", 0.0)  # AdaLoRA's alone
+    if allocates:
+        trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight
+        trainer.orthogonality_every = section.ours("orth_reg_every") or 1
+        trainer.singular_vectors = adalora.singular_vectors(adapted)
     return trainer
 
 
@@ -269,14 +286,14 @@ def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
     ledger.add("processes", setup.launch.processes, got.num_processes, how, code=code)
 
 
-def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
+def train(trainer: Trainer, section: Adapter, ledger: Ledger) -> None:
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
     frozen = model.fingerprint(adapters.frozen(adapted))
     before = proof.fingerprints(adapted)
     trainer.train()
-    if kind != "full":
+    if section.type != "full":
         same = model.fingerprint(adapters.frozen(adapted))
         ledger.add(
             "base weights after training",
@@ -293,10 +310,13 @@ def train(trainer: Trainer, kind: str, ledger: Ledger) -> None:
     long = trainer.state.global_step >= 4
     ok = (all if long else any)(moved[name] for name in asked)
     ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
-    if kind == "adalora":
-        used, budget = adapters.ranks(adapted)
+    ratio = section.ours("loraplus_lr_ratio")
+    if ratio:
+        loraplus.add_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)
+    if hasattr(trainer, "singular_vectors"):
+        used, budget = adalora.ranks(adapted)
         ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
-        adapters.drop_masked_ranks(adapted)
+        adalora.drop_masked_ranks(adapted)
     ledger.check()
 
 

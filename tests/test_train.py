@@ -90,24 +90,6 @@ def test_adalora_s_regulariser_reaches_the_gradients(train) -> None:
     assert weak[0]["grad_norm"] > 2 * without[0]["grad_norm"]
 
 
-def test_orthogonality_is_peft_s(train) -> None:
-    """Our regulariser against the one PEFT adds to `outputs.loss`."""
-    from peft import AdaLoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    from finetune import adapters
-
-    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    targets = ["q_proj", "down_proj"]
-    config = AdaLoraConfig(task_type="CAUSAL_LM", target_modules=targets, total_step=10, orth_reg_weight=0.5)
-    model = get_peft_model(base, config)
-    ids = torch.arange(20).reshape(1, 20)
-    with torch.no_grad():
-        with_term = model(input_ids=ids, labels=ids).loss
-        plain = model.base_model.model(input_ids=ids, labels=ids).loss
-    assert (with_term - plain).item() == pytest.approx(0.5 * adapters.orthogonality(model).item(), abs=1e-5)
-
-
 def test_the_same_run_twice_is_the_same(train) -> None:
     first, second = (train("adapter.lora_dropout=0.1", "train.max_steps=3", name=name) for name in "ab")
     assert [line["loss"] for line in metrics(first)] == [line["loss"] for line in metrics(second)]
