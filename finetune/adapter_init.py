@@ -10,10 +10,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapter_types import PREPARED_INITS, REBASING_INITS
-from finetune.errors import Problem, UserError
+from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import torch
@@ -27,17 +27,23 @@ if TYPE_CHECKING:
 CALIBRATION = (8, 4, 512)  # batches, rows of each, tokens of a row
 
 
-def attach(model: PreTrainedModel, config: Any, batches: Batches, ledger: Ledger) -> PeftModel:
+def attach(
+    model: PreTrainedModel, config: Any, init: Any, linear: Iterable[str], batches: Batches, ledger: Ledger
+) -> PeftModel:
     """`get_peft_model`, with the preparation that `init_lora_weights` asks for before it or after it.
+
+    Args:
+        linear: full names of the linear layers, for preparations that don't know "all-linear".
 
     Raises:
         UserError: weights that are needed and not at hand (exit 2).
     """
     from peft import get_peft_model
 
-    init = getattr(config, "init_lora_weights", True)
     if not isinstance(init, str) or not init.startswith(PREPARED_INITS):
         return get_peft_model(model, config)  # type: ignore[return-value]  (no mixed adapters here)
+    if config.target_modules == "all-linear":
+        config.target_modules = set(linear)
     before = _first_logits(model, batches)
     prepare = {"eva": _eva, "loftq": _loftq, "corda": _corda, "lora_ga": _lora_ga}.get(init, _plain)
     adapted = prepare(model, config, batches)
@@ -129,8 +135,9 @@ def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
     def look() -> None:
         with torch.no_grad():
-            for batch in batches():
-                model(**batch)
+            for batch in batches():  # PEFT's hooks take one row at a time
+                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+                    model(input_ids=ids[mask.bool()][None])
 
     preprocess_corda(model, config, run_model=look)
     return get_peft_model(model, config)
@@ -156,10 +163,12 @@ def _loftq(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantising lost, as far as r goes."""
     from pathlib import Path
 
+    if model.device.type != "cuda":
+        what, fix = "PEFT's LoftQ quantises on a CUDA device only", "init_lora_weights: true"
+        raise UserError(Problem(what, "adapter.init_lora_weights", fix=fix), code=Exit.ENVIRONMENT)
     from huggingface_hub import snapshot_download
     from peft import get_peft_model, replace_lora_weights_loftq
 
-    config.init_lora_weights = True  # PEFT's own "loftq" would quantise the weights once more
     adapted: Any = get_peft_model(model, config)
     name = str(model.name_or_path)
     folder = name if Path(name).exists() else snapshot_download(name, local_files_only=True)
@@ -188,10 +197,7 @@ def _prepared(adapted: Any) -> bool:
     """Not LoRA's own draw, B = 0 and rows of A at any angle: B is set, or A's rows are orthogonal."""
     import torch
 
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name and weight.detach().any():
-            return True
-        if "lora_A" in name and len(weight) > 1:
-            gram = weight.detach().float() @ weight.detach().float().T
-            return bool((gram - torch.diag(gram.diagonal())).norm() < 1e-2 * gram.norm())
-    return False
+    weights = {name: weight.detach().float() for name, weight in adapted.named_parameters()}
+    grams = [a @ a.T for name, a in weights.items() if "lora_A" in name]
+    set_b = any(bool(b.any()) for name, b in weights.items() if "lora_B" in name)
+    return set_b or all((g - torch.diag(g.diagonal())).norm() < 1e-2 * g.norm() for g in grams)

@@ -175,6 +175,11 @@ def conflicts(raw: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
         found.append(
             ("adapter.init_lora_weights", what, {"found": init, "fix": "speed.base: auto, or loftq"})
         )
+    if isinstance(init, str) and init.startswith(REBASING_INITS) and kind.sets.get("use_dora"):
+        what = "is saved as a difference of LoRAs, which DoRA's magnitudes don't allow"
+        found.append(
+            ("adapter.init_lora_weights", what, {"found": f"{init} with {name}", "fix": "adapter.type: lora"})
+        )
     if init == "loftq" and not (kind.storage or base in FOUR_BIT):
         what = "makes good what a 4-bit base loses; this base is not stored in 4 bits"
         found.append(("adapter.init_lora_weights", what, {"found": init, "fix": "adapter.type: qlora"}))

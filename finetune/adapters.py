@@ -60,7 +60,8 @@ def attach(
         else:
             _check_names(model, adapter)
             config = peft_config(adapter, steps, shapes(model))
-            adapted = adapter_init.attach(model, config, batches, ledger)
+            init = adapter.options().get("init_lora_weights")
+            adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(Problem("PEFT refuses it", "adapter", found=" ".join(str(error).split()))) from error
     for name, parameter in adapted.named_parameters():
@@ -95,6 +96,8 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
         nested = adapter_types.nested(kind, key)
         if nested and isinstance(value, dict):
             options[key] = getattr(peft, nested)(**value) if hasattr(peft, nested) else value
+    if options.get("init_lora_weights") == "loftq":  # PEFT's own would quantise the weights once more
+        options["init_lora_weights"] = True
     classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
 

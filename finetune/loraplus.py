@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def optimizer(adapted: Any, arguments: SFTConfig, ratio: float) -> torch.optim.Optimizer:
-    """The recipe's optimizer, in which B, and one-dimensional weights like DoRA's magnitudes, learn `ratio` times
-    as fast as A."""
+    """The recipe's optimizer, in which B learns `ratio` times as fast as A; so do one-dimensional weights,
+    such as DoRA's magnitudes."""
     from peft.optimizers import create_loraplus_optimizer
 
     kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)

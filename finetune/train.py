@@ -30,10 +30,10 @@ from finetune import (
     hardware,
     loraplus,
     model,
-    proof,
     run_folder,
     summary,
     upstream,
+    verify,
 )
 from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
@@ -126,15 +126,15 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
         probes = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
         exact = setup.hardware.device == "cpu" and fast["speed.compile"].value == "off"
-        live = proof.remember(adapted, probes, exact)
+        live = verify.remember(adapted, probes, exact)
         save(adapted, tokenizer, folder, initial)
-        proof.add_file_receipts(folder, live, recipe.model, steps, ledger)
+        verify.add_file_receipts(folder, live, recipe.model, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted, base
         evaluate.release()
 
         def same_as_live(reopened: Any) -> None:
-            proof.check_reopened(live, reopened, folder, ledger)
+            verify.check_reopened(live, reopened, folder, ledger)
 
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         result = evaluate.run(folder.path, inspect=same_as_live)
@@ -291,7 +291,7 @@ def train(trainer: Trainer, section: Adapter, ledger: Ledger) -> None:
     ledger.check()
     adapted: Any = trainer.model
     frozen = model.fingerprint(adapters.frozen(adapted))
-    before = proof.fingerprints(adapted)
+    before = verify.fingerprints(adapted)
     trainer.train()
     if section.type != "full":
         same = model.fingerprint(adapters.frozen(adapted))
@@ -301,9 +301,9 @@ def train(trainer: Trainer, section: Adapter, ledger: Ledger) -> None:
             same,
             "hash of every frozen tensor, before and after",
         )
-    after = proof.fingerprints(adapted)
-    moved = Counter(proof.family(name) for name in after if after[name] != before[name])
-    asked = Counter(map(proof.family, after))
+    after = verify.fingerprints(adapted)
+    moved = Counter(verify.family(name) for name in after if after[name] != before[name])
+    asked = Counter(map(verify.family, after))
     got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
     how = "hash of every trainable tensor, before and after"
     # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up

@@ -25,7 +25,7 @@ LAYERS = (
     ("run_folder", "screen"),
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped"),
     ("summary", "evaluate", "check"),
-    ("proof", "loraplus"),
+    ("verify", "loraplus"),
     ("train", "doctor"),
     ("cli",),
     ("__main__",),
