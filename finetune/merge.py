@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights that need no scale beside them
+
 
 def run(
     path: str | Path, *, dtype: str = "bfloat16", quantized: str | None = None, output: str | None = None
@@ -165,26 +167,18 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
         return stored.float()
     from peft.utils.integrations import dequantize_module_weight
 
+    proof.in_fp32(stored)
     unquantised = replace(setup, storage=hardware.Choice("fp32", "to merge into"))
     plain = model.load(recipe.model, unquantised, str(stored.device)).eval()
     modules = dict(stored.named_modules())
     for name, parameter in plain.named_parameters():
         owner, _, leaf = name.rpartition(".")
         module = modules.get(owner)
-        value: Any = (
-            dequantize_module_weight(module) if module and leaf == "weight" else getattr(module, leaf, None)
-        )
-        if (
-            value is None
-            or value.shape != parameter.shape
-            or not value.is_floating_point()
-            or value.itemsize < 2
-        ):
-            what, fix = (
-                f"a {setup.storage.value} base can't be dequantised",
-                "speed.base=bf16, and train again",
-            )
-            raise UserError(Problem(what, found=name, fix=fix))
+        value: Any = dequantize_module_weight(module) if module and leaf == "weight" else None
+        value = getattr(module, leaf, None) if value is None else value
+        if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
+            what, found = f"a {setup.storage.value} base can't be dequantised", f"{name}: {value!r:.60}"
+            raise UserError(Problem(what, found=found, fix="speed.base=bf16, and train again"))
         parameter.data = value.detach().float()
     del stored, modules
     evaluate.release()
@@ -278,7 +272,8 @@ def show(screen: Screen, report: dict[str, Any]) -> None:
         matched = ["-" if s["exact_match"] is None else f"{s['exact_match']:.1%}" for _, s in scores]
         table = [(name, f"{s['loss']:.4f}", share) for (name, s), share in zip(scores, matched, strict=True)]
         screen.table("held-out rows", ("", "loss", "exact match"), table)
-    screen.say("", "next:", f"  AutoModelForCausalLM.from_pretrained({path!r}), by transformers alone")
+    needs = "transformers and torchao" if report["quantized"] else "transformers alone"
+    screen.say("", "next:", f"  AutoModelForCausalLM.from_pretrained({path!r}) opens it, by {needs}")
 
 
 def size(folder: Path) -> int:

@@ -31,11 +31,8 @@ PROBE_LOGITS = 2**29  # of one model in memory: 2 GiB in fp32; a large vocabular
 # model is nearer to the tuned one than to the base whatever the direction of the error (triangle inequality),
 # above it that is no longer certain. An update that bf16 rounds away scores about 1.
 LOST = 0.5
-# The smallest share of the update that quantised weights must still show: <quantised - base, tuned - base> /
-# ||tuned - base||^2; 0 is the base, 1 the tuned model. Not LOST: quantising may move the logits by more than
-# a short training does, but hardly in the direction of what was learnt; its cost is said as loss and exact
-# match.
-KEPT = 0.5
+# Quantised weights are not held to it: their error may be larger and still cost little, as it is not in the
+# direction of what was learnt. They are refused where they predict the tuned model no better than the base does.
 
 
 def probes(recipe: Recipe, tokenizer: Any, held_out: list[HeldOut]) -> tuple[list[list[int]], str]:
@@ -86,24 +83,30 @@ def trained(
 
 
 def logits(opened: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of each row of ids alone, (tokens, vocabulary), fp32 on the CPU, computed in fp32.
-
-    The model itself is changed to fp32, which loses nothing; one with torchao's weights stays as it is. Flash
-    attention has no fp32 and is replaced by sdpa.
-    """
-    opened.eval()
-    if not any(quantize.is_quantised(parameter) for parameter in opened.parameters()):
-        for parameter in opened.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.float()
-        for module in opened.modules():
-            if getattr(module, "compute_dtype", None) is not None:  # bitsandbytes' 4-bit layers
-                module.compute_dtype = torch.float32
-        if "flash" in str(opened.config._attn_implementation):
-            opened.set_attn_implementation("sdpa")
+    """Logits of each row of ids alone, (tokens, vocabulary), fp32 on the CPU; the model is left in fp32."""
+    in_fp32(opened.eval())
     device = opened.device
     with torch.inference_mode():
         return [opened(input_ids=torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in rows]
+
+
+def in_fp32(opened: Any) -> None:
+    """Change a model such that it computes in fp32, which loses nothing; one with torchao's weights stays.
+
+    4-bit weights stay, and are no longer rounded to bf16 where they are unpacked. Flash attention has no fp32
+    and is replaced by sdpa.
+    """
+    if any(quantize.is_quantised(parameter) for parameter in opened.parameters()):
+        return
+    for parameter in opened.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    for module in opened.modules():
+        packed = getattr(getattr(module, "weight", None), "quant_state", None)
+        if packed is not None:  # bitsandbytes' 4-bit layers
+            module.compute_dtype = packed.dtype = torch.float32
+    if "flash" in str(opened.config._attn_implementation):
+        opened.set_attn_implementation("sdpa")
 
 
 def reopened(
@@ -152,22 +155,27 @@ def agreement(
 
     Returns:
         largest: of |got - wanted|; scale: the largest |wanted|; kl: mean KL(wanted || got) in nats a token;
-        same_top: share of tokens with the same first choice; relative: ||got - wanted|| / ||wanted - base||;
-        kept: share of the update that is there, <got - base, wanted - base> / ||wanted - base||^2.
+        kl_base: mean KL(wanted || base); same_top: share of tokens with the same first choice;
+        relative: ||got - wanted|| / ||wanted - base||.
     """
-    largest = scale = kl = same = error = update = along = 0.0
+    largest = scale = kl = kl_base = same = error = update = 0.0
     for w, b, g in zip(wanted, base, got, strict=True):
         largest, scale = max(largest, float((g - w).abs().max())), max(scale, float(w.abs().max()))
-        p, q = w.double().log_softmax(-1), g.double().log_softmax(-1)
-        kl += float((p.exp() * (p - q)).sum())
+        said = w.double().log_softmax(-1)
+        kl += float((said.exp() * (said - g.double().log_softmax(-1))).sum())
+        kl_base += float((said.exp() * (said - b.double().log_softmax(-1))).sum())
         same += int((w.argmax(-1) == g.argmax(-1)).sum())
-        change = (w - b).double()
         error += float((g - w).double().square().sum())
-        update += float(change.square().sum())
-        along += float(((g - b).double() * change).sum())
+        update += float((w - b).double().square().sum())
     tokens = sum(map(len, wanted))
-    figures = {"largest": largest, "scale": scale, "kl": max(0.0, kl / tokens), "same_top": same / tokens}
-    return figures | {"relative": (error / update) ** 0.5, "kept": along / update}
+    return {
+        "largest": largest,
+        "scale": scale,
+        "kl": max(0.0, kl / tokens),  # rounding may leave -1e-17
+        "kl_base": max(0.0, kl_base / tokens),
+        "same_top": same / tokens,
+        "relative": (error / update) ** 0.5,
+    }
 
 
 def refuse_lost(report: dict[str, Any], folder: RunFolder) -> None:
@@ -184,13 +192,15 @@ def refuse_lost(report: dict[str, Any], folder: RunFolder) -> None:
 
 
 def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
-    """Quantised weights that no longer show what was trained (exit 4)."""
-    kept = report["against_tuned"]["kept"]
-    if kept >= KEPT:
+    """Quantised weights that are no nearer to what was trained than the base is (exit 4)."""
+    figures, kind = report["against_tuned"], report["quantized"]
+    if figures["kl"] < figures["kl_base"]:
         return
-    what, found = f"{report['quantized']} loses what training changed", f"{kept:.2f} of the update is left"
-    fix = f"--quantize {'fp8' if report['quantized'] == 'int8' else 'int8'}, or none"
-    problem = Problem(what, where=str(folder.weights), found=found, expected=f"{KEPT:g} or more", fix=fix)
+    found = f"KL(tuned || {kind}) is {figures['kl']:.3g} nats a token"
+    expected = f"less than {figures['kl_base']:.3g}: KL(tuned || base)"
+    fix = "without --quantize" if kind == "int8" else "--quantize int8, or without"
+    what = f"{kind} changes the model by more than training did"
+    problem = Problem(what, where=str(folder.weights), found=found, expected=expected, fix=fix)
     raise UserError(problem, code=Exit.ARTEFACT)
 
 
