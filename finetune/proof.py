@@ -32,7 +32,8 @@ PROBE_LOGITS = 2**29  # of one model in memory: 2 GiB in fp32; a large vocabular
 # above it that is no longer certain. An update that bf16 rounds away scores about 1.
 LOST = 0.5
 # Quantised weights are not held to it: their error may be larger and still cost little, as it is not in the
-# direction of what was learnt. They are refused where they predict the tuned model no better than the base does.
+# direction of what was learnt. They are refused where they are no nearer to the tuned model than the base is,
+# in nats a token.
 
 
 def probes(recipe: Recipe, tokenizer: Any, held_out: list[HeldOut]) -> tuple[list[list[int]], str]:
