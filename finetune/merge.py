@@ -73,7 +73,7 @@ def run(
 
     report: dict[str, Any] = {"path": str(target), "dtype": dtype, "quantized": quantized}
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
-    with staging(target) as (whole, packed), memory_errors(folder):
+    with staging(target) as (whole, packed), located(folder):
         tuned, base, report["scores"]["tuned"] = proof.trained(folder, recipe, rows, score)
         source, merged = folder.model, tuned
         if folder.weights == folder.adapter:
@@ -228,7 +228,8 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
     with writing(target):
         os.rename(staged, target)  # over an empty folder too
         reports = folder.read("merge.json") if (folder.path / "merge.json").exists() else {}
-        folder.write("merge.json", {**reports, target.name: report})
+        inside = target.absolute().parent == folder.path.absolute()
+        folder.write("merge.json", {**reports, target.name if inside else str(target): report})
 
 
 def show(screen: Screen, report: dict[str, Any]) -> None:
@@ -305,10 +306,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory_errors(folder: RunFolder) -> Iterator[None]:
-    """fp32 weights may not fit where bf16 ones did."""
+def located(folder: RunFolder) -> Iterator[None]:
+    """Say of which run an error speaks; and fp32 weights may not fit where bf16 ones did."""
     try:
         yield
+    except UserError as error:
+        problems = [replace(problem, where=problem.where or str(folder.path)) for problem in error.problems]
+        raise UserError(*problems, code=error.code) from error
     except torch.OutOfMemoryError as error:
         fix = f"on the CPU: ACCELERATE_USE_CPU=true finetune merge {folder.path}"
         problem = Problem(
