@@ -28,7 +28,7 @@ schema: .venv/installed
 	touch $@
 
 .venv/installed-dev: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,bnb,eval,tune]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,bnb,quantize,eval,tune]'
 	touch .venv/installed $@
 
 clean:

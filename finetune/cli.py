@@ -128,6 +128,19 @@ def evaluate(options: argparse.Namespace) -> None:
     summary.show_scores(Screen(quiet=options.quiet), result)
 
 
+def merge(options: argparse.Namespace) -> None:
+    """Merge a run's adapter into its base, prove that nothing was lost, and quantise it if asked."""
+    from finetune.run_folder import open_run
+    from finetune.screen import Screen, quieten_libraries
+
+    open_run(options.run)
+    quieten_libraries()
+    from finetune import merge as merging
+
+    report = merging.run(options.run, dtype=options.dtype, quantized=options.quantize, output=options.output)
+    merging.show(Screen(quiet=options.quiet), report)
+
+
 def recipes(options: argparse.Namespace) -> None:
     """List the shipped recipes, or copy one to change it."""
     from finetune import shipped
@@ -196,6 +209,20 @@ def parser() -> argparse.ArgumentParser:
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
     add(evaluate, ("run", {"metavar": "RUN", "help": "a run folder"}))
+    add(
+        merge,
+        ("run", {"metavar": "RUN", "help": "a run folder"}),
+        (
+            "--dtype",
+            {
+                "choices": ["bfloat16", "float32"],
+                "default": "bfloat16",
+                "help": "of the saved weights: bfloat16",
+            },
+        ),
+        ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
+        ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
+    )
     add(
         recipes,
         ("name", {"metavar": "NAME", "nargs": "?"}),

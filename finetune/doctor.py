@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXTRAS = {  # extra -> what it brings, by import name
     "bnb": ("bitsandbytes",),
+    "quantize": ("torchao",),
     "eval": ("lm_eval",),
     "tune": ("optuna",),
     "deepspeed": ("deepspeed",),

@@ -35,6 +35,7 @@ PACKAGES = [
     "accelerate",
     "datasets",
     "bitsandbytes",
+    "torchao",
     "tokenizers",
     "safetensors",
 ]

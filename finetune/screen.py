@@ -121,9 +121,12 @@ def quieten_libraries() -> None:
         "trl",
         "peft",
         "bitsandbytes",
+        "torchao",
     ):
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
+    # torchao registers enums that torch now knows by itself: a message to its developers, at each import
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()

@@ -38,6 +38,7 @@ def test_the_surface() -> None:
         "check": sorted([*common, "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
         "evaluate": sorted([*common, "run"]),
+        "merge": sorted([*common, "run", "--dtype", "--quantize", "--output"]),
         "recipes": sorted([*common, "--copy", "name"]),
         "doctor": sorted([*common, "recipe", "overrides"]),
     }

@@ -24,9 +24,9 @@ LAYERS = (
     ("recipe", "receipts", "hardware", "modules", "adapter_init"),
     ("run_folder", "screen"),
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped"),
-    ("summary", "evaluate", "check"),
-    ("verify", "loraplus"),
-    ("train", "doctor"),
+    ("summary", "evaluate", "check", "quantize"),
+    ("verify", "proof", "loraplus"),
+    ("train", "merge", "doctor"),
     ("cli",),
     ("__main__",),
 )
@@ -77,7 +77,8 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
                 annotations = [ast.unparse(a.annotation) for a in node.args.args if a.annotation]
                 if any(re.fullmatch(r"(finetune\.)?Recipe( \| None)?", a) for a in annotations):
                     takers.add(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
-    assert takers <= {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli"}
+    drivers = {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli"}
+    assert takers <= drivers | {"merge", "proof"}
 
 
 def test_files_and_functions_fit_a_screen() -> None:

@@ -23,7 +23,7 @@ def test_the_commands_are_there() -> None:
 @pytest.mark.parametrize("command", [c.strip() for c in COMMANDS if c.startswith("finetune")])
 def test_a_finetune_command_runs(command: str, train, small, tmp_path, capsys) -> None:
     words = shlex.split(command)[1:]
-    if words[0] == "evaluate":
+    if words[0] in ("evaluate", "merge"):
         words[1] = str(train().path)
     elif words[0] == "recipes" and "--copy" in words:
         words[-1] = str(tmp_path / words[-1])
