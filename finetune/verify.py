@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.run_folder import RunFolder
     from finetune.sections import Model
 
+PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
 REBASED = 1e-3  # relative, of logits of an adapter that was taken out of the base's weights: other tensors
 
@@ -34,12 +36,13 @@ class Live(NamedTuple):
     """Largest relative difference of logits; 0: bit for bit."""
 
 
-def remember(adapted: Any, rows: list[list[int]], exact: bool) -> Live:
-    """What the saved weights must reproduce: the trained tensors, and the logits of `rows` of ids.
+def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
+    """What the saved weights must reproduce: the trained tensors, and the logits of the first rows.
 
     Args:
         exact: the same operations run in the same order when it is reopened, so not a bit may differ.
     """
+    rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
     if adapter_init.rebases(adapted):
         bound = max(bound, REBASED)
