@@ -41,7 +41,9 @@ def attach(
     from peft import get_peft_model
 
     if not isinstance(init, str) or not init.startswith(PREPARED_INITS):
-        return get_peft_model(model, config)  # type: ignore[return-value]  (no mixed adapters here)
+        adapted: Any = get_peft_model(model, config)
+        _start_zero_rows(adapted, ledger)
+        return adapted
     if config.target_modules == "all-linear":
         config.target_modules = set(linear)
     before = _first_logits(model, batches)
@@ -93,7 +95,10 @@ def save(adapted: Any, target: Path, initial: Path) -> None:
     if rebases(adapted):
         adapted.save_pretrained(str(target), path_initial_model_for_weight_conversion=str(initial))
     else:
-        adapted.save_pretrained(str(target))
+        # Trained rows are in the adapter; PEFT would add the whole embeddings if tokens are new
+        rows = getattr(getattr(adapted, "peft_config", {}).get("default"), "trainable_token_indices", None)
+        options = {"save_embedding_layers": False} if rows else {}
+        adapted.save_pretrained(str(target), **options)
 
 
 def save_initial(adapted: Any, initial: Path) -> None:
@@ -103,6 +108,32 @@ def save_initial(adapted: Any, initial: Path) -> None:
         init, config.init_lora_weights = config.init_lora_weights, True  # loading it must not decompose again
         adapted.save_pretrained(str(initial))
         config.init_lora_weights = init
+
+
+def _start_zero_rows(adapted: Any, ledger: Ledger) -> None:
+    """DoRA divides by the norm of each row of W + sBA, which starts as 0 where a row of W is all zero: 0/0.
+
+    Such rows get a first direction, B_i = 1e-6, and its own norm as magnitude: finite here and in plain PEFT.
+    """
+    import torch
+
+    rows = 0
+    for module in adapted.modules():
+        held = getattr(module, "lora_magnitude_vector", {})
+        if "default" not in held:
+            continue
+        magnitude = held["default"].weight.data
+        zero = magnitude == 0
+        if zero.any():
+            a, b = module.lora_A["default"].weight.data, module.lora_B["default"].weight.data
+            b[zero] = 1e-6
+            magnitude[zero] = torch.linalg.norm(module.scaling["default"] * (b[zero] @ a), dim=1).to(
+                magnitude
+            )
+            rows += int(zero.sum())
+    if rows:
+        got = f"{rows} given a first direction of 1e-6"
+        ledger.add("DoRA on rows of zeros", f"{rows} finite", got, "magnitudes that were 0", ok=True)
 
 
 def _plain(model: PreTrainedModel, config: Any, batches: Batches) -> Any:

@@ -17,7 +17,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from peft import PeftConfig, PeftModel
@@ -33,12 +33,14 @@ def attach(
     steps: int,
     ledger: Ledger,
     batches: Callable[[], list[dict[str, torch.Tensor]]] = list,
+    added: Sequence[int] = (),
 ) -> PeftModel | PreTrainedModel:
     """Put the adapter on the model. `full` trains the model as it is.
 
     Args:
         steps: optimizer steps of the whole run; AdaLoRA's schedule is made from it.
         batches: gives batches of training data, for initialisations that look at it.
+        added: ids of tokens that are new to the model; their rows train.
 
     Raises:
         UserError: a name that matches no module, with the nearest; what PEFT refuses (exit 2).
@@ -60,6 +62,7 @@ def attach(
         else:
             _check_names(model, adapter)
             config = peft_config(adapter, steps, shapes(model))
+            _train_rows(model, config, adapter, added)
             init = adapter.options().get("init_lora_weights")
             adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -75,6 +78,13 @@ def attach(
     if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
         head.register_parameter("bias", None)
     _add_receipts(adapted, adapter, everything, ledger)
+    if added:
+        rows = [f"{len(p)} rows" for n, p in trainable(adapted).items() if "trainable_tokens_delta" in n]
+        rows += [
+            modules.short(n.partition(".modules_to_save")[0]) for n in trainable(adapted) if "_to_save" in n
+        ]
+        asked, how = f"{len(added)} rows train", "parameters with requires_grad"
+        ledger.add("model.add_tokens", asked, f"{', '.join(rows)} train", how, ok=bool(rows))
     return adapted
 
 
@@ -277,6 +287,21 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
             problems.append(Problem("the model has no such token", f"adapter.{key}", **texts))
     if problems:
         raise UserError(*problems)
+
+
+def _train_rows(model: PreTrainedModel, config: Any, adapter: Adapter, added: Sequence[int]) -> None:
+    """New tokens need rows that train: in the embeddings, and in the head if it has its own."""
+    if not added or config.modules_to_save or getattr(config, "trainable_token_indices", None):
+        return
+    if not hasattr(config, "trainable_token_indices"):
+        what, fix = (
+            f"{adapter.type} has no way to train them",
+            "adapter.modules_to_save: [embed_tokens, lm_head]",
+        )
+        raise UserError(Problem(what, "model.add_tokens", found=f"{len(added)} new tokens", fix=fix))
+    tied = model.config.get_text_config().tie_word_embeddings
+    both = {"embed_tokens": list(added), "lm_head": list(added)}
+    config.trainable_token_indices = list(added) if tied else both
 
 
 def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: Ledger) -> None:

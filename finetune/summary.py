@@ -104,9 +104,9 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
     held = [f"held out: {remark}" for remark in held_out.remarks()]
     for notice in [*train.remarks(), *held, *recipe.origin.notices]:
         screen.say(f"note: {notice}")
-    advice = adapter_types.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
-    if advice:
-        screen.say(f"note: {advice}")
+    kind, rate = recipe.adapter.type, recipe.train.learning_rate
+    for line in adapter_types.advice(kind, rate, recipe.adapter.options()):
+        screen.say(f"note: {line}")
     screen.say("")
 
 

@@ -85,7 +85,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
     base = model.load(recipe.model, setup, str(arguments.device))
     batches = partial(adapter_init.calibration, dataset, base.device)
-    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches)
+    added = model.added_tokens(recipe.model, tokenizer)
+    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
     tokens = batch.per_device * recipe.data.max_length
     fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
 
