@@ -145,9 +145,8 @@ def _plain(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 def _eva(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """EVA (arXiv 2410.07170): A from the inputs of each layer, ranks where they explain most."""
-    from peft import EvaConfig, get_peft_model, initialize_lora_eva_weights
+    from peft import get_peft_model, initialize_lora_eva_weights
 
-    config.eva_config = config.eva_config or EvaConfig()
     adapted = get_peft_model(model, config)
     initialize_lora_eva_weights(
         adapted, batches(), gather_distributed_inputs=False, show_progress_bar=False
@@ -159,10 +158,7 @@ def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """CorDA (arXiv 2406.05223): the weights decomposed in the directions of their inputs."""
     import torch
     from peft import get_peft_model
-    from peft.tuners.lora.config import CordaConfig
     from peft.tuners.lora.corda import preprocess_corda
-
-    config.corda_config = config.corda_config or CordaConfig(corda_method="ipm")
 
     def look() -> None:
         with torch.no_grad():
@@ -176,10 +172,8 @@ def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """LoRA-GA (arXiv 2407.05000): A and B from the gradient of the weights on the first batches."""
-    from peft import LoraGAConfig, get_peft_model
+    from peft import get_peft_model
     from peft.tuners.lora.loraga import preprocess_loraga
-
-    config.lora_ga_config = config.lora_ga_config or LoraGAConfig()
 
     def backward() -> None:
         for batch in batches():

@@ -97,6 +97,7 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
     import peft
     from peft import TaskType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.tuners.lora.config import CordaConfig
 
     kind = adapter_types.find(adapter.type)
     options: dict[str, Any] = {**adapter.options(), **kind.sets}
@@ -106,7 +107,10 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
         nested = adapter_types.nested(kind, key)
         if nested and isinstance(value, dict):
             options[key] = getattr(peft, nested)(**value) if hasattr(peft, nested) else value
-    if options.get("init_lora_weights") == "loftq":  # PEFT's own would quantise the weights once more
+    init = options.get("init_lora_weights")
+    if init in (own := {"eva": peft.EvaConfig, "corda": CordaConfig, "lora_ga": peft.LoraGAConfig}):
+        options.setdefault(f"{init}_config", own[init]())
+    if init == "loftq":  # PEFT's own would quantise the weights once more
         options["init_lora_weights"] = True
     classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
@@ -216,7 +220,8 @@ def _source_problems(
     if kind.prompt or kind.peft == "adalora":
         what = f"PEFT can't go on training a saved {adapter.type}"
         return [Problem(what, "adapter.from", fix="merge it (finetune merge), and train on what comes out")]
-    type_saved = f"{saved.get('peft_type', '')} {_variant(saved)}".strip().lower()
+    type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
+    type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant(kind.sets)}".strip()
     if type_saved != type_asked:
         found.append(

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import ADAPTERS, MODEL, QUICKSTART, ROOT, metrics
+from conftest import ADAPTERS, MODEL, QUICKSTART, ROOT, metrics, receipts
 
 from finetune import cli, evaluate, recipe
 from finetune.run_folder import RunFolder
@@ -28,10 +28,6 @@ MOVED = {
     "dora": "lora_magnitude_vector",
     "qdora": "lora_magnitude_vector",
 }
-
-
-def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
-    return {receipt["option"]: receipt for receipt in run.read("receipts.json")}
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
