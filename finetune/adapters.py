@@ -67,6 +67,9 @@ def attach(
             adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(Problem("PEFT refuses it", "adapter", found=" ".join(str(error).split()))) from error
+    config: Any = adapted.peft_config["default"]  # the base that it now stands on, by name and commit
+    config.base_model_name_or_path = str(model.name_or_path)
+    config.revision = getattr(model.config, "_commit_hash", None)
     for name, parameter in adapted.named_parameters():
         if ".ranknum." in name:  # PEFT does not save it, and on a bf16 base leaves it trainable
             parameter.requires_grad = False

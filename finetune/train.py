@@ -122,7 +122,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
         live = verify.remember(adapted, dataset, setup.hardware.device == "cpu" and not compiled)
         save(adapted, tokenizer, folder, initial)
-        verify.add_file_receipts(folder, live, recipe.model, steps, ledger)
+        verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted, base
         evaluate.release()

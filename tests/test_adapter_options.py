@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from finetune import cli, merge
 from finetune.run_folder import RunFolder
 
-# Said by peft 0.21.2: PiSSA and its kin change the base, and are converted here (tuners/lora/model.py);
-# LoRA-GA's hooks sit on a model whose inputs need no gradient (tuners/lora/loraga.py); a converted CorDA still
-# has its config (tuners/lora/config.py); EVA would save memory with weights on the meta device (mapping_func.py)
+# Said by peft 0.21.2: PiSSA and its kin change the base, and are converted here (tuners/lora/model.py); the
+# hooks of LoRA-GA sit on a model whose inputs need no gradient (tuners/lora/loraga.py); a converted CorDA has
+# its config still (tuners/lora/config.py); EVA would save memory with weights on the meta device
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*changes the base weights of the model",
     "ignore:Full backward hook is firing",

@@ -47,6 +47,7 @@ def test_a_type_trains_verifies_reopens_and_merges(kind: str, train, two_layers)
     assert all(receipt["ok"] for receipt in got.values())
     assert got["saved weights"]["got"] == "0", "reopened from disk bit for bit"
     assert got["base weights after training"]["asked"] == got["base weights after training"]["got"]
+    assert got["adapter.type"]["got"].split()[0] == adapter_types.find(kind).peft.upper()
     moved = [part.split() for part in got["trained weights moved"]["got"].split(", ")]
     assert all(part[1] == part[3] for part in moved), "every trained tensor moved"
     scores = run.read("eval.json")
