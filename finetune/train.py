@@ -98,17 +98,16 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup):
-        derived = adapters.derived(adapted, recipe.adapter)
-        choices = summary.choices(recipe, setup, batch, steps, derived, fast, folder)
+        choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
         if setup.launch.main:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report)
             adapter_init.save_initial(adapted, initial)
 
-        size, flops = batch.effective, flops_per_token(adapted)
-        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=size)
-        metrics = callbacks.Metrics(folder, screen, setup, batch=size, flops_per_token=flops)
+        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective)
+        flops = flops_per_token(adapted)
+        metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         watching = [first_step, metrics]
         trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
         trainer.first_step = first_step

@@ -106,7 +106,7 @@ def test_the_schema_is_current() -> None:
 
 
 def test_there_are_recipes_for_each_model_and_adapter() -> None:
-    models = {name.partition("/")[0] for name in RECIPES if "/" in name}
+    models = {name.partition("/")[0] for name in RECIPES if "/" in name} - {"adapters"}
     assert models == {"llama3_8b", "llama3_1b", "qwen3_8b", "mistral_7b"}
     for model in models:
         kinds = {name.partition("/")[2] for name in RECIPES if name.startswith(f"{model}/")}
@@ -127,6 +127,13 @@ def test_each_adapter_s_recipe_trains_on_the_tiny_model(kind: str, train) -> Non
     """As it is written for the 8B, but for the model, the data and the length of the run."""
     small = ["model.name=examples/tiny_llama/model", "model.revision=null", "train.logging_steps=1"]
     run = train(*small, recipe=RECIPES[f"llama3_8b/{kind}"])
+    assert all(receipt["ok"] for receipt in run.read("receipts.json"))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("adapters/")])
+def test_a_recipe_of_every_other_adapter_trains_two_steps(name: str, train) -> None:
+    run = train(recipe=RECIPES[name])
+    assert recipe.load(run.recipe).adapter.type == Path(name).name
     assert all(receipt["ok"] for receipt in run.read("receipts.json"))
 
 
