@@ -130,13 +130,6 @@ def test_each_adapter_s_recipe_trains_on_the_tiny_model(kind: str, train) -> Non
     assert all(receipt["ok"] for receipt in run.read("receipts.json"))
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("adapters/")])
-def test_a_recipe_of_every_other_adapter_trains_two_steps(name: str, train) -> None:
-    run = train(recipe=RECIPES[name])
-    assert recipe.load(run.recipe).adapter.type == Path(name).name
-    assert all(receipt["ok"] for receipt in run.read("receipts.json"))
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_every_launch_config(path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
