@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_init, adapter_types, modules
+from finetune import adapter_init, adapter_types, modules, qat
 from finetune.adapter_types import Shapes
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
@@ -75,7 +75,7 @@ def attach(
     if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
         head.register_parameter("bias", None)
     _add_receipts(adapted, adapter, everything, ledger)
-    return adapted
+    return qat.follow(adapted)
 
 
 def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
