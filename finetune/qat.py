@@ -5,12 +5,13 @@
 Rounded ("fake-quantised") is the weight that will be stored. Under an adapter that is the base's weight with
 the adapter merged into it, not the base's alone: rounding W and adding BA would train BA against errors that
 rounding W + BA no longer makes. The gradient passes the rounding unchanged (straight-through). The price is a
-whole merged weight and its gradient for each layer and step. Every linear layer but the head takes part,
-and no embedding. Nothing here imports torch before it is called.
+whole merged weight and its gradient for each layer and step (`kept_gib`). Every linear layer but the
+head takes part, and no embedding. Nothing here imports torch before it is called.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +41,6 @@ REFUSED = {  # seen by preparing and converting each on the CPU (torchao 0.18.0)
     "Int8DynamicActivationIntxWeightConfig with weight_dtype int4",
 }
 TYPES = ("lora", "rslora", "dora", "adalora", "ia3", "full")  # whose merged weight is known here
-_FILE = "quantization/quant_api.py"
 
 
 def class_name(config: str) -> str:
@@ -71,7 +71,7 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     found = _config_problems(asked.get("config"))
     types, base = adapter_types.all_types(), str(speed.get("base", "auto"))
     meant = types[kind].storage if isinstance(kind, str) and kind in types else ""
-    if meant or base not in ("auto", "bf16"):
+    if meant or base not in ("auto", "bf16", "fp8"):
         plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "")
         key, value = ("adapter.type", str(kind)) if meant else ("speed.base", base)
         what = "a base that is quantised already excludes speed.qat, which rounds whole weights"
@@ -105,17 +105,16 @@ def torchao_config(section: Qat) -> Any:
 
     name, size = class_name(section.config), section.group_size
     granularity = quantization.PerGroup(size) if size else quantization.PerAxis(0)
-    fields = upstream.fields((("torchao", _FILE, name),))
-    (key,) = (field for field in fields if field.endswith("granularity"))
-    options = {"weight_dtype": torch.__dict__[section.weight_dtype], key: granularity}
-    return getattr(quantization, name)(**options)
+    config = getattr(quantization, name)
+    (key,) = (field.name for field in fields(config) if field.name.endswith("granularity"))
+    return config(**{"weight_dtype": torch.__dict__[section.weight_dtype], key: granularity})
 
 
 def prepare(model: Any, section: Qat | None, ledger: Ledger | None = None) -> Any:
     """Make the decoder's linear layers round their weights in forward; `None` changes nothing.
 
     Done before an adapter is put on, whose own matrices are never rounded. The weights keep their values
-    and names.
+    and names, and the adapter starts from the first weights that it would have without.
 
     Raises:
         UserError: torchao is not installed (exit 3); widths that are no multiple of the group (exit 2).
@@ -123,9 +122,9 @@ def prepare(model: Any, section: Qat | None, ledger: Ledger | None = None) -> An
     if section is None:
         return model
     config = torchao_config(section)
-    from torch import nn
+    from torch import nn, random
     from torchao.quantization import quantize_
-    from torchao.quantization.qat import QATConfig
+    from torchao.quantization.qat import QATConfig, QATStep
 
     head = model.get_output_embeddings()
     linear: dict[str, nn.Linear] = {
@@ -139,7 +138,10 @@ def prepare(model: Any, section: Qat | None, ledger: Ledger | None = None) -> An
         found = f"{', '.join(uneven[:3])}{' ...' if len(uneven) > 3 else ''}"
         what, fix = f"inputs of these layers are no multiple of {size}", "a divisor, or group_size: null"
         raise UserError(Problem(what, "speed.qat.group_size", found=found, fix=fix))
-    quantize_(model, QATConfig(config, step="prepare"), filter_fn=lambda _, name: name in linear)
+    with random.fork_rng(
+        [model.device] if model.device.type == "cuda" else []
+    ):  # new layers draw first weights
+        quantize_(model, QATConfig(config, step=QATStep.PREPARE), filter_fn=lambda _, name: name in linear)
     if ledger:
         how = "layers that torchao prepared, of those that are linear and not the output head"
         got = f"{len(rounding(model))} layers, {describe(section)}"
@@ -158,6 +160,14 @@ def rounding(model: torch.nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(module, FakeQuantizedLinear) and ".original_module" not in name
     }
+
+
+def kept_gib(model: torch.nn.Module) -> float:
+    """Memory that rounded weights take until backward, in GiB, with nothing recomputed.
+
+    8 bytes a weight: so much is kept in fp32, and 6 under bf16 autocast (counted by `saved_tensors_hooks`).
+    """
+    return sum(8 * layer.weight.numel() for layer in rounding(model).values()) / 2**30
 
 
 def follow(adapted: Any) -> Any:
@@ -272,7 +282,7 @@ def _config_problems(config: Any) -> list[tuple[str, str, dict[str, str]]]:
     texts = {"found": config, "expected": " or ".join(QAT_CONFIGS)}
     if name in REFUSED:
         near = "Int8DynamicActivationIntxWeightConfig" if "Dynamic" in name else "IntxWeightOnlyConfig"
-        return [("speed.qat.config", f"can't be trained for: {REFUSED[name]}", {**texts, "fix": near})]
+        return [("speed.qat.config", REFUSED[name], {**texts, "fix": near})]
     return [
         ("speed.qat.config", "no such config in torchao's QAT", {**texts, "fix": nearest(name, QAT_CONFIGS)})
     ]
