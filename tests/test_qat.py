@@ -269,3 +269,14 @@ def test_what_is_refused_can_t_be_had(name: str) -> None:
     if prepared and not torch.cuda.is_available():
         with pytest.raises((ImportError, AssertionError)):
             quantization.quantize_(layer, QATConfig(config, step="convert"))
+
+
+def test_doctor_says_what_becomes_of_it() -> None:
+    from finetune import doctor, hardware
+
+    def row(*overrides: str) -> doctor.Optimisation:
+        asked = recipe.load(QUICKSTART, overrides)
+        (found,) = (o for o in doctor.optimisations(asked, hardware.detect()) if o.where == "speed.qat")
+        return found
+
+    assert row().state == "off" and row(INTX).state == "active" and "int4 in groups of 32" in row(INTX).why
