@@ -41,7 +41,9 @@ def attach(
     from peft import get_peft_model
 
     if not isinstance(init, str) or not init.startswith(PREPARED_INITS):
-        return get_peft_model(model, config)  # type: ignore[return-value]  (no mixed adapters here)
+        adapted: Any = get_peft_model(model, config)
+        _start_zero_rows(adapted, ledger)
+        return adapted
     if config.target_modules == "all-linear":
         config.target_modules = set(linear)
     before = _first_logits(model, batches)
@@ -93,7 +95,10 @@ def save(adapted: Any, target: Path, initial: Path) -> None:
     if rebases(adapted):
         adapted.save_pretrained(str(target), path_initial_model_for_weight_conversion=str(initial))
     else:
-        adapted.save_pretrained(str(target))
+        # Trained rows are in the adapter; PEFT would add the whole embeddings if tokens are new
+        rows = getattr(getattr(adapted, "peft_config", {}).get("default"), "trainable_token_indices", None)
+        options = {"save_embedding_layers": False} if rows else {}
+        adapted.save_pretrained(str(target), **options)
 
 
 def save_initial(adapted: Any, initial: Path) -> None:
@@ -105,6 +110,32 @@ def save_initial(adapted: Any, initial: Path) -> None:
         config.init_lora_weights = init
 
 
+def _start_zero_rows(adapted: Any, ledger: Ledger) -> None:
+    """DoRA divides by the norm of each row of W + sBA, which starts as 0 where a row of W is all zero: 0/0.
+
+    Such rows get a first direction, B_i = 1e-6, and its own norm as magnitude: finite here and in plain PEFT.
+    """
+    import torch
+
+    rows = 0
+    for module in adapted.modules():
+        held = getattr(module, "lora_magnitude_vector", {})
+        if "default" not in held:
+            continue
+        magnitude = held["default"].weight.data
+        zero = magnitude == 0
+        if zero.any():
+            a, b = module.lora_A["default"].weight.data, module.lora_B["default"].weight.data
+            b[zero] = 1e-6
+            magnitude[zero] = torch.linalg.norm(module.scaling["default"] * (b[zero] @ a), dim=1).to(
+                magnitude
+            )
+            rows += int(zero.sum())
+    if rows:
+        got = f"{rows} given a first direction of 1e-6"
+        ledger.add("DoRA on rows of zeros", f"{rows} finite", got, "magnitudes that were 0", ok=True)
+
+
 def _plain(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) look at the weights alone."""
     from peft import get_peft_model
@@ -114,9 +145,8 @@ def _plain(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 def _eva(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """EVA (arXiv 2410.07170): A from the inputs of each layer, ranks where they explain most."""
-    from peft import EvaConfig, get_peft_model, initialize_lora_eva_weights
+    from peft import get_peft_model, initialize_lora_eva_weights
 
-    config.eva_config = config.eva_config or EvaConfig()
     adapted = get_peft_model(model, config)
     initialize_lora_eva_weights(
         adapted, batches(), gather_distributed_inputs=False, show_progress_bar=False
@@ -128,10 +158,7 @@ def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """CorDA (arXiv 2406.05223): the weights decomposed in the directions of their inputs."""
     import torch
     from peft import get_peft_model
-    from peft.tuners.lora.config import CordaConfig
     from peft.tuners.lora.corda import preprocess_corda
-
-    config.corda_config = config.corda_config or CordaConfig(corda_method="ipm")
 
     def look() -> None:
         with torch.no_grad():
@@ -145,10 +172,8 @@ def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """LoRA-GA (arXiv 2407.05000): A and B from the gradient of the weights on the first batches."""
-    from peft import LoraGAConfig, get_peft_model
+    from peft import get_peft_model
     from peft.tuners.lora.loraga import preprocess_loraga
-
-    config.lora_ga_config = config.lora_ga_config or LoraGAConfig()
 
     def backward() -> None:
         for batch in batches():

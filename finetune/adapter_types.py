@@ -199,13 +199,20 @@ def nested(kind: AdapterType, key: str) -> str:
     return held.nested[0][2] if held and held.nested else ""
 
 
-def learning_rate_advice(name: str, rate: float) -> str:
-    """One line if the rate is outside what usually works for this type, else the empty string."""
-    usual = all_types()[name].learning_rate
-    if usual is None or usual[0] <= rate <= usual[1]:
-        return ""
-    low, high = usual
-    return f"learning_rate {rate:g} is outside the usual {low:g} to {high:g} for {name}; it is used as it is"
+def advice(name: str, rate: float, options: Mapping[str, Any]) -> list[str]:
+    """What is worth knowing of a type with this peak learning rate and these options; nothing is changed."""
+    kind, said = all_types()[name], []
+    low, high = kind.learning_rate or (0.0, rate)
+    if not low <= rate <= high:
+        said = [
+            f"learning_rate {rate:g} is outside the usual {low:g} to {high:g} for {name}; it is used as it is"
+        ]
+    if kind.sets.get("use_dora") and options.get("lora_dropout"):
+        said.append(
+            "PEFT's DoRA drops inputs of the scaled base too, not of the adapter alone, and multiplies them "
+            "by the base a second time (peft 0.21.2, lora/dora.py); lora_dropout: 0 is exact and faster"
+        )
+    return said
 
 
 def _everywhere(kind: AdapterType) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from peft import PeftConfig, PeftModel
@@ -33,12 +33,14 @@ def attach(
     steps: int,
     ledger: Ledger,
     batches: Callable[[], list[dict[str, torch.Tensor]]] = list,
+    added: Sequence[int] = (),
 ) -> PeftModel | PreTrainedModel:
     """Put the adapter on the model. `full` trains the model as it is.
 
     Args:
         steps: optimizer steps of the whole run; AdaLoRA's schedule is made from it.
         batches: gives batches of training data, for initialisations that look at it.
+        added: ids of tokens that are new to the model; their rows train.
 
     Raises:
         UserError: a name that matches no module, with the nearest; what PEFT refuses (exit 2).
@@ -60,10 +62,14 @@ def attach(
         else:
             _check_names(model, adapter)
             config = peft_config(adapter, steps, shapes(model))
+            _train_rows(model, config, adapter, added)
             init = adapter.options().get("init_lora_weights")
             adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(Problem("PEFT refuses it", "adapter", found=" ".join(str(error).split()))) from error
+    config: Any = adapted.peft_config["default"]  # the base that it now stands on, by name and commit
+    config.base_model_name_or_path = str(model.name_or_path)
+    config.revision = getattr(model.config, "_commit_hash", None)
     for name, parameter in adapted.named_parameters():
         if ".ranknum." in name:  # PEFT does not save it, and on a bf16 base leaves it trainable
             parameter.requires_grad = False
@@ -75,6 +81,13 @@ def attach(
     if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
         head.register_parameter("bias", None)
     _add_receipts(adapted, adapter, everything, ledger)
+    if added:
+        rows = [f"{len(p)} rows" for n, p in trainable(adapted).items() if "trainable_tokens_delta" in n]
+        rows += [
+            modules.short(n.partition(".modules_to_save")[0]) for n in trainable(adapted) if "_to_save" in n
+        ]
+        asked, how = f"{len(added)} rows train", "parameters with requires_grad"
+        ledger.add("model.add_tokens", asked, f"{', '.join(rows)} train", how, ok=bool(rows))
     return qat.follow(adapted)
 
 
@@ -87,6 +100,7 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
     import peft
     from peft import TaskType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.tuners.lora.config import CordaConfig
 
     kind = adapter_types.find(adapter.type)
     options: dict[str, Any] = {**adapter.options(), **kind.sets}
@@ -96,7 +110,10 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
         nested = adapter_types.nested(kind, key)
         if nested and isinstance(value, dict):
             options[key] = getattr(peft, nested)(**value) if hasattr(peft, nested) else value
-    if options.get("init_lora_weights") == "loftq":  # PEFT's own would quantise the weights once more
+    init = options.get("init_lora_weights")
+    if init in (own := {"eva": peft.EvaConfig, "corda": CordaConfig, "lora_ga": peft.LoraGAConfig}):
+        options.setdefault(f"{init}_config", own[init]())
+    if init == "loftq":  # PEFT's own would quantise the weights once more
         options["init_lora_weights"] = True
     classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
@@ -206,7 +223,8 @@ def _source_problems(
     if kind.prompt or kind.peft == "adalora":
         what = f"PEFT can't go on training a saved {adapter.type}"
         return [Problem(what, "adapter.from", fix="merge it (finetune merge), and train on what comes out")]
-    type_saved = f"{saved.get('peft_type', '')} {_variant(saved)}".strip().lower()
+    type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
+    type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant(kind.sets)}".strip()
     if type_saved != type_asked:
         found.append(
@@ -277,6 +295,21 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
             problems.append(Problem("the model has no such token", f"adapter.{key}", **texts))
     if problems:
         raise UserError(*problems)
+
+
+def _train_rows(model: PreTrainedModel, config: Any, adapter: Adapter, added: Sequence[int]) -> None:
+    """New tokens need rows that train: in the embeddings, and in the head if it has its own."""
+    if not added or config.modules_to_save or getattr(config, "trainable_token_indices", None):
+        return
+    if not hasattr(config, "trainable_token_indices"):
+        what, fix = (
+            f"{adapter.type} has no way to train them",
+            "adapter.modules_to_save: [embed_tokens, lm_head]",
+        )
+        raise UserError(Problem(what, "model.add_tokens", found=f"{len(added)} new tokens", fix=fix))
+    tied = model.config.get_text_config().tie_word_embeddings
+    both = {"embed_tokens": list(added), "lm_head": list(added)}
+    config.trainable_token_indices = list(added) if tied else both
 
 
 def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: Ledger) -> None:

@@ -17,10 +17,10 @@ from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from finetune.hardware import Hardware, Setup
     from finetune.receipts import Ledger
+    from finetune.run_folder import RunFolder
     from finetune.screen import Screen
 
 
@@ -43,9 +43,9 @@ class Metrics(TrainerCallback):
     """One flat JSON object a logged step into metrics.jsonl, and a line for the screen."""
 
     def __init__(
-        self, path: Path, screen: Screen, setup: Setup, *, batch: int, flops_per_token: float
+        self, folder: RunFolder, screen: Screen, setup: Setup, *, batch: int, flops_per_token: float
     ) -> None:
-        self.path, self.screen, self.batch = path, screen, batch
+        self.path, self.screen, self.batch = folder.path / "metrics.jsonl", screen, batch
         self.hardware, self.processes = setup.hardware, setup.launch.processes
         self.flops_per_token = flops_per_token
         self.waited = 0.0  # seconds since the last logged step in which no step was running

@@ -41,8 +41,8 @@ def run(recipe: Recipe) -> list[str]:
     packages += [problem for problem in (missing, recipe.speed.qat and qat.missing()) if problem]
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
-    advice = adapter_types.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
-    return [*notes, advice] if advice else notes
+    kind, rate = recipe.adapter.type, recipe.train.learning_rate
+    return [*notes, *adapter_types.advice(kind, rate, recipe.adapter.options())]
 
 
 def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
@@ -52,7 +52,9 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     template = bundled.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = model.load_tokenizer(recipe.model, template)
     build = stream.stream if recipe.data.streaming else prepare.prepare
-    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, model.vocabulary(recipe.model))
+    return tokenizer, build(
+        recipe.data, tokenizer, recipe.train.seed, model.vocabulary(recipe.model, tokenizer)
+    )
 
 
 def _model(recipe: Recipe) -> list[str]:

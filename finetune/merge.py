@@ -145,10 +145,12 @@ def write_merged(
     Returns:
         How many of the saved tensors differ from the base's, and what it was merged onto.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     plain = plain_base(recipe, setup)
-    tied = untie(plain)
+    config: Any = PeftConfig.from_pretrained(str(folder.adapter))
+    rows = getattr(config, "trainable_token_indices", None)  # of both at once, where they are tied
+    tied = False if rows else untie(plain)
     before = {name: model.fingerprint({"": p.to(dtype)}) for name, p in plain.named_parameters()}
     kind = "adapter"
     try:

@@ -41,15 +41,27 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    known = [token for token in model.add_tokens if token in tokenizer.get_vocab()]
+    if known:
+        raise UserError(
+            Problem("is a token already", "model.add_tokens", found=", ".join(known), fix="drop it")
+        )
+    tokenizer.add_tokens(model.add_tokens)
     return tokenizer
 
 
-def vocabulary(model: Model) -> int:
-    """Rows of the model's embedding, from its config."""
+def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of `model.add_tokens`."""
+    return [int(tokenizer.get_vocab()[token]) for token in model.add_tokens]
+
+
+def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of the model's embedding, from its config and the tokens that are added to it."""
     from transformers import AutoConfig
 
     check_exists(model)
-    return _from_hub(AutoConfig.from_pretrained, model).get_text_config().vocab_size
+    rows = _from_hub(AutoConfig.from_pretrained, model).get_text_config().vocab_size
+    return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])
 
 
 def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
@@ -75,7 +87,22 @@ def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    if model.add_tokens:
+        _add_rows(loaded, added_tokens(model, load_tokenizer(model)))
     return loaded
+
+
+def _add_rows(loaded: Any, tokens: list[int]) -> None:
+    """Rows for new tokens, in the embeddings and the head: the mean of the old ones, no random draw."""
+    import torch
+
+    old = len(loaded.get_input_embeddings().weight)
+    if max(tokens) >= old:
+        loaded.resize_token_embeddings(max(tokens) + 1, mean_resizing=False)
+    for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings()):
+        with torch.no_grad():
+            mean = module.weight[: min(old, min(tokens))].float().mean(0)
+            module.weight[tokens] = mean.to(module.weight.dtype)
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:

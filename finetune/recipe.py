@@ -188,7 +188,8 @@ def _field(name: str, source: upstream.UpstreamField) -> tuple[Any, Any]:
         (*_, class_name), inner = source.nested[0], upstream.fields(source.nested)
         plain = _create(class_name, __base__=Section, **{key: _field(key, inner[key]) for key in inner})
     annotation = Annotated[plain, Field(**_LIMITS.get(name, {}))]
-    return (annotation, Field(default=None, description=source.help))
+    first_sentence = source.help.partition(". ")[0][:200]
+    return (annotation, Field(default=None, description=first_sentence))
 
 
 @cache

@@ -33,6 +33,8 @@ class Model(Section):
         "flash_attention_4",
     ] = "auto"
     """Attention kernel; `auto` chooses for this machine and says why."""
+    add_tokens: list[str] = []
+    """Texts that become tokens of their own; their rows begin as the mean of all others, and train."""
 
 
 class Source(Section):

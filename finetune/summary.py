@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from finetune import adapter_types, run_folder
+from finetune import adapter_types, adapters, run_folder
 from finetune.recipe import load as load_recipe
 from finetune.sections import Source
 
@@ -30,12 +30,13 @@ def choices(
     setup: Setup,
     batch: Any,
     steps: int,
-    derived: dict[str, Any],
+    adapted: Any,
     fast: dict[str, Choice],
     folder: RunFolder,
 ) -> Choices:
     """Every value that was not simply read from the recipe, with who set it and why."""
     launch, set_by = setup.launch, recipe.origin.set_by
+    derived = adapters.derived(adapted, recipe.adapter)
     how = "asked for" if recipe.train.max_steps else f"{recipe.train.num_train_epochs or 3.0:g} epochs"
     factors = f"{batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
     split = f"{batch.effective} = {factors}"
@@ -104,9 +105,9 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
     held = [f"held out: {remark}" for remark in held_out.remarks()]
     for notice in [*train.remarks(), *held, *recipe.origin.notices]:
         screen.say(f"note: {notice}")
-    advice = adapter_types.learning_rate_advice(recipe.adapter.type, recipe.train.learning_rate)
-    if advice:
-        screen.say(f"note: {advice}")
+    kind, rate = recipe.adapter.type, recipe.train.learning_rate
+    for line in adapter_types.advice(kind, rate, recipe.adapter.options()):
+        screen.say(f"note: {line}")
     screen.say("")
 
 

@@ -9,7 +9,6 @@ import contextlib
 import math
 from collections import Counter
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,13 +48,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.audit import Report
+    from finetune.data.prepare import Prepared
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.sections import Adapter, Data, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
-PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 
 
 class Batch(NamedTuple):
@@ -80,44 +79,40 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     set_seed(recipe.train.seed)
 
-    turn = contextlib.nullcontext() if recipe.data.streaming else PartialState().local_main_process_first()
-    with turn:  # one process of each machine prepares the data for the others
-        tokenizer, prepared = check.prepare_data(recipe)
+    tokenizer, prepared = prepare_in_turn(recipe)
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
 
     base = qat.prepare(model.load(recipe.model, setup, str(arguments.device)), recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
-    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches)
+    added = model.added_tokens(recipe.model, tokenizer)
+    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
     tokens = batch.per_device * recipe.data.max_length
     fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
 
-    flat = recipe.data.packing or recipe.data.padding_free
+    flat, compiled = recipe.data.packing or recipe.data.padding_free, fast["speed.compile"].value == "on"
     if flat:
-        length = tokens if fast["speed.compile"].value == "on" else PROOF_TOKENS
         with precision(setup):
+            length = tokens if compiled else PROOF_TOKENS
             attention.prove_apart(adapted, length, setup.attention.value, ledger)
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup):
+        choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
-        if setup.launch.main:
-            adapter_init.save_initial(adapted, initial)
-        derived = adapters.derived(adapted, recipe.adapter)
-        choices = summary.choices(recipe, setup, batch, steps, derived, fast, folder)
         if setup.launch.main:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report)
+            adapter_init.save_initial(adapted, initial)
 
-        size, flops = batch.effective, flops_per_token(adapted)
-        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=size)
-        path = folder.path / "metrics.jsonl"
-        metrics = callbacks.Metrics(path, screen, setup, batch=size, flops_per_token=flops)
+        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective)
+        flops = flops_per_token(adapted)
+        metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         watching = [first_step, metrics]
         trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
         trainer.first_step = first_step
-        if flat and fast["speed.compile"].value == "on" and rows is not None:
+        if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
@@ -125,11 +120,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         train(trainer, recipe.adapter, ledger)
         screen.stop()
 
-        probes = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
-        exact = setup.hardware.device == "cpu" and fast["speed.compile"].value == "off"
-        live = verify.remember(adapted, probes, exact)
+        live = verify.remember(adapted, dataset, setup.hardware.device == "cpu" and not compiled)
         save(adapted, tokenizer, folder, initial)
-        verify.add_file_receipts(folder, live, recipe.model, steps, ledger)
+        verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted, base
         evaluate.release()
@@ -138,9 +131,16 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             verify.check_reopened(live, reopened, folder, ledger)
 
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
-        result = evaluate.run(folder.path, inspect=same_as_live)
-        summary.show_result(screen, recipe, folder, ledger, result)
+        summary.show_result(screen, recipe, folder, ledger, evaluate.run(folder.path, inspect=same_as_live))
     return folder
+
+
+def prepare_in_turn(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The data, which one process of each machine prepares for the others."""
+    if recipe.data.streaming:
+        return check.prepare_data(recipe)
+    with PartialState().local_main_process_first():
+        return check.prepare_data(recipe)
 
 
 def split_batch(train: Train, processes: int) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
     from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
-    from finetune.sections import Model
 
+PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
 REBASED = 1e-3  # relative, of logits of an adapter that was taken out of the base's weights: other tensors
 
@@ -30,20 +31,25 @@ class Live(NamedTuple):
     tensors: dict[str, str]  # hash of each trained tensor in fp32, by name
     rows: list[list[int]]
     logits: list[torch.Tensor]
+    base: str
+    """Name of the base, and its commit if it is from the Hub."""
     bound: float
     """Largest relative difference of logits; 0: bit for bit."""
 
 
-def remember(adapted: Any, rows: list[list[int]], exact: bool) -> Live:
-    """What the saved weights must reproduce: the trained tensors, and the logits of `rows` of ids.
+def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
+    """What the saved weights must reproduce: the trained tensors, and the logits of the first rows.
 
     Args:
         exact: the same operations run in the same order when it is reopened, so not a bit may differ.
     """
+    rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
     if adapter_init.rebases(adapted):
         bound = max(bound, REBASED)
-    return Live(saved_tensors(adapted), rows, evaluate.logits(adapted, rows), bound)
+    config: Any = adapted.config
+    base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
+    return Live(saved_tensors(adapted), rows, evaluate.logits(adapted, rows), base, bound)
 
 
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
@@ -72,7 +78,7 @@ def saved_tensors(adapted: Any, like: Iterable[str] | None = None) -> dict[str, 
     return {name: model.fingerprint({name: named[name].float()}) for name in names if name in named}
 
 
-def add_file_receipts(folder: RunFolder, live: Live, section: Model, steps: int, ledger: Ledger) -> None:
+def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: Ledger) -> None:
     """What the saved file itself holds: no empty tensor, no trained one all zero, and the base's name."""
     if folder.weights != folder.adapter:
         return
@@ -92,8 +98,7 @@ def add_file_receipts(folder: RunFolder, live: Live, section: Model, steps: int,
     how, code = "adapter_model.safetensors", Exit.ARTEFACT
     ledger.add("saved file", "tensors, none empty, no trained one zero", got, how, ok=ok, code=code)
     base = f"{config['base_model_name_or_path']} {config['revision'] or ''}".strip()
-    asked = f"{section.name} {config['revision'] or ''}".strip()
-    ledger.add("base of the adapter", asked, base, "adapter_config.json", code=code)
+    ledger.add("base of the adapter", live.base, base, "adapter_config.json", code=code)
 
 
 def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger) -> None:

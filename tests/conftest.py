@@ -53,6 +53,32 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return f"data.name={names[0]}", f"data.validation={names[1]}"
 
 
+def _cut(folder: Path, *, tied: bool) -> Path:
+    """The embedded model's first two layers; its head tied to its embeddings, or a copy of its own."""
+    from torch import nn
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _cut(tmp_path_factory.mktemp("two_layers"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _cut(tmp_path_factory.mktemp("untied"), tied=False)
+
+
 @pytest.fixture
 def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
     """`train(*overrides, name="run", code=0)`: the quickstart by the command, cut short -> its folder."""
@@ -79,6 +105,11 @@ def recipe_file(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
+    """A run's receipts by what they are of."""
+    return {receipt["option"]: receipt for receipt in run.read("receipts.json")}
 
 
 def metrics(run: RunFolder) -> list[dict[str, float]]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import ADAPTERS, MODEL, QUICKSTART, ROOT, metrics
+from conftest import MODEL, QUICKSTART, ROOT, metrics, receipts
 
 from finetune import cli, evaluate, recipe
 from finetune.run_folder import RunFolder
@@ -21,28 +21,17 @@ FILES = {
     "eval.json",
     "log.txt",
 }
-SEEN = {"lora": "LORA", "qlora": "LORA", "dora": "LORA with DoRA", "qdora": "LORA with DoRA"}
-MOVED = {
-    "adalora": "lora_E",
-    "ia3": "ia3_l",
-    "dora": "lora_magnitude_vector",
-    "qdora": "lora_magnitude_vector",
-}
 
 
-def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
-    return {receipt["option"]: receipt for receipt in run.read("receipts.json")}
-
-
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_every_adapter_trains_and_verifies(kind: str, train) -> None:
-    rate = {"ia3": "5e-2", "full": "1e-3"}.get(kind, "5e-3")
+@pytest.mark.parametrize("kind", ["lora", "qlora", "full"])
+def test_a_run_trains_and_verifies(kind: str, train) -> None:
+    """Every type: test_adapter_types.py."""
+    rate = "1e-3" if kind == "full" else "5e-3"
     run = train(f"adapter.type={kind}", f"train.learning_rate={rate}", "train.max_steps=12")
     assert {path.name for path in run.path.iterdir()} >= FILES
     got = receipts(run)
     assert all(receipt["ok"] for receipt in got.values())
-    assert got["adapter.type"]["got"] == SEEN.get(kind, kind if kind == "full" else kind.upper())
-    assert MOVED.get(kind, "") in got["trained weights moved"]["got"]
+    assert got["adapter.type"]["got"] == ("full" if kind == "full" else "LORA")
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -8,21 +8,22 @@ from finetune import recipe, renames, upstream
 
 
 def test_fields_are_those_of_the_imported_classes() -> None:
-    from peft import AdaLoraConfig, IA3Config, LoraConfig
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from trl.trainer.sft_config import SFTConfig
 
+    classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    read = upstream.peft_types()
+    assert classes.keys() <= read.keys()
     of_every_peft_config = {"task_type", "peft_type", "auto_mapping", "peft_version"}
     of_every_peft_config |= {"base_model_name_or_path", "revision", "inference_mode"}
     for sources, imported in (
         (upstream.SFT_CONFIG, SFTConfig),
-        (upstream.LORA_CONFIG, LoraConfig),
-        (upstream.ADALORA_CONFIG, AdaLoraConfig),
-        (upstream.IA3_CONFIG, IA3Config),
+        *((read[name], imported) for name, imported in classes.items()),
     ):
         real = {field.name for field in dataclasses.fields(imported) if field.init}
-        read = set(upstream.fields(sources))
-        assert real - read <= of_every_peft_config, imported
-        assert read - {f.name for f in dataclasses.fields(imported)} == set(), imported
+        found = set(upstream.fields(sources))
+        assert real - found <= of_every_peft_config, imported
+        assert found - {f.name for f in dataclasses.fields(imported)} == set(), imported
 
 
 def test_every_field_of_sft_config_is_ours_passed_on_or_owned() -> None:
