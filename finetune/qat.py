@@ -11,6 +11,7 @@ head takes part, and no embedding. Nothing here imports torch before it is calle
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,14 +152,14 @@ def prepare(model: Any, section: Qat | None, ledger: Ledger | None = None) -> An
 
 def rounding(model: torch.nn.Module) -> dict[str, Any]:
     """The layers that round their weight in forward, by name; not the idle originals of trained copies."""
-    if not upstream.installed("torchao"):
+    torchao = sys.modules.get("torchao.quantization.qat.linear")  # what was never imported made no layer
+    if torchao is None:
         return {}
-    from torchao.quantization.qat.linear import FakeQuantizedLinear
 
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, FakeQuantizedLinear) and ".original_module" not in name
+        if isinstance(module, torchao.FakeQuantizedLinear) and ".original_module" not in name
     }
 
 
