@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_init, adapter_types, modules
+from finetune import adapter_init, adapter_types, modules, qat
 from finetune.adapter_types import Shapes
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
@@ -88,7 +88,7 @@ def attach(
         ]
         asked, how = f"{len(added)} rows train", "parameters with requires_grad"
         ledger.add("model.add_tokens", asked, f"{', '.join(rows)} train", how, ok=bool(rows))
-    return adapted
+    return qat.follow(adapted)
 
 
 def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:

@@ -12,6 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
+from finetune import qat
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -128,9 +129,10 @@ class FirstStep(TrainerCallback):
             return
         layers = [m for m in model.modules() if isinstance(m, (torch.nn.Linear, BaseTunerLayer))]
         hooks = [layer.register_forward_hook(self._saw) for layer in layers]
+        self.rounding = qat.Watch(model)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             yield
-        for hook in hooks:
+        for hook in [*hooks, *self.rounding.hooks]:
             hook.remove()
         self.operations = sorted(event.key for event in profile.key_averages())
 
@@ -154,6 +156,7 @@ class FirstStep(TrainerCallback):
             ran.partition(" ")[0]
         )  # the kernel's name tells flash_attention_2 to 4
         add("model.attention", self.attention, ran, "profile of the first forward", ok=ok, code=code)
+        self.rounding.add_receipt(self.ledger)
         self.ledger.check()
 
     def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

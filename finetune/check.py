@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_types, adapters, hardware, model, modules
+from finetune import adapter_types, adapters, hardware, model, modules, qat
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError
 from finetune.sections import Source
@@ -38,8 +38,7 @@ def run(recipe: Recipe) -> list[str]:
         recipe.speed.base if recipe.speed.base != "auto" else adapter_types.find(recipe.adapter.type).storage
     )
     missing = hardware.missing_package(asked)
-    if missing:
-        packages.append(missing)
+    packages += [problem for problem in (missing, recipe.speed.qat and qat.missing()) if problem]
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     kind, rate = recipe.adapter.type, recipe.train.learning_rate

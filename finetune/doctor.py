@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from packaging.requirements import Requirement
 
 from finetune import hardware as hw
+from finetune import qat
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.errors import UserError
 from finetune.run_folder import PACKAGES
@@ -112,7 +113,18 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
         Optimisation("torch.compile", "speed.compile", state, reason),
         Optimisation("activation recompute", "speed.recompute", recompute, why),
         Optimisation("4-bit base (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
+        _qat(speed),
     ]
+
+
+def _qat(speed: Speed) -> Optimisation:
+    """It costs time and memory in training; what it makes better is what is stored."""
+    name, where, absent = "quantisation-aware training", "speed.qat", qat.missing()
+    if absent:
+        return Optimisation(name, where, "not possible", absent.fix)
+    if speed.qat:
+        return Optimisation(name, where, "active", f"asked for: {qat.describe(speed.qat)}")
+    return Optimisation(name, where, "off", "only for weights that `finetune merge --quantize` will store")
 
 
 def _optimizer(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
-from finetune import hardware, model, run_folder
+from finetune import hardware, model, qat, run_folder
 from finetune.data import chat, load, prepare
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
@@ -114,7 +114,7 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
     )
     state = PartialState(cpu=setup.hardware.device == "cpu")
-    return model.load(section, setup, str(state.device)).eval()
+    return qat.prepare(model.load(section, setup, str(state.device)).eval(), recipe.speed.qat).eval()
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
@@ -124,7 +124,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     from peft import PeftModel
 
     base: Any = open_base(recipe)
-    tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
+    tuned: Any = qat.follow(PeftModel.from_pretrained(base, str(folder.adapter)))
     return tuned.eval()
 
 

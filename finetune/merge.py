@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import evaluate, hardware, model, proof, quantize, run_folder
+from finetune import evaluate, hardware, model, proof, qat, quantize, run_folder
 from finetune.data import load, prepare
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
+    from finetune.sections import Qat
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights that need no scale beside them
 
@@ -58,7 +59,7 @@ def run(
     setup = hardware.choose(
         attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
     )
-    check_asked(folder, setup, quantized)
+    check_asked(folder, setup, quantized, recipe.speed.qat)
     target = free_target(folder, quantized, output)
     tokenizer = model.load_tokenizer(Model(name=str(folder.weights)))
     evaluate.check_unchanged(load.fingerprints(recipe.data, held_out=True), folder)
@@ -73,19 +74,28 @@ def run(
 
     report: dict[str, Any] = {"path": str(target), "dtype": dtype, "quantized": quantized}
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
+    trained_for, plain = recipe.speed.qat, unrounded(recipe)
+    report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
     with staging(target) as (whole, packed), located(folder):
-        tuned, base, report["scores"]["tuned"] = proof.trained(folder, recipe, rows, score)
-        source, merged = folder.model, tuned
+        asked = recipe if quantized else plain  # rounded in forward if that is how they will be stored
+        tuned, base, report["scores"]["tuned"] = proof.trained(folder, asked, rows, score)
+        merged, base_merged = tuned, base
+        if trained_for and quantized:
+            adapter = folder.weights == folder.adapter
+            again = proof.trained(folder, plain, rows, (lambda _: None) if adapter else score)
+            merged, base_merged, report["scores"]["unrounded"] = again
+        source = folder.model
         if folder.weights == folder.adapter:
             source = whole
-            report |= write_merged(folder, recipe, setup, getattr(torch, dtype), tokenizer, whole)
+            report |= write_merged(folder, plain, setup, getattr(torch, dtype), tokenizer, whole)
+            wanted = merged
             merged, report["scores"]["merged"] = proof.reopened(whole, setup, rows, score)
-            report["against_tuned"] = proof.agreement(tuned, base, merged)
+            report["against_tuned"] = proof.agreement(wanted, base_merged, merged)
             proof.refuse_lost(report, folder)
         report["bytes"] = size(source)
         if quantized:
             report |= {"bytes_before": size(source), "not_quantized": quantize.KEPT}
-            report |= write_quantized(source, quantized, dtype, setup, tokenizer, packed)
+            report |= write_quantized(source, quantized, dtype, setup, trained_for, tokenizer, packed)
             logits, report["scores"]["quantized"] = proof.reopened(packed, setup, rows, score)
             report["against_tuned"] = proof.agreement(tuned, base, logits)
             report["against_merged"] = proof.agreement(merged, base, logits)
@@ -97,7 +107,7 @@ def run(
     return report
 
 
-def check_asked(folder: RunFolder, setup: Setup, quantized: str | None) -> None:
+def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained: Qat | None) -> None:
     """What can be known before any weight is loaded."""
     if folder.weights == folder.model and not quantized:
         what, fix = "nothing to merge: model/ is whole already", "--quantize int8, or use model/ as it is"
@@ -107,6 +117,10 @@ def check_asked(folder: RunFolder, setup: Setup, quantized: str | None) -> None:
         raise UserError(Problem("merge runs in one process", found=f"{setup.launch.processes}", fix=fix))
     if quantized:
         quantize.check_installed()
+    if quantized and trained and quantized != trained.weight_dtype:
+        what, fix = "the run was trained for other weights", f"--quantize {trained.weight_dtype}"
+        texts = {"found": f"--quantize {quantized}", "expected": qat.describe(trained), "fix": fix}
+        raise UserError(Problem(what, where=str(folder.path), **texts))
 
 
 def free_target(folder: RunFolder, quantized: str | None, output: str | None) -> Path:
@@ -187,6 +201,11 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
     return plain
 
 
+def unrounded(recipe: Recipe) -> Recipe:
+    """The recipe without `speed.qat`: the adapter on whole weights, as it is merged."""
+    return recipe.model_copy(update={"speed": recipe.speed.model_copy(update={"qat": None})})
+
+
 def untie(plain: Any) -> bool:
     """Give a tied output head weights of its own: nothing is merged into both then. True if it was tied."""
     head, embedding = plain.get_output_embeddings(), plain.get_input_embeddings()
@@ -211,15 +230,16 @@ def say_tied(opened: Any, tied: bool) -> None:
 
 
 def write_quantized(
-    source: Path, kind: str, dtype: str, setup: Setup, tokenizer: Any, packed: Path
+    source: Path, kind: str, dtype: str, setup: Setup, trained: Qat | None, tokenizer: Any, packed: Path
 ) -> dict[str, Any]:
-    """Quantise the weights in `source` and save them to `packed`."""
-    small: Any = quantize.load(source, kind, getattr(torch, dtype), setup.hardware, **proof.placed(setup))
+    """Quantise the weights in `source`, as they were trained for, and save them to `packed`."""
+    options = proof.placed(setup)
+    small: Any = quantize.load(source, kind, getattr(torch, dtype), setup.hardware, trained, **options)
     layers, plain = quantize.left_out(small)
     with writing(packed):
         small.save_pretrained(str(packed))
         tokenizer.save_pretrained(str(packed))
-    _, storage = quantize.choose(kind, getattr(torch, dtype), setup.hardware)
+    _, storage = quantize.choose(kind, getattr(torch, dtype), setup.hardware, trained)
     del small
     evaluate.release()
     return {"storage": storage, "layers": {"quantized": layers, "plain": plain}}
@@ -240,6 +260,9 @@ def show(screen: Screen, report: dict[str, Any]) -> None:
     before = f", {report['bytes_before'] / 1e6:.1f} MB before" if "bytes_before" in report else ""
     lines = [("weights", f"{report.get('storage', report['dtype'])}"), ("in", path)]
     lines += [("size", f"{report['bytes'] / 1e6:.1f} MB{before}")]
+    if "trained_for" in report:
+        wanted = "stored so" if report["quantized"] else "not stored so: see --quantize"
+        lines += [("trained for", f"{report['trained_for']} ({wanted})")]
     if report.get("merged_onto"):
         storage = report["merged_onto"]
         quantised = "" if storage in hardware.STORED else ", dequantised: what training saw"

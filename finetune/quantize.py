@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune import qat
 from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.hardware import Hardware
+    from finetune.sections import Qat
 
 GROUP = (
     32  # weights that share one scale in int4: the smallest that torchao's kernels take, and the most exact
@@ -33,7 +35,7 @@ def check_installed() -> None:
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
-def choose(kind: str, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, str]:
+def choose(kind: str, dtype: torch.dtype, hardware: Hardware, trained: Qat | None = None) -> tuple[Any, str]:
     """torchao's config for one kind of storage, and what it means for who opens the weights.
 
     int4: torchao 0.18 packs two weights into a byte on NVIDIA GPUs only (its other packed layouts need the
@@ -42,7 +44,10 @@ def choose(kind: str, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, str]
     Args:
         kind: int8 | int4 | fp8.
         dtype: of scales, and of all that is not quantised.
+        trained: how a run rounded its weights in training, if it did: they are stored just so.
     """
+    if trained is not None:
+        return qat.torchao_config(trained), f"{qat.describe(trained)}, a byte for each weight"
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int4WeightOnlyConfig,
@@ -64,7 +69,14 @@ def choose(kind: str, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, str]
     return config, f"int4 in groups of {GROUP}, a byte for each weight: as large as int8, and less exact"
 
 
-def load(source: Path, kind: str, dtype: torch.dtype, hardware: Hardware, **options: Any) -> PreTrainedModel:
+def load(
+    source: Path,
+    kind: str,
+    dtype: torch.dtype,
+    hardware: Hardware,
+    trained: Qat | None = None,
+    **options: Any,
+) -> PreTrainedModel:
     """The model in folder `source`, quantised while it loads.
 
     Args:
@@ -76,9 +88,10 @@ def load(source: Path, kind: str, dtype: torch.dtype, hardware: Hardware, **opti
     from torchao.quantization import quantize_
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
-    config, _ = choose(kind, dtype, hardware)
+    config, _ = choose(kind, dtype, hardware, trained)
     try:  # on one layer: transformers hides torchao's reason
-        quantize_(torch.nn.Linear(64, 64, bias=False, dtype=dtype, device=hardware.device), config)
+        group = (trained and trained.group_size) or 1
+        quantize_(torch.nn.Linear(64 * group, 64, bias=False, dtype=dtype, device=hardware.device), config)
     except (
         Exception
     ) as error:  # torchao raises ImportError, AssertionError, ValueError ... for what is not there

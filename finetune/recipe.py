@@ -29,6 +29,7 @@ from finetune.sections import (
     Eval,
     Model,
     Publish,
+    Qat,
     Section,
     Speed,
     Train,
@@ -203,7 +204,10 @@ def _known_keys() -> dict[str, frozenset[str]]:
         if held.nested
     }
     return (
-        ours | inner | {f"adapter.{name}": types[name].keys | {"type", *_ours(types[name])} for name in types}
+        ours
+        | {"speed.qat": frozenset(Qat.model_fields)}
+        | inner
+        | {f"adapter.{name}": types[name].keys | {"type", *_ours(types[name])} for name in types}
     )
 
 

@@ -76,6 +76,8 @@ OWNED_PREFIXES = {
 }
 
 RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's key here
+    "granularity": "group_size: 32 is torchao's PerGroup(32), group_size: null its PerAxis(0)",
+    "weight_granularity": "group_size: 32 is torchao's PerGroup(32), group_size: null its PerAxis(0)",
     "warmup_ratio": "train.warmup_steps (a number below 1 is a ratio: `warmup_steps: 0.03`)",
     "max_seq_length": "data.max_length",
     "max_seq_len": "data.max_length",

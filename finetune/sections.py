@@ -176,6 +176,20 @@ ADALORA_KEYS: dict[str, Any] = {
 }
 
 
+QAT_CONFIGS = ("Int8DynamicActivationIntxWeightConfig", "IntxWeightOnlyConfig")
+
+
+class Qat(Section):
+    """Quantisation-aware training: forward rounds weights as they will be stored (torchao)."""
+
+    config: str = Field(json_schema_extra={"enum": [*QAT_CONFIGS]})
+    """torchao's name of how weights are stored; Int8DynamicActivation... also rounds each layer's input."""
+    weight_dtype: Literal["int4", "int8"] = "int4"
+    """What `finetune merge --quantize` will store."""
+    group_size: int | None = Field(default=32, ge=2)
+    """Weights that share one scale (torchao's PerGroup); `null`: one for each output (PerAxis(0))."""
+
+
 class Speed(Section):
     base: Literal["auto", "bf16", "fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4"] = "auto"
     """Storage of the frozen base; `auto`: nf4 for the q-types, else the launch's precision. nf4, fp4 and int8
@@ -184,6 +198,8 @@ class Speed(Section):
     """torch.compile for each decoder layer; `auto` leaves it off."""
     recompute: Literal["auto", "none", "all"] = "auto"
     """Recompute activations in backward: `all` saves memory and costs about a third more time."""
+    qat: Qat | None = None
+    """Quantisation-aware training, for `finetune merge --quantize`; `null`: none."""
 
 
 class Train(Section):

@@ -29,6 +29,7 @@ from finetune import (
     hardware,
     loraplus,
     model,
+    qat,
     run_folder,
     summary,
     upstream,
@@ -83,7 +84,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
 
-    base = model.load(recipe.model, setup, str(arguments.device))
+    base = qat.prepare(model.load(recipe.model, setup, str(arguments.device)), recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)

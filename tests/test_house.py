@@ -20,6 +20,7 @@ LAYERS = (
     ("errors",),
     ("strict_yaml", "upstream", "renames", "sections"),
     ("adapter_types",),
+    ("qat",),
     ("recipe_errors",),
     ("recipe", "receipts", "hardware", "modules", "adapter_init"),
     ("run_folder", "screen"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune import qat
 from finetune.hardware import Choice
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def apply(model: Any, speed: Speed, tokens: int, hardware: Hardware, ledger: Led
         tokens: tokens of one forward pass, at most.
     """
     layers = decoder_layers(model)
-    weights_gib = model.get_memory_footprint() / 2**30
+    weights_gib = model.get_memory_footprint() / 2**30 + qat.kept_gib(model)
     recompute = choose_recompute(speed.recompute, model.config, weights_gib, tokens, hardware)
     if recompute.value == "all":
         enable = (
