@@ -196,7 +196,9 @@ def _loftq(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
     adapted: Any = get_peft_model(model, config)
     name = str(model.name_or_path)
-    folder = name if Path(name).exists() else snapshot_download(name, local_files_only=True)
+    commit = getattr(model.config, "_commit_hash", None)
+    local = Path(name).exists()
+    folder = name if local else snapshot_download(name, revision=commit, local_files_only=True)
     try:
         replace_lora_weights_loftq(adapted, f"{folder}/model.safetensors")
     except FileNotFoundError as error:
@@ -219,10 +221,15 @@ def _first_logits(model: Any, batches: Batches) -> torch.Tensor:
 
 
 def _prepared(adapted: Any) -> bool:
-    """Not LoRA's own draw, B = 0 and rows of A at any angle: B is set, or A's rows are orthogonal."""
+    """Not LoRA's own draw, B = 0 and rows of A of any length at any angle: B is set, or A's rows are
+    orthonormal (only orthogonal, if EVA whitens them)."""
     import torch
 
     weights = {name: weight.detach().float() for name, weight in adapted.named_parameters()}
     grams = [a @ a.T for name, a in weights.items() if "lora_A" in name]
     set_b = any(bool(b.any()) for name, b in weights.items() if "lora_B" in name)
-    return set_b or all((g - torch.diag(g.diagonal())).norm() < 1e-2 * g.norm() for g in grams)
+    config = adapted.peft_config["default"].eva_config
+    whiten = config is not None and config.whiten
+    wanted = [torch.diag(g.diagonal()) if whiten else torch.eye(len(g)).to(g) for g in grams]
+    close = [bool((g - w).norm() < 1e-2 * w.norm()) for g, w in zip(grams, wanted, strict=True)]
+    return set_b or (bool(close) and all(close))

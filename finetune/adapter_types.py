@@ -56,7 +56,7 @@ class AdapterType:
     @property
     def keys(self) -> frozenset[str]:
         """PEFT's keys that a recipe may set."""
-        return frozenset(upstream.fields(self.sources)) - self.decides - set(self.sets) - _BY_RUN
+        return frozenset(upstream.fields(self.sources)) - self.decides - set(self.sets) - _BY_RUN - _NO_EFFECT
 
 
 def adalora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
@@ -147,52 +147,6 @@ def obstacle(name: str, storage: str) -> str:
     return ""
 
 
-def conflicts(raw: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """Settings of a recipe, as it was read, that exclude an adapter's: key, what, and the message's texts."""
-
-    def get(section: str, name: str) -> Any:
-        content = raw.get(section)
-        return content.get(name) if isinstance(content, dict) else None
-
-    name, base, init = get("adapter", "type"), get("speed", "base"), get("adapter", "init_lora_weights")
-    kind = all_types().get(name) if isinstance(name, str) else None
-    found: list[tuple[str, str, dict[str, str]]] = []
-    if kind is None or kind.refused:
-        return found
-    if kind.storage and base not in (None, "auto", *FOUR_BIT):
-        fix = f"drop speed.base, or adapter.type: {name[1:]}"
-        what = f"excludes adapter.type: {name}, which means a 4-bit base"
-        found.append(("speed.base", what, {"found": str(base), "fix": fix}))
-    elif base == "fp8":
-        texts = {"found": "fp8", "expected": f"auto, bf16, {', '.join(QUANTISED)}"}
-        found.append(("speed.base", "the fp8 base is not in this version", texts))
-    elif isinstance(base, str) and obstacle(name, base):
-        texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
-        found.append(("speed.base", obstacle(name, base), texts))
-    quantised = bool(kind.storage) or base in QUANTISED
-    if isinstance(init, str) and init.startswith(REBASING_INITS) and quantised:
-        what = "takes its first weights out of the base's, which a quantised base can't give exactly"
-        found.append(
-            ("adapter.init_lora_weights", what, {"found": init, "fix": "speed.base: auto, or loftq"})
-        )
-    if isinstance(init, str) and init.startswith(REBASING_INITS) and kind.sets.get("use_dora"):
-        what = "is saved as a difference of LoRAs, which DoRA's magnitudes don't allow"
-        found.append(
-            ("adapter.init_lora_weights", what, {"found": f"{init} with {name}", "fix": "adapter.type: lora"})
-        )
-    if init == "loftq" and not (kind.storage or base in FOUR_BIT):
-        what = "makes good what a 4-bit base loses; this base is not stored in 4 bits"
-        found.append(("adapter.init_lora_weights", what, {"found": init, "fix": "adapter.type: qlora"}))
-    if isinstance(init, str) and init.startswith(PREPARED_INITS) and kind.peft != "lora":
-        what = "is prepared for LoRA and DoRA only"
-        found.append(("adapter.init_lora_weights", what, {"found": f"{init} with {name}", "fix": "true"}))
-    flat = next((key for key in ("packing", "padding_free") if get("data", key)), None)
-    if kind.prompt and flat:
-        what = f"excludes adapter.type: {name}, which puts its vectors before every row"
-        found.append((f"data.{flat}", what, {"found": "true", "fix": f"{flat}: false"}))
-    return found
-
-
 def nested(kind: AdapterType, key: str) -> str:
     """The class of PEFT's that a key holds (`eva_config` -> EvaConfig), or the empty string."""
     held = upstream.fields(kind.sources).get(key)
@@ -231,11 +185,26 @@ PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
 QUANTISED = ("nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
 FOUR_BIT = ("nf4", "fp4")
 
-_BY_RUN = frozenset({"task_type", "peft_type", "inference_mode", "megatron_config", "megatron_core"})
+_BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})
+# Without effect on the linear layers of a LLaMA in training, or for what is not one adapter on one base
+_NO_EFFECT = frozenset(
+    [
+        "megatron_config",
+        "megatron_core",
+        "fan_in_fan_out",
+        "runtime_config",
+        "use_qalora",
+        "qalora_group_size",
+        "arrow_config",
+        "alora_invocation_tokens",
+        "layer_replication",
+        "loftq_config",
+    ]
+)
 OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
 NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
 # Computed with codes of a quantised weight as if they were weights, or fail: seen by training each on each
-# (peft 0.21.2; tests/test_adapter_table.py repeats it).
+# (peft 0.21.2; tests/test_adapter_bases.py repeats it).
 _NEEDS_THE_WEIGHTS = frozenset(
     ["adamss", "deft", "delora", "frod", "glora", "hra", "osf", "peanut", "psoft", "supertuning", "tinylora"]
 )
@@ -255,7 +224,24 @@ _LORA = AdapterType(
 _DORA = replace(_LORA, sets={"use_dora": True}, decides=frozenset())
 _ADALORA = AdapterType(
     "adalora",
-    decides=frozenset({"use_dora", "total_step", "rank_pattern", "loftq_config"}),
+    decides=frozenset(  # what AdaLoRA's config has from LoRA's, and AdaLoRA does not read
+        [
+            "use_dora",
+            "total_step",
+            "rank_pattern",
+            "alpha_pattern",
+            "use_rslora",
+            "lora_bias",
+            "use_bdlora",
+            "target_parameters",
+            "eva_config",
+            "corda_config",
+            "lora_ga_config",
+            "velora_config",
+            "monteclora_config",
+            "kasa_config",
+        ]
+    ),
     defaults={"r": 16, "lora_alpha": 32},
     build=adalora,
     builds=("target_r", "init_r", "tinit", "tfinal"),

@@ -5,16 +5,13 @@ The types and their keys are in `adapter_types.py`, first weights that need prep
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_init, adapter_types, modules, qat
+from finetune import adapter_init, adapter_source, adapter_types, modules, qat
 from finetune.adapter_types import Shapes
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,29 +46,36 @@ def attach(
         ledger.add("adapter.type", "full", "full", "no adapter: every parameter trains")
         _count_trainable(model, ledger)
         return model
+    everything = names(model)
+    if adapter.source:
+        adapted: Any = adapter_source.load(model, adapter, added, ledger)
+    else:
+        _check_names(model, adapter)
+        config: Any = peft_config(adapter, steps, shapes(model))
+        _train_rows(model, config, added)
+        init = adapter.options().get("init_lora_weights")
+        with adapter_source.refusals("PEFT refuses it"):
+            adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
+    _settle(adapted, adapter, model)
+    _add_receipts(adapted, adapter, everything, ledger)
+    if added:
+        _add_row_receipt(adapted, added, ledger)
+    return qat.follow(adapted)
+
+
+def _settle(adapted: Any, adapter: Adapter, model: PreTrainedModel) -> None:
+    """Name the base in the config, freeze what PEFT leaves to train by mistake, and let TRL find the head.
+
+    Raises:
+        UserError: an adapter on the head, which TRL's loss passes by (exit 2).
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    everything = names(model)
-    every = adapter.ours("orth_reg_every") or 1
-    if every > steps:
-        what = "the orthogonality term would never be computed"
-        raise UserError(Problem(what, "adapter.orth_reg_every", found=str(every), expected=f"<= {steps}"))
-    try:
-        if adapter.source:
-            adapted: Any = _go_on(model, adapter, ledger)
-        else:
-            _check_names(model, adapter)
-            config = peft_config(adapter, steps, shapes(model))
-            _train_rows(model, config, adapter, added)
-            init = adapter.options().get("init_lora_weights")
-            adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise UserError(Problem("PEFT refuses it", "adapter", found=" ".join(str(error).split()))) from error
-    config: Any = adapted.peft_config["default"]  # the base that it now stands on, by name and commit
+    config: Any = adapted.peft_config["default"]
     config.base_model_name_or_path = str(model.name_or_path)
     config.revision = getattr(model.config, "_commit_hash", None)
     for name, parameter in adapted.named_parameters():
-        if ".ranknum." in name:  # PEFT does not save it, and on a bf16 base leaves it trainable
+        if ".ranknum." in name:  # not saved, and trainable on a bf16 base
             parameter.requires_grad = False
     head = adapted.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
@@ -80,15 +84,19 @@ def attach(
         raise UserError(Problem(what, "adapter", found=f"{adapter.type} on the output head", fix=fix))
     if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
         head.register_parameter("bias", None)
-    _add_receipts(adapted, adapter, everything, ledger)
-    if added:
-        rows = [f"{len(p)} rows" for n, p in trainable(adapted).items() if "trainable_tokens_delta" in n]
-        rows += [
-            modules.short(n.partition(".modules_to_save")[0]) for n in trainable(adapted) if "_to_save" in n
-        ]
-        asked, how = f"{len(added)} rows train", "parameters with requires_grad"
-        ledger.add("model.add_tokens", asked, f"{', '.join(rows)} train", how, ok=bool(rows))
-    return qat.follow(adapted)
+
+
+def _add_row_receipt(adapted: Any, added: Sequence[int], ledger: Ledger) -> None:
+    """Each new token's row trains: by itself, or in embeddings that train as a whole."""
+    config: Any = adapted.peft_config["default"]
+    rows = getattr(config, "trainable_token_indices", None) or []
+    ids = set(rows.get("embed_tokens", ())) if isinstance(rows, dict) else set(rows)
+    trained = set(trainable(adapted))
+    alone = any("trainable_tokens_delta" in name for name in trained)
+    whole = any("embed_tokens.modules_to_save" in name for name in trained)
+    count = len(added) if whole else len(ids & set(added)) if alone else 0
+    how = "rows of the embeddings with requires_grad"
+    ledger.add("model.add_tokens", f"{len(added)} rows train", f"{count} rows train", how)
 
 
 def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
@@ -135,27 +143,6 @@ def shapes(model: PreTrainedModel) -> Shapes:
     return Shapes(sizes)
 
 
-def check_source(adapter: Adapter, base: str, revision: str | None) -> list[str]:
-    """Whether training can go on from `adapter.from`; reads its config only, no torch.
-
-    Returns:
-        Notes: what can be seen only when it loads.
-
-    Raises:
-        UserError: no adapter there, one of another type, of other options or of another base (exit 2).
-    """
-    if adapter.source is None:
-        return []
-    folder = _source_folder(adapter.source)
-    if folder is None:
-        return [f"adapter.from: {adapter.source} is on the Hub; it is checked when it loads"]
-    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    problems = _source_problems(saved, adapter, base, revision)
-    if problems:
-        raise UserError(*problems)
-    return []
-
-
 def linear_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """The linear layers by their full names, without the output head."""
     from torch import nn
@@ -182,6 +169,22 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def train_in_fp32(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Give every trained weight fp32, where small steps are not lost: PEFT does so for its own matrices only,
+    not for modules that train whole.
+
+    Returns:
+        The dtypes they had and will be loaded in, by name.
+    """
+    import torch
+
+    halves = {n: p.dtype for n, p in trainable(model).items() if p.dtype in (torch.bfloat16, torch.float16)}
+    for name in halves:
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.float()
+    return halves
+
+
 def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor that must be the same after training: frozen parameters and buffers.
 
@@ -195,88 +198,6 @@ def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             inner, _ = tensor.__tensor_flatten__()
             tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})
     return {name: tensor for name, tensor in tensors.items() if "ranknum" not in name}
-
-
-def _source_folder(source: str) -> Path | None:
-    """The local folder of `adapter.from`: a PEFT folder, or the adapter of a run; `None`: it is on the Hub.
-
-    Raises:
-        UserError: a folder without an adapter (exit 2).
-    """
-    path = Path(source)
-    if not path.exists():
-        if local_path(source):
-            raise UserError(Problem(f"local path not found: {source}", "adapter.from"))
-        return None
-    for folder in (path, path / "adapter"):
-        if (folder / "adapter_config.json").exists():
-            return folder
-    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
-    raise UserError(Problem(f"no adapter in {path}", "adapter.from", found=found, fix="a run folder"))
-
-
-def _source_problems(
-    saved: dict[str, Any], adapter: Adapter, base: str, revision: str | None
-) -> list[Problem]:
-    """What keeps a saved adapter's config from being gone on with under this recipe."""
-    kind, found = adapter_types.find(adapter.type), []
-    if kind.prompt or kind.peft == "adalora":
-        what = f"PEFT can't go on training a saved {adapter.type}"
-        return [Problem(what, "adapter.from", fix="merge it (finetune merge), and train on what comes out")]
-    type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
-    type_saved = f"{type_saved} {_variant(saved)}".strip()
-    type_asked = f"{kind.peft} {_variant(kind.sets)}".strip()
-    if type_saved != type_asked:
-        found.append(
-            Problem("is an adapter of another type", "adapter.from", found=type_saved, expected=type_asked)
-        )
-    for key, value in adapter.options().items():
-        have = saved.get(key)
-        same = set(value) == set(have or ()) if isinstance(value, list) else value == have
-        if not same and value != "all-linear":
-            what = "differs from what the adapter was made with"
-            found.append(Problem(what, f"adapter.{key}", found=str(value), expected=str(have), fix="drop it"))
-    if not adapter.ours("from_other_base"):
-        of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
-        same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
-        if not same or (commit and revision and commit != revision):
-            fix = "the base it was trained on, or from_other_base: true if that is what you want"
-            expected = f"{base} {revision or ''}".strip()
-            what = "was trained on another base"
-            found.append(
-                Problem(
-                    what, "adapter.from", found=f"{of} {commit or ''}".strip(), expected=expected, fix=fix
-                )
-            )
-    return found
-
-
-def _variant(options: Any) -> str:
-    return " ".join(key for key in ("use_dora", "use_rslora") if options.get(key))
-
-
-def _go_on(model: PreTrainedModel, adapter: Adapter, ledger: Ledger) -> Any:
-    """The adapter of `adapter.from`, to be trained further; every tensor of its file must be in the model."""
-    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
-    from peft.utils import load_peft_weights
-
-    source = str(_source_folder(str(adapter.source)) or adapter.source)
-    saved = PeftConfig.from_pretrained(source).to_dict()
-    commit = getattr(model.config, "_commit_hash", None)
-    problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
-    if problems:
-        raise UserError(*problems)
-    adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
-    on_disk, live = load_peft_weights(source, device="cpu"), get_peft_model_state_dict(adapted)
-    equal = sum(
-        name in live and bool((live[name].float().cpu() == tensor.float()).all())
-        for name, tensor in on_disk.items()
-    )
-    how = "tensors of its file, compared with the model's"
-    ledger.add(
-        "adapter.from", f"all {len(on_disk)} of {source}", f"all {equal} of {source}", how, code=Exit.ARTEFACT
-    )
-    return adapted
 
 
 def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
@@ -297,19 +218,15 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
         raise UserError(*problems)
 
 
-def _train_rows(model: PreTrainedModel, config: Any, adapter: Adapter, added: Sequence[int]) -> None:
+def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> None:
     """New tokens need rows that train: in the embeddings, and in the head if it has its own."""
-    if not added or config.modules_to_save or getattr(config, "trainable_token_indices", None):
+    if not added or "embed_tokens" in (config.modules_to_save or ()):
         return
-    if not hasattr(config, "trainable_token_indices"):
-        what, fix = (
-            f"{adapter.type} has no way to train them",
-            "adapter.modules_to_save: [embed_tokens, lm_head]",
-        )
-        raise UserError(Problem(what, "model.add_tokens", found=f"{len(added)} new tokens", fix=fix))
+    own = getattr(config, "trainable_token_indices", None) or []
     tied = model.config.get_text_config().tie_word_embeddings
-    both = {"embed_tokens": list(added), "lm_head": list(added)}
-    config.trainable_token_indices = list(added) if tied else both
+    asked = own if isinstance(own, dict) else {"embed_tokens": own} | ({} if tied else {"lm_head": own})
+    rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
+    config.trainable_token_indices = rows["embed_tokens"] if tied and len(rows) == 1 else rows
 
 
 def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: Ledger) -> None:
@@ -327,12 +244,8 @@ def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: 
         ledger.add(
             "adapter.target_modules", _counts(expected), _counts(changed), "adapted modules, counted by name"
         )
-    if options.get("rank_pattern"):
-        ranks = Counter(
-            f"r={len(weight)}" for name, weight in adapted.named_parameters() if "lora_A." in name
-        )
-        ok = len(ranks) > 1 or len(set(options["rank_pattern"].values())) == 1
-        ledger.add("adapter.rank_pattern", options["rank_pattern"], _counts(ranks), "rows of each A", ok=ok)
+    if kind.peft == "lora" and (options.get("rank_pattern") or options.get("alpha_pattern")):
+        _add_pattern_receipt(adapted, config, ledger)
     for key, part in (
         ("modules_to_save", ".modules_to_save."),
         ("trainable_token_indices", "trainable_tokens_delta"),
@@ -356,6 +269,21 @@ def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: 
             ok=bool(parameters),
         )
     _count_trainable(adapted, ledger)
+
+
+def _add_pattern_receipt(adapted: Any, config: Any, ledger: Ledger) -> None:
+    """Rank and scale of each module, beside those that PEFT's rule for patterns gives it."""
+    from peft.utils.other import get_pattern_key
+
+    asked, got = Counter[str](), Counter[str]()
+    for name in adapted.targeted_module_names:
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+        module = adapted.get_base_model().get_submodule(name)
+        asked[f"r={rank} x{alpha / (rank**0.5 if config.use_rslora else rank):g}"] += 1
+        got[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
+    how = "rows of A and scale, counted over modules"
+    ledger.add("adapter.rank_pattern, alpha_pattern", _counts(asked), _counts(got), how)
 
 
 def _expected(options: dict[str, Any], known: modules.Names) -> Counter[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_types, adapters, hardware, model, modules, qat
+from finetune import adapter_source, adapter_types, hardware, model, modules, qat
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError
 from finetune.sections import Source
@@ -85,7 +85,7 @@ def _data(recipe: Recipe) -> list[str]:
 def _adapter(recipe: Recipe) -> list[str]:
     """Names in the adapter's section against the safetensors headers of a local model; `adapter.from`."""
     folder, options = Path(recipe.model.name), recipe.adapter.options()
-    notes = adapters.check_source(recipe.adapter, recipe.model.name, recipe.model.revision)
+    notes = adapter_source.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     names = modules.in_folder(folder) if folder.is_dir() else None
     if names and names.modules:
         kind = adapter_types.find(recipe.adapter.type)

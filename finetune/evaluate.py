@@ -108,7 +108,9 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder) -> None:
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     """The base of a recipe, loaded afresh as training loads it (`name`: other weights in the same way)."""
     section = (
-        recipe.model if name is None else recipe.model.model_copy(update={"name": name, "revision": None})
+        recipe.model
+        if name is None
+        else recipe.model.model_copy(update={"name": name, "revision": None, "add_tokens": []})
     )
     setup = hardware.choose(
         attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type

@@ -101,6 +101,13 @@ def choose(*, attention: str, base: str, adapter_type: str) -> Setup:
     hardware = detect()
     started = launch(hardware)
     storage = choose_base(base, adapter_type, started.precision)
+    if (
+        storage.value == "int8"
+        and hardware.device == "cpu"
+        and "use_dora" in adapter_types.find(adapter_type).sets
+    ):
+        what, fix = "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs", "base: nf4"
+        raise UserError(Problem(what, "speed.base", found="int8", fix=fix), code=Exit.ENVIRONMENT)
     return Setup(hardware, started, choose_attention(attention, hardware), storage)
 
 

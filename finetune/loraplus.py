@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune import adapters
+from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +21,20 @@ def optimizer(adapted: Any, arguments: SFTConfig, ratio: float) -> torch.optim.O
     such as DoRA's magnitudes."""
     from peft.optimizers import create_loraplus_optimizer
 
-    kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)
+    try:
+        kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)
+    except (ImportError, ValueError) as error:
+        problem = Problem("can't be had here", "train.optim", found=" ".join(str(error).split()))
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
     rate, decay = options.pop("lr"), arguments.weight_decay
     return create_loraplus_optimizer(
-        adapted, kind, lr=rate, loraplus_lr_ratio=ratio, loraplus_weight_decay=decay, **options
+        adapted,
+        kind,
+        lr=rate,
+        loraplus_lr_ratio=ratio,
+        loraplus_weight_decay=decay,
+        loraplus_lr_embedding=rate,  # PEFT's 1e-6 would leave LoRA on embeddings where it began
+        **options,
     )
 
 
@@ -31,11 +42,14 @@ def add_receipt(adapted: Any, optimizer: Any, rate: float, ratio: float, ledger:
     """How fast A and B learn, read from the optimizer that ran; `rate` is the peak learning rate."""
     groups = optimizer.param_groups
     rates = {id(p): group.get("initial_lr", group["lr"]) for group in groups for p in group["params"]}
-    found = {
-        part: {rates.get(id(p)) for name, p in adapters.trainable(adapted).items() if f".{part}." in name}
-        for part in ("lora_A", "lora_B")
-    }
-    ok = found["lora_A"] == {rate} and found["lora_B"] == {rate * ratio}
-    got = ", ".join(f"{part} {', '.join(map(str, values))}" for part, values in found.items())
-    asked = f"lora_A {rate}, lora_B {rate * ratio}"
-    ledger.add("adapter.loraplus_lr_ratio", asked, got, "peak rates in the optimizer's groups", ok=ok)
+    fast, slow, other = set(), set(), set()
+    for name, parameter in adapters.trainable(adapted).items():
+        faster = ".lora_B." in name or parameter.ndim == 1
+        (fast if faster else slow if "lora_" in name else other).add(rates.get(id(parameter)))
+    got = f"A {_said(slow)}, B {_said(fast)}" + (f", others {_said(other)}" if other else "")
+    asked = f"A {rate:g}, B {rate * ratio:g}" + (f", others {rate:g}" if other else "")
+    ledger.add("adapter.loraplus_lr_ratio", asked, got, "peak rates in the optimizer's groups")
+
+
+def _said(rates: set[float | None]) -> str:
+    return ", ".join("not in the optimizer" if rate is None else f"{rate:g}" for rate in rates)

@@ -157,7 +157,9 @@ def write_merged(
         adapted: Any = PeftModel.from_pretrained(plain, str(folder.adapter))
         kind = str(getattr(adapted.peft_config["default"].peft_type, "value", kind))
         merged: Any = adapted.merge_and_unload(safe_merge=True)
-    except (NotImplementedError, ValueError, AttributeError, TypeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (NotImplementedError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         fix = f"use it beside its base, by PEFT, as `finetune evaluate {folder.path}` does"
         problem = Problem(
             f"PEFT can't merge {kind}", where=str(folder.adapter), found=proof.said(error), fix=fix

@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,7 +112,10 @@ def problems(options: Mapping[str, Any], names: Names, *, any_module: bool = Fal
         found.append(Problem(what, "adapter.target_modules", found="lm_head", fix=fix))
     for key in ("exclude_modules", "rank_pattern", "alpha_pattern", "feedforward_modules"):
         found += _patterns(options.get(key), layers, key)
-    found += unmatched(options.get("modules_to_save") or (), names.modules, "modules_to_save")
+    for index, target in enumerate(options.get("modules_to_save") or ()):
+        if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
+            lost = unmatched([target], names.modules, "modules_to_save")
+            found += [replace(problem, key=f"adapter.modules_to_save.{index}") for problem in lost]
     found += _parameters(options.get("target_parameters") or (), names)
     wanted = options.get("layers_to_transform")
     missing = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, qat
+from finetune import adapter_conflicts, qat
 from finetune.errors import Problem, nearest
 from finetune.renames import RENAMED, owner_of
 
@@ -105,7 +105,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         problem("train.effective_batch_size", what, found=str(effective), expected=near)
     return found + [
         Problem(what, key, _at(tuple(key.split(".")), where), **texts)
-        for key, what, texts in [*adapter_types.conflicts(raw), *qat.conflicts(raw)]
+        for key, what, texts in [*adapter_conflicts.conflicts(raw), *qat.conflicts(raw)]
     ]
 
 

@@ -174,7 +174,7 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
 def _flow(value: Any) -> str:
     """A value on one line, such that strict YAML 1.2 reads the same value back."""
     if isinstance(value, BaseModel):
-        return _flow(value.model_dump())
+        return _flow(value.model_dump(exclude_none=True))
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):

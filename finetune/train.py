@@ -292,6 +292,7 @@ def train(trainer: Trainer, section: Adapter, ledger: Ledger) -> None:
     ledger.check()
     adapted: Any = trainer.model
     frozen = model.fingerprint(adapters.frozen(adapted))
+    rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train()
     if section.type != "full":
@@ -311,6 +312,8 @@ def train(trainer: Trainer, section: Adapter, ledger: Ledger) -> None:
     long = trainer.state.global_step >= 4
     ok = (all if long else any)(moved[name] for name in asked)
     ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
+    for name, dtype in rounded.items():
+        adapted.get_parameter(name).data = adapted.get_parameter(name).data.to(dtype)
     ratio = section.ours("loraplus_lr_ratio")
     if ratio:
         loraplus.add_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)

@@ -47,9 +47,9 @@ class UpstreamField:
 @cache
 def fields(sources: tuple[Source, ...]) -> dict[str, UpstreamField]:
     """The dataclass fields of a class, by name; `sources` lists its bases first."""
-    enums = _enums()
     found: dict[str, UpstreamField] = {}
     for package, file, class_name in sources:
+        enums = _enums() | _string_enums(package, file)
         for node in _class(package, file, class_name).body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 nested = _nested(package, file, node.annotation)
@@ -130,18 +130,20 @@ def _nested(package: str, file: str, annotation: ast.expr) -> tuple[Source, ...]
 
 def _enums() -> dict[str, Any]:
     """The string enums that annotate `TrainingArguments`, each as the `Literal` of its values."""
+    return {name: kind for place in _ENUMS for name, kind in _string_enums(*place).items()}
+
+
+def _string_enums(package: str, file: str) -> dict[str, Any]:
+    """The enums of a file by name, each as the `Literal` of its values."""
     found: dict[str, Any] = {}
-    for package, file in _ENUMS:
-        for node in _tree(package, file).body:
-            if isinstance(node, ast.ClassDef) and any(
-                ast.unparse(base) == "ExplicitEnum" for base in node.bases
-            ):
-                values = [
-                    n.value.value
-                    for n in node.body
-                    if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
-                ]
-                found[node.name] = Literal[tuple(values)]
+    for node in _tree(package, file).body:
+        if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
+            values = [
+                n.value.value
+                for n in node.body
+                if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
+            ]
+            found[node.name] = Literal[tuple(values)]
     return found
 
 

@@ -15,20 +15,21 @@ from finetune import adapter_init, adapters, evaluate, model
 from finetune.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
 
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
-REBASED = 1e-3  # relative, of logits of an adapter that was taken out of the base's weights: other tensors
+# Relative, of logits of an adapter that was taken out of the base's weights, which are rounded without it in
+# training and with it afterwards; what was trained is compared bit for bit all the same
+REBASED = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Live(NamedTuple):
     """The trained model, as far as what is saved must reproduce it."""
 
     tensors: dict[str, str]  # hash of each trained tensor in fp32, by name
+    shapes: dict[str, torch.Size]
     rows: list[list[int]]
     logits: list[torch.Tensor]
     base: str
@@ -46,10 +47,11 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
     rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
     if adapter_init.rebases(adapted):
-        bound = max(bound, REBASED)
+        bound = max(bound, REBASED[adapted.get_input_embeddings().weight.dtype])
     config: Any = adapted.config
     base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
-    return Live(saved_tensors(adapted), rows, evaluate.logits(adapted, rows), base, bound)
+    shapes = {name: tensor.shape for name, tensor in _to_save(adapted).items()}
+    return Live(hashes(adapted, shapes), shapes, rows, evaluate.logits(adapted, rows), base, bound)
 
 
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
@@ -63,19 +65,28 @@ def family(name: str) -> str:
     return before.rpartition(".")[2] if named else "weights"
 
 
-def saved_tensors(adapted: Any, like: Iterable[str] | None = None) -> dict[str, str]:
-    """Hashes of the tensors that must come back from disk: the trained ones, or those named in `like`."""
+def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
+    """Hashes, in fp32, of the tensors that must come back from disk, by name.
+
+    Where a saved one is larger, the trained one is its first part: PiSSA and its kin come back as [A | A0]
+    and [B | -B0], less their beginning.
+    """
+    named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
+    for name, shape in shapes.items():
+        if name in named and named[name].dim() == len(shape):
+            tensor = named[name].detach().float()[tuple(slice(size) for size in shape)]
+            found[name] = model.fingerprint({name: tensor})
+    return found
+
+
+def _to_save(adapted: Any) -> dict[str, torch.Tensor]:
+    """The trained tensors; of vectors before the prompt what PEFT saves, not the net that makes them."""
     config: Any = getattr(adapted, "peft_config", {}).get("default")
-    if adapter_init.rebases(adapted):
-        return {}
-    if config is not None and config.is_prompt_learning:  # the vectors are saved, not the net that makes them
+    if config is not None and config.is_prompt_learning:
         from peft import get_peft_model_state_dict
 
-        named = trained = get_peft_model_state_dict(adapted)
-    else:
-        named, trained = dict(adapted.named_parameters()), adapters.trainable(adapted)
-    names = trained if like is None else like
-    return {name: model.fingerprint({name: named[name].float()}) for name in names if name in named}
+        return get_peft_model_state_dict(adapted)
+    return dict(adapters.trainable(adapted))
 
 
 def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: Ledger) -> None:
@@ -89,7 +100,7 @@ def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: Ledger)
             tensor, count = file.get_tensor(name), count + 1
             if not tensor.numel():
                 empty.append(name)
-            elif (name in trained or not trained) and not tensor.any():
+            elif name in trained and not tensor.any():
                 zero.append(name)
     config = json.loads((folder.adapter / "adapter_config.json").read_text(encoding="utf-8"))
     pruned = config["peft_type"] == "ADALORA"  # a module whose ranks were all taken away
@@ -107,11 +118,10 @@ def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger)
     Weights that do not verify are moved aside, so that nothing takes them for a finished run.
     """
     code = Exit.ARTEFACT
-    if live.tensors:
-        same = saved_tensors(reopened, live.tensors)
-        equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
-        how = "hash of every trained tensor, live and reopened from disk"
-        ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
+    same = hashes(reopened, live.shapes)
+    equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
+    how = "hash of every trained tensor, live and reopened from disk"
+    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
     pairs = zip(live.logits, evaluate.logits(reopened, live.rows), strict=True)
     difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
     bound = live.bound

@@ -236,10 +236,12 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
 
     from finetune import adapters, callbacks, check, hardware, model, recipe, train
     from finetune.receipts import Ledger
+    from finetune.run_folder import RunFolder
     from finetune.screen import Screen
 
     given = ["adapter.type=adalora", "adapter.r=4", "train.effective_batch_size=8", "train.max_grad_norm=1e9"]
     given += ["train.max_steps=8", "train.warmup_steps=0", "data.validation=null", *overrides]
+    given += [f"adapter.orth_reg_every={every}"]
     loaded = recipe.load(QUICKSTART, given)
     setup = hardware.choose(attention="sdpa", base="auto", adapter_type="adalora")
     batch = train.split_batch(loaded.train, setup.launch.processes)
@@ -251,11 +253,12 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     adapted = adapters.attach(base, loaded.adapter, arguments.max_steps, Ledger())
     steps, size = arguments.max_steps, batch.effective
     first = callbacks.FirstStep(Ledger(), setup, steps=steps, batch=size)
-    metrics = callbacks.Metrics(
-        folder / "metrics.jsonl", Screen(quiet=True), setup, batch=size, flops_per_token=1.0
-    )
-    trainer = train.build_trainer(adapted, arguments, prepared.train, tokenizer, first, metrics)
-    trainer.orthogonality_every, trainer.model_accepts_loss_kwargs = every, counted
+    screen = Screen(quiet=True)
+    metrics = callbacks.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
+    watching = [first, metrics]
+    trainer = train.build_trainer(adapted, loaded.adapter, arguments, prepared.train, tokenizer, watching)
+    trainer.first_step = first
+    trainer.model_accepts_loss_kwargs = counted
     trainer.add_callback(keep or Keep())
     trainer.train()
     return adapted

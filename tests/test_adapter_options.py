@@ -74,7 +74,7 @@ def test_an_initialisation_that_did_nothing_stops_the_run() -> None:
 def test_loraplus_teaches_b_faster(train, two_layers) -> None:
     slow = train(f"model.name={two_layers}", "train.max_steps=4", name="slow")
     fast = train("adapter.loraplus_lr_ratio=16", f"model.name={two_layers}", "train.max_steps=4", name="fast")
-    assert receipts(fast)["adapter.loraplus_lr_ratio"]["got"] == "lora_A 0.004, lora_B 0.064"
+    assert receipts(fast)["adapter.loraplus_lr_ratio"]["got"] == "A 0.004, B 0.064"
 
     def size(run: RunFolder, part: str) -> float:
         tensors = load_file(run.adapter / "adapter_model.safetensors")
@@ -102,7 +102,7 @@ def test_ranks_layers_and_parameters_as_peft_has_them(train, two_layers) -> None
     )
     got = receipts(run)
     assert got["adapter.target_modules"]["got"] == "q_proj 1"
-    assert "r=4 1" in got["adapter.rank_pattern"]["got"]
+    assert got["adapter.rank_pattern, alpha_pattern"]["got"] == "r=4 x2 1"
     assert got["adapter.target_parameters"]["got"] == "2 parameters"
     shapes = {
         name: tuple(tensor.shape)

@@ -76,3 +76,18 @@ def test_the_tables_are_what_was_measured(page: str) -> None:
     text = (ROOT / page).read_text()
     assert quickstart.table(json.loads(quickstart.RESULTS.read_text())) in text, "quickstart.py --table"
     assert data.table(json.loads(data.RESULTS.read_text())) in text, "data.py --table"
+
+
+def test_the_adapters_tables_are_what_was_measured() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import adapters
+    finally:
+        sys.path.pop(0)
+    rows = json.loads(adapters.RESULTS.read_text())
+    for page, table in (
+        ("benchmarks/README.md", adapters.quality_table),
+        ("benchmarks/README.md", adapters.shape_table),
+        ("recipes/README.md", adapters.guide_table),
+    ):
+        assert table(rows) in (ROOT / page).read_text(), f"{page}: adapters.py --table"

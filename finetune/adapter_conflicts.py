@@ -1,0 +1,143 @@
+"""Settings of a recipe that exclude an adapter's, or would be without effect; known before anything loads."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapter_types import FOUR_BIT, PREPARED_INITS, QUANTISED, REBASING_INITS, all_types, obstacle
+from finetune.errors import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.adapter_types import AdapterType
+
+    Found = list[tuple[str, str, dict[str, str]]]  # dotted key, what is wrong, the message's other texts
+
+INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
+_INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
+_CONFIG_OF = {"eva_config": "eva", "corda_config": "corda", "lora_ga_config": "lora_ga"}
+
+
+def conflicts(raw: Mapping[str, Any]) -> Found:
+    """Of a recipe as it was read: values may have any type."""
+    sections = {name: raw.get(name) for name in ("adapter", "speed", "data", "model", "train")}
+    adapter, speed, data, model, train = (s if isinstance(s, dict) else {} for s in sections.values())
+    name = adapter.get("type")
+    kind = all_types().get(name) if isinstance(name, str) else None
+    if kind is None or kind.refused:
+        return []
+    found = _base(str(name), kind, speed.get("base"))
+    if kind.peft:
+        found += _init(str(name), kind, adapter, speed.get("base"), bool(model.get("add_tokens")))
+        found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
+    if kind.peft == "adalora":
+        found += _schedule(adapter, train.get("max_steps"))
+    flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
+    if kind.prompt and flat:
+        what = f"excludes adapter.type: {name}, which puts its vectors before every row"
+        found.append((f"data.{flat}", what, {"found": "true", "fix": f"{flat}: false"}))
+    return found
+
+
+def _base(name: str, kind: AdapterType, base: Any) -> Found:
+    if kind.storage and base not in (None, "auto", *FOUR_BIT):
+        fix = f"drop speed.base, or adapter.type: {name[1:]}"
+        what = f"excludes adapter.type: {name}, which means a 4-bit base"
+        return [("speed.base", what, {"found": str(base), "fix": fix})]
+    if base == "fp8":
+        texts = {"found": "fp8", "expected": f"auto, bf16, {', '.join(QUANTISED)}"}
+        return [("speed.base", "the fp8 base is not in this version", texts)]
+    if name == "full" and base == "bf16":
+        what = "full fine-tuning keeps fp32 weights: small steps are lost in bf16's eight bits"
+        return [("speed.base", what, {"found": "bf16", "fix": "base: auto"})]
+    if isinstance(base, str) and obstacle(name, base):
+        texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
+        return [("speed.base", obstacle(name, base), texts)]
+    return []
+
+
+def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool) -> Found:
+    """Of `init_lora_weights`: spelling, and what it can't be combined with."""
+    key, init = "adapter.init_lora_weights", adapter.get("init_lora_weights")
+    found: Found = [
+        (f"adapter.{config}", f"has no effect without init_lora_weights: {its}", {"fix": "drop it"})
+        for config, its in _CONFIG_OF.items()
+        if adapter.get(config) is not None and init != its
+    ]
+    if not isinstance(init, str):
+        return found
+    if not _INIT.fullmatch(init):
+        texts = {
+            "found": init,
+            "expected": f"true, false, {', '.join(INITS)}",
+            "fix": nearest(init.lower(), INITS),
+        }
+        return [*found, (key, "no such initialisation", texts)]
+    if init.startswith(PREPARED_INITS) and kind.peft != "lora":
+        texts = {"found": f"{init} with {name}", "fix": "true"}
+        found.append((key, "is prepared for LoRA and DoRA only", texts))
+    if init == "loftq" and not (kind.storage or base in FOUR_BIT):
+        what = "makes good what a 4-bit base loses; this base is not stored in 4 bits"
+        found.append((key, what, {"found": init, "fix": "adapter.type: qlora"}))
+    if init == "eva" and adapter.get("rank_pattern"):
+        found.append(("adapter.rank_pattern", "EVA chooses the ranks itself", {"fix": "drop one of the two"}))
+    if init == "eva" and (added or adapter.get("trainable_token_indices")):
+        what = "PEFT's EVA does not know rows of embeddings that train"
+        found.append((key, what, {"found": init, "fix": "true"}))
+    if init.startswith(REBASING_INITS):
+        found += _rebasing(init, name, kind, adapter, base, added)
+    return found
+
+
+def _rebasing(
+    init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool
+) -> Found:
+    """Weights out of the base's are saved as a difference of LoRAs; PEFT drops all else that was trained."""
+    key = "adapter.init_lora_weights"
+    found: Found = []
+    if kind.storage or base in QUANTISED:
+        what = "takes its first weights out of the base's, which a quantised base can't give exactly"
+        found.append((key, what, {"found": init, "fix": "speed.base: auto, or loftq"}))
+    if kind.sets.get("use_dora"):
+        what = "is saved as a difference of LoRAs, which DoRA's magnitudes don't allow"
+        found.append((key, what, {"found": f"{init} with {name}", "fix": "adapter.type: lora"}))
+    beside = [
+        k for k in ("modules_to_save", "trainable_token_indices", "target_parameters") if adapter.get(k)
+    ]
+    beside += ["bias"] if adapter.get("bias") not in (None, "none") else []
+    beside += ["model.add_tokens"] if added else []
+    targets = adapter.get("target_modules")
+    beside += ["embed_tokens"] if isinstance(targets, list) and "embed_tokens" in targets else []
+    patterns = [k for k in ("rank_pattern", "alpha_pattern") if adapter.get(k)]
+    beside += patterns if kind.sets.get("use_rslora") else []
+    if beside:
+        what = "is saved as a difference of LoRAs, which has no place for what else trains"
+        found.append((key, what, {"found": f"{init} with {', '.join(beside)}", "fix": "drop one of them"}))
+    return found
+
+
+def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any) -> Found:
+    """New tokens need rows that train."""
+    whole = "embed_tokens" in (adapter.get("modules_to_save") or ())
+    if not added or whole or "trainable_token_indices" in kind.keys:
+        return []
+    fix = "adapter.modules_to_save: [embed_tokens, lm_head], or adapter.type: lora"
+    return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
+
+
+def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:
+    """AdaLoRA's, as far as the recipe says how many steps there are."""
+    if type(steps) is not int:
+        return []
+    begin, end = adapter.get("tinit", steps // 10), adapter.get("tfinal", steps // 3)
+    if type(begin) is int and type(end) is int and begin + end >= steps - 1:
+        what, found = "no step is left in which AdaLoRA could allocate ranks", f"tinit {begin} + tfinal {end}"
+        texts = {"found": f"{found}, with {steps} steps", "expected": "tinit + tfinal < steps - 1"}
+        return [("adapter.tinit", what, texts)]
+    every = adapter.get("orth_reg_every", 1)
+    if type(every) is int and every > steps:
+        what = "the orthogonality term would never be computed"
+        return [("adapter.orth_reg_every", what, {"found": str(every), "expected": f"<= {steps}"})]
+    return []

@@ -1,0 +1,156 @@
+"""Going on from a saved adapter (`adapter.from`): one of this type, with these options, on this base?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune import adapter_types
+from finetune.errors import Exit, Problem, UserError
+from finetune.recipe import local_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedModel
+
+    from finetune.receipts import Ledger
+    from finetune.sections import Adapter
+
+
+def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
+    """Whether training can go on from `adapter.from`; reads its config only, no torch.
+
+    Returns:
+        Notes: what can be seen only when it loads.
+
+    Raises:
+        UserError: no adapter there, one of another type, of other options or of another base (exit 2).
+    """
+    if adapter.source is None:
+        return []
+    folder = _source_folder(adapter.source)
+    if folder is None:
+        return [f"adapter.from: {adapter.source} is on the Hub; it is checked when it loads"]
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(
+            Problem(f"not JSON: {error}", "adapter.from", str(folder / "adapter_config.json"))
+        ) from error
+    if not (folder / "adapter_model.safetensors").exists():
+        raise UserError(Problem("has no adapter_model.safetensors", "adapter.from", found=str(folder)))
+    problems = _source_problems(saved, adapter, base, revision)
+    if problems:
+        raise UserError(*problems)
+    return []
+
+
+def _source_folder(source: str) -> Path | None:
+    """The local folder of `adapter.from`: a PEFT folder, or the adapter of a run; `None`: it is on the Hub.
+
+    Raises:
+        UserError: a folder without an adapter (exit 2).
+    """
+    path = Path(source)
+    if not path.exists():
+        if local_path(source):
+            raise UserError(Problem(f"local path not found: {source}", "adapter.from"))
+        return None
+    for folder in (path, path / "adapter"):
+        if (folder / "adapter_config.json").exists():
+            return folder
+    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
+    raise UserError(Problem(f"no adapter in {path}", "adapter.from", found=found, fix="a run folder"))
+
+
+def _source_problems(
+    saved: dict[str, Any], adapter: Adapter, base: str, revision: str | None
+) -> list[Problem]:
+    """What keeps a saved adapter's config from being gone on with under this recipe."""
+    kind, found = adapter_types.find(adapter.type), []
+    if kind.prompt or kind.peft == "adalora":
+        what = f"PEFT can't go on training a saved {adapter.type}"
+        return [Problem(what, "adapter.from", fix="merge it (finetune merge), and train on what comes out")]
+    init = str(saved.get("init_lora_weights")).lower()
+    if init.startswith(adapter_types.REBASING_INITS):
+        what, fix = (
+            "stands on a base that its first weights were taken out of",
+            "save it as plain LoRA by PEFT",
+        )
+        return [Problem(what, "adapter.from", found=f"init_lora_weights: {init}", fix=fix)]
+    type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
+    type_saved = f"{type_saved} {_variant(saved)}".strip()
+    type_asked = f"{kind.peft} {_variant(kind.sets)}".strip()
+    if type_saved != type_asked:
+        found.append(
+            Problem("is an adapter of another type", "adapter.from", found=type_saved, expected=type_asked)
+        )
+    for key, value in adapter.options().items():
+        have = saved.get(key)
+        same = set(value) == set(have or ()) if isinstance(value, list) else value == have
+        if not same and value != "all-linear":
+            what = "differs from what the adapter was made with"
+            found.append(Problem(what, f"adapter.{key}", found=str(value), expected=str(have), fix="drop it"))
+    if not adapter.ours("from_other_base"):
+        of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
+        same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
+        if not same or (commit and revision and commit != revision):
+            fix = "the base it was trained on, or from_other_base: true if that is what you want"
+            expected = f"{base} {revision or ''}".strip()
+            what = "was trained on another base"
+            found.append(
+                Problem(
+                    what, "adapter.from", found=f"{of} {commit or ''}".strip(), expected=expected, fix=fix
+                )
+            )
+    return found
+
+
+def _variant(options: Any) -> str:
+    return " ".join(key for key in ("use_dora", "use_rslora") if options.get(key))
+
+
+def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger: Ledger) -> Any:
+    """The adapter of `adapter.from`, to be trained further; every tensor of its file must be in the model."""
+    if added:
+        what, fix = "a saved adapter trains no rows for them", "add them where the first adapter is trained"
+        raise UserError(Problem(what, "model.add_tokens", found=f"{len(added)} new tokens", fix=fix))
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    source = str(_source_folder(str(adapter.source)) or adapter.source)
+    saved = PeftConfig.from_pretrained(source).to_dict()
+    commit = getattr(model.config, "_commit_hash", None)
+    problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
+    if problems:
+        raise UserError(*problems)
+    with refusals(f"the adapter of {source} does not go on this model"):
+        adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
+    on_disk, live = load_peft_weights(source, device="cpu"), get_peft_model_state_dict(adapted)
+    equal = sum(
+        name in live and bool((live[name].float().cpu() == tensor.float()).all())
+        for name, tensor in on_disk.items()
+    )
+    how = "tensors of its file, compared with the model's"
+    ledger.add(
+        "adapter.from", f"all {len(on_disk)} of {source}", f"all {equal} of {source}", how, code=Exit.ARTEFACT
+    )
+    return adapted
+
+
+@contextlib.contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """PEFT's own errors, in one line, as ours."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        found = said if len(said) <= 300 else f"{said[:300]} ..."
+        raise UserError(Problem(what, "adapter", found=found, fix="another option, or --debug")) from error

@@ -1,0 +1,134 @@
+"""What a fresh reader found: options that looked well and did something else, or nothing."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import MODEL, QUICKSTART, receipts
+from safetensors.torch import load_file
+
+from finetune import cli, recipe, run_folder
+
+# PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings (peft
+# 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, monkeypatch) -> None:
+    """The rest of the base is rounded to bf16 without them; what was trained is saved bit for bit."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    run = train(f"adapter.init_lora_weights={init}", f"model.name={two_layers}", "train.max_steps=4")
+    got = receipts(run)
+    assert got["saved tensors"]["got"] == "all 28" and all(receipt["ok"] for receipt in got.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["adapter.init_lora_weights=OLoRA"], "olora"),
+        (["adapter.init_lora_weights=pisa"], "pissa"),
+        (["adapter.init_lora_weights=pissa", "adapter.modules_to_save=[norm]"], "no place"),
+        (["adapter.init_lora_weights=olora", "adapter.trainable_token_indices=[5]"], "no place"),
+        (["adapter.init_lora_weights=pissa", "adapter.bias=all"], "no place"),
+        (["adapter.init_lora_weights=corda", "model.add_tokens=['<a>']"], "no place"),
+        (["adapter.init_lora_weights=pissa", "adapter.target_modules=[embed_tokens, q_proj]"], "no place"),
+        (["adapter.init_lora_weights=eva", "adapter.rank_pattern={q_proj: 4}"], "chooses the ranks itself"),
+        (["adapter.eva_config.rho=2.0"], "has no effect"),
+        (["adapter.type=ia3", "model.add_tokens=['<a>']"], "no way to train them"),
+        (["adapter.type=adalora", "train.max_steps=6", "adapter.tinit=5"], "no step is left"),
+        (["adapter.type=adalora", "adapter.orth_reg_every=9999"], "never be computed"),
+        (["adapter.type=prompt_tuning", "adapter.prompt_tuning_init=BANANA"], "RANDOM"),
+        (["adapter.layer_replication=[[0, 4], [2, 6]]"], "unknown key"),
+        (["adapter.type=full", "speed.base=bf16"], "keeps fp32 weights"),
+    ],
+)
+def test_check_knows_what_can_t_work(overrides: list[str], says: str, capsys) -> None:
+    assert cli.main(["check", str(QUICKSTART), *overrides]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_key_of_lora_that_adalora_does_not_read_is_left_out_and_said(capsys) -> None:
+    assert cli.main(["check", str(QUICKSTART), "adapter.type=adalora", "adapter.use_rslora=true"]) == 0
+    assert "adapter.use_rslora: adalora has no such key" in capsys.readouterr().out
+
+
+def test_new_tokens_under_full_fine_tuning_are_evaluated_from_what_was_saved(train, two_layers) -> None:
+    run = train("adapter.type=full", "model.add_tokens=['<a>']", f"model.name={two_layers}")
+    assert math.isfinite(run.read("eval.json")["tuned"]["loss"])
+    assert cli.main(["evaluate", str(run.path), "--quiet"]) == 0
+
+
+def test_rows_asked_for_and_new_ones_train_together(train, two_layers, tmp_path) -> None:
+    lines = (MODEL.parent / "data" / "train.jsonl").read_text().splitlines()[:64]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(line.replace("type", "<a><b>") for line in lines) + "\n")
+    options = ("model.add_tokens=['<a>', '<b>']", "adapter.trainable_token_indices=[300]")
+    run = train(*options, f"model.name={two_layers}", f"data.name={data}", "adapter.modules_to_save=[norm]")
+    got = receipts(run)
+    assert got["model.add_tokens"]["got"] == "2 rows train"
+    tensors = load_file(run.adapter / "adapter_model.safetensors")
+    (rows,) = (tensor for name, tensor in tensors.items() if "trainable_tokens" in name)
+    assert len(rows) == 3
+
+
+def test_part_of_peft_s_own_config_survives_the_run_folder(tmp_path) -> None:
+    given = ["adapter.init_lora_weights=eva", "adapter.eva_config.rho=1.5"]
+    loaded = recipe.load(QUICKSTART, given)
+    path = tmp_path / "again.yaml"
+    path.write_text(run_folder.resolved_yaml(loaded, {}))
+    assert recipe.load(path).adapter.options()["eva_config"] == {"rho": 1.5}
+
+
+def test_an_adapter_that_changed_its_base_is_not_gone_on_from(two_layers, tmp_path, capsys) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
+    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights="pissa", target_modules=["q_proj"])
+    get_peft_model(base, config).save_pretrained(tmp_path / "pissa")
+    options = [f"adapter.from={tmp_path / 'pissa'}", f"model.name={two_layers}"]
+    assert cli.main(["check", str(QUICKSTART), *options]) == 2
+    assert "taken out of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["config", "weights", "width"])
+def test_a_broken_adapter_to_go_on_from_is_named(broken: str, train, two_layers, tmp_path, capsys) -> None:
+    run = train(f"model.name={two_layers}")
+    config = run.adapter / "adapter_config.json"
+    says = {"config": "not JSON", "weights": "no adapter_model.safetensors", "width": "size mismatch"}[broken]
+    if broken == "config":
+        config.write_text("{")
+    elif broken == "weights":
+        (run.adapter / "adapter_model.safetensors").unlink()
+    else:
+        config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
+    capsys.readouterr()
+    rank = "adapter.r=4" if broken == "width" else "adapter.r=16"
+    train(f"adapter.from={run.path}", f"model.name={two_layers}", rank, code=2, name="second")
+    said = capsys.readouterr().err
+    assert says in said and "adapter" in said
+
+
+def test_loraplus_leaves_no_weight_behind(train, two_layers) -> None:
+    options = ("adapter.loraplus_lr_ratio=16", "adapter.target_modules=[embed_tokens, q_proj]")
+    run = train(*options, f"model.name={two_layers}", "train.max_steps=4")
+    assert receipts(run)["adapter.loraplus_lr_ratio"]["got"] == "A 0.004, B 0.064"
+
+
+@pytest.mark.parametrize("options", [("adapter.modules_to_save=[norm]",), ("adapter.type=ln_tuning",)])
+def test_whole_modules_move_under_bf16_too(options, train, two_layers, monkeypatch) -> None:
+    """A step of 2e-4 on a weight of 1 is nothing in bf16; they train in fp32 and are saved as they load."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    run = train(*options, f"model.name={two_layers}", "train.max_steps=4", "train.learning_rate=2e-4")
+    got = receipts(run)
+    assert "5 of 5" in got["trained weights moved"]["got"]
+    assert all(receipt["ok"] for receipt in got.values())
+
+
+def test_a_merge_that_peft_can_t_do_is_no_traceback(train, two_layers, capsys) -> None:
+    run = train("adapter.lora_bias=true", f"model.name={two_layers}", "train.max_steps=4")
+    capsys.readouterr()
+    assert cli.main(["merge", str(run.path)]) == 2
+    assert "PEFT can't merge" in capsys.readouterr().err
