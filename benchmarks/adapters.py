@@ -58,7 +58,7 @@ SAME_RATE = {
 }  # as the type on a base in full precision
 TYPES = [*FIRST_RATES, *SAME_RATE]
 FACTOR, MOST_RATES, SEARCH_SEED = 4, 6, 7
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5, 6)
 
 # One process of several on a GPU: no loader processes of its own.
 NO_LOADERS = [
@@ -83,8 +83,8 @@ NARROW = {
     "miss": ["adapter.r=4"],
     "road": ["adapter.group_size=4"],
 }
-SHAPE_STEPS, SHAPE_WARM_UP, SHAPE_ROWS, SHAPE_LENGTH = 15, 5, 16, 1024
-SHAPE_RUNS = (1, 2)
+SHAPE_STEPS, SHAPE_WARM_UP, SHAPE_LENGTH = 15, 5, 1024
+SHAPES = {"4 rows": 4, "16 rows": 16}  # of a step
 
 
 class Cell(NamedTuple):
@@ -111,9 +111,7 @@ def wanted(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[Cell
                 best = min(found, key=lambda rate: found[rate])
                 cells += [Cell("quality", task, kind, best, seed) for seed in SEEDS[: options.seeds]]
         if "shape" in options.part:
-            cells += [Cell("shape", "1b", kind, 1e-4, number) for number in SHAPE_RUNS]
-    if options.part == ["shape"]:
-        cells.sort(key=lambda cell: cell.seed)  # all types once, then all again
+            cells += [Cell("shape", task, kind, 1e-4, 1) for task in SHAPES]
     known = {tuple(row[name] for name in Cell._fields) for row in rows}
     return [cell for cell in dict.fromkeys(cells) if cell not in known]
 
@@ -148,8 +146,8 @@ def overrides(cell: Cell, large: Path | None) -> list[str]:
     if cell.part == "shape":
         given += [f"model.name={large}/model", f"data.name={large}/rows.jsonl", "data.validation=null"]
         given += [f"data.max_length={SHAPE_LENGTH}", "speed.recompute=none", "train.warmup_steps=0"]
-        given += [f"train.effective_batch_size={SHAPE_ROWS}"]
-        given += [f"train.per_device_train_batch_size={SHAPE_ROWS}"]
+        rows = SHAPES[cell.task]
+        given += [f"train.effective_batch_size={rows}", f"train.per_device_train_batch_size={rows}"]
         return [*given, f"train.max_steps={SHAPE_STEPS}"]
     given += [*TASKS[cell.task], *NO_LOADERS, "eval.samples=0"]
     given += NARROW.get(cell.type, []) if cell.task == "sms" else []
@@ -178,12 +176,13 @@ def run(cell: Cell, large: Path | None, short: list[str]) -> dict[str, Any]:
                 code = cli.main(command)
         except Exception as error:  # a bug of ours or of a library: the row says which
             code = f"{type(error).__name__}: {error}"
+        row = cell._asdict() | ({"overrides": short} if short else {})
         if code == 0:
-            return cell._asdict() | read(place, timed=cell.part == "shape")
+            return row | read(place, timed=cell.part == "shape")
         text = said.getvalue().strip().replace(folder, "") if code in (2, 3, 4, 5) else code
         for path in (ASSETS, ROOT):
             text = str(text).replace(f"{path}/", "")
-        return cell._asdict() | {"error": " ".join(text.split())[:300]}
+        return row | {"error": " ".join(text.split())[:300]}
 
 
 def read(place: Path, timed: bool) -> dict[str, Any]:
@@ -263,7 +262,9 @@ def main() -> None:
         large = Path(folder) if "shape" in options.part else None
         if large:
             make_large(large)
-            run(Cell("shape", "1b", "lora", 1e-4, 0), large, ["train.max_steps=3"])  # the first run is slower
+            run(
+                Cell("shape", "4 rows", "lora", 1e-4, 0), large, ["train.max_steps=3"]
+            )  # the first run is slower
         if options.jobs == 1:
             for row in one_by_one(rows, options, large):
                 keep(rows, row, options.out)
@@ -307,7 +308,7 @@ def keep(rows: list[dict[str, Any]], row: dict[str, Any], path: Path) -> None:
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    return f"{quality_table(rows)}\n\n{shape_table(rows)}"
+    return f"{quality_table(rows)}\n\n{shape_table(rows)}\n\n{guide_table(rows)}"
 
 
 def quality_table(rows: list[dict[str, Any]]) -> str:
@@ -329,6 +330,23 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def guide_table(rows: list[dict[str, Any]]) -> str:
+    """What recipes/README.md shows: quality on both tasks, and time, memory and size on the 1.1B shape."""
+    names = "| type | JSON: exact match | SMS: exact match | step: 4 rows, 16 rows | peak GPU memory | file |"
+    lines = [names, "|---|---|---|---|---|---|"]
+    for kind in TYPES:
+        cells = [kind]
+        for task in TASKS:
+            mine = [r for r in rows if (r["part"], r["task"], r["type"]) == ("quality", task, kind)]
+            cells.append(spread([row for row in mine if "tuned" in row], "exact_match", len(mine)))
+        at = [shape_cells(rows, kind, task) for task in SHAPES]
+        times = [beside or "-" for _, beside, *_ in at]
+        saved = [file for *_, file in at if file] or ["-"]
+        cells += [", ".join(times), at[-1][2] or "-", saved[-1]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def spread(good: list[dict[str, Any]], name: str, runs: int) -> str:
     """Mean +- standard deviation; runs that failed are counted."""
     values = [row["tuned"][name] for row in good]
@@ -340,26 +358,38 @@ def spread(good: list[dict[str, Any]], name: str, runs: int) -> str:
 
 
 def shape_table(rows: list[dict[str, Any]]) -> str:
-    """Time of each run and memory on the 1.1B shape, and time beside LoRA's."""
-    names = "type, trained, saved, seconds a step: two runs, beside lora, peak GPU memory"
-    lines = [f"| {names.replace(', ', ' | ')} |", "|---|---|---|---|---|---|"]
-    found = {kind: [row for row in rows if (row["part"], row["type"]) == ("shape", kind)] for kind in TYPES}
-    seconds = {kind: [row["step_seconds"] for row in found[kind] if "step_seconds" in row] for kind in TYPES}
-    for kind in [kind for kind in TYPES if found[kind]]:
-        row = found[kind][0]
-        if not seconds[kind]:
-            lines.append(f"| {kind} | | | failed: {row['error']} | | |")
-            continue
-        cells = [kind, f"{row['trainable']:,}", size(row["saved_bytes"])]
-        cells += [", ".join(f"{value:.3f}" for value in seconds[kind])]
-        beside = statistics.mean(seconds[kind]) / statistics.mean(seconds["lora"] or seconds[kind])
-        memory = max(row["gpu_memory_gib"] or 0 for row in found[kind] if "gpu_memory_gib" in row)
-        lines.append(f"| {' | '.join(cells)} | {beside:.2f} x | {memory:.1f} GiB |")
+    """Time and memory of a step on the 1.1B shape, with few rows and with many, and time beside LoRA's."""
+    names = ["type", "trained", "saved"]
+    names += [f"{task}: {name}" for task in SHAPES for name in ("seconds", "beside lora", "peak GPU memory")]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for kind in TYPES:
+        mine = [r for r in rows if (r["part"], r["type"]) == ("shape", kind) and "trainable" in r]
+        at = {task: shape_cells(rows, kind, task) for task in SHAPES}
+        cells = (
+            [kind, f"{mine[-1]['trainable']:,}", next(c[3] for c in at.values() if c[3])]
+            if mine
+            else [kind, "", ""]
+        )
+        cells += [cell for task in SHAPES for cell in at[task][:3]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def shape_cells(rows: list[dict[str, Any]], kind: str, task: str) -> tuple[str, str, str, str]:
+    """Seconds, beside LoRA's, peak memory and size of the file; empty where there is no such run."""
+    found = {row["type"]: row for row in rows if (row["part"], row["task"]) == ("shape", task)}
+    row = found.get(kind, {})
+    if "trainable" not in row:
+        return ("failed" if "error" in row else "", "", "", "")
+    seconds, reference = row.get("step_seconds"), found.get("lora", {}).get("step_seconds")
+    beside = f"{seconds / reference:.2f} x" if seconds and reference else ""
+    saved = size(row["saved_bytes"]) + "".join(f" ({text})" for text in row.get("overrides", []))
+    memory = f"{row['gpu_memory_gib'] or 0:.1f} GiB"
+    return (f"{seconds:.3f}" if seconds else "", beside, memory, saved)
+
+
 def size(count: float) -> str:
-    return f"{count / 1e6:.2f} MB" if count < 1e8 else f"{count / 1e9:.2f} GB"
+    return f"{count / 1e6:.2f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
 def parse() -> argparse.Namespace:
@@ -368,7 +398,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", nargs="*", choices=parts, default=parts)
     parser.add_argument("--types", nargs="*", choices=TYPES, default=TYPES)
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the three")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, up to six")
     parser.add_argument("--jobs", type=int, default=1, help="runs beside each other; 1 for time and memory")
     parser.add_argument("--short", nargs="*", default=[], help="overrides, to try this script out")
     parser.add_argument("--again", action="store_true", help="run what failed once more")
