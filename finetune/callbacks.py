@@ -109,7 +109,7 @@ class FirstStep(TrainerCallback):
     def __init__(self, ledger: Ledger, setup: Setup, *, steps: int, batch: int) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
-        self.seen_dtype = "none seen"
+        self.seen_dtype, self.saw_linear = "none seen", False
         self.operations: list[str] = []
         self.rows = self.micro_batches = self.loss_tokens = 0
         self.flat = False
@@ -160,8 +160,11 @@ class FirstStep(TrainerCallback):
         self.ledger.check()
 
     def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if self.seen_dtype == "none seen":
-            self.seen_dtype = str(output.dtype).removeprefix("torch.")
+        own = isinstance(
+            module, torch.nn.Linear
+        )  # an adapter's layer tells only where no linear one is called
+        if self.seen_dtype == "none seen" or (own and not self.saw_linear):
+            self.seen_dtype, self.saw_linear = str(output.dtype).removeprefix("torch."), own
 
 
 def attention_that_ran(operations: list[str]) -> str:

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from finetune import cli, recipe, run_folder
 
-# PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings (peft
-# 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
+# PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings
+# (peft 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
 
