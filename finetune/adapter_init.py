@@ -49,6 +49,7 @@ def attach(
     before = _first_logits(model, batches)
     prepare = {"eva": _eva, "loftq": _loftq, "corda": _corda, "lora_ga": _lora_ga}.get(init, _plain)
     adapted = prepare(model, config, batches)
+    _start_zero_rows(adapted, ledger)
     after = _first_logits(adapted, batches)
     changed = float((after - before).norm() / before.norm())
     got = f"logits of one batch differ by {changed:.1e} from the base's"
