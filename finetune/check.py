@@ -41,8 +41,13 @@ def run(recipe: Recipe) -> list[str]:
     packages += [problem for problem in (missing, recipe.speed.qat and qat.missing()) if problem]
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
+    return [*notes, *advice(recipe)]
+
+
+def advice(recipe: Recipe) -> list[str]:
+    """What is worth knowing of the adapter as the recipe has it."""
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
-    return [*notes, *adapter_types.advice(kind, rate, recipe.adapter.options())]
+    return adapter_types.advice(kind, rate, recipe.adapter.options())
 
 
 def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:

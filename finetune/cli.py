@@ -54,9 +54,12 @@ def train(options: argparse.Namespace) -> None:
 
     recipe = load(options)
     with located(recipe):
-        checks.run(recipe)
+        notes = checks.run(recipe)
         if not launched():
             launch_if_needed(options)
+        if not options.quiet and os.environ.get("RANK", "0") == "0":
+            said_later = {*recipe.origin.notices, *checks.advice(recipe)}
+            print("".join(f"note: {note}\n" for note in notes if note not in said_later), end="")
         quieten_libraries()
         from finetune import train as training
         from finetune.evaluate import memory_errors

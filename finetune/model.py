@@ -81,7 +81,12 @@ def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
     if device != "cpu":
         options["device_map"] = {"": device}
-    loaded = _from_hub(AutoModelForCausalLM.from_pretrained, model, **options)
+    read = AutoModelForCausalLM.from_pretrained
+    loaded, found = _from_hub(read, model, output_loading_info=True, **options)
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers would make them up
+        what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
+        raise UserError(Problem(what, "model.name", found=", ".join(missing[:6]), fix=fix))
     for module in loaded.modules():
         # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation, and computes
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)

@@ -209,10 +209,16 @@ def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
     tensors = load_file(MODEL / "model.safetensors")
     del tensors["model.layers.3.self_attn.q_proj.weight"]
     save_file(tensors, folder / "model.safetensors")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    for path in MODEL.iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
     assert cli.main(["check", str(QUICKSTART), f"model.name={folder}"]) == 0
     assert "layers differ: q_proj in 5 of 6" in capsys.readouterr().out
+    options = [f"model.name={folder}", f"train.output_dir={tmp_path / 'run'}"]
+    assert cli.main(["train", str(QUICKSTART), *options]) == 2
+    said = capsys.readouterr()
+    assert "layers differ" in said.out, "said before it trains, too"
+    assert "lack 1 of the model's weights" in said.err and "3.self_attn.q_proj" in said.err
 
 
 def test_training_goes_on_from_an_adapter(train, two_layers) -> None:
