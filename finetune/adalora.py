@@ -203,7 +203,7 @@ class _Deviation(torch.autograd.Function):
         ctx.save_for_backward(stack, torch.where(norms > 0, gram / norms, 0))
         return norms.sum()
 
-    @staticmethod
+    @staticmethod  # torch declares `*grad_outputs`; there is one here
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         stack, direction = ctx.saved_tensors
         direction = direction * (2 * gradient)

@@ -93,7 +93,10 @@ def test_allocation_is_peft_s_bit_for_bit() -> None:
     ours, _ = tiny(deltaT=2)
     theirs, _ = tiny(deltaT=2)
     learn(ours, adamw(ours), range(1, 8))
-    peft = lambda model, step, named: model.base_model.update_and_allocate(step)  # noqa: E731
+
+    def peft(model, step, named) -> None:
+        model.base_model.update_and_allocate(step)
+
     learn(theirs, adamw(theirs), range(1, 8), allocate=peft)
     assert same(adalora.allocation_state(ours), adalora.allocation_state(theirs))
     learn(ours, adamw(ours), range(8, STEPS + 1))

@@ -171,6 +171,7 @@ def test_a_tied_head_stays_tied(run) -> None:
     assert merged.config.tie_word_embeddings and merged.lm_head.weight is merged.model.embed_tokens.weight
 
 
+# PEFT says that the tie will be lost, which is what is looked at (peft 0.21.2, tuners/tuners_utils.py)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_a_head_that_was_trained_apart_is_saved_apart(run) -> None:
     """The base ties its head to the embeddings; training the head alone must not change both."""
