@@ -50,13 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(options: argparse.Namespace) -> None:
     """Train, save, reopen and evaluate a recipe."""
     from finetune import check as checks
+    from finetune import launch
     from finetune.screen import quieten_libraries
 
     recipe = load(options)
     with located(recipe):
         notes = checks.run(recipe)
-        if not launched():
-            launch_if_needed(options)
+        if not launch.launched():
+            launch.if_needed(
+                ["train", options.recipe, *options.overrides, *flags(options)], options.accelerate
+            )
         if not options.quiet and os.environ.get("RANK", "0") == "0":
             said_later = {*recipe.origin.notices, *checks.advice(recipe)}
             print("".join(f"note: {note}\n" for note in notes if note not in said_later), end="")
@@ -255,6 +258,11 @@ def count(text: str) -> int:
     return number
 
 
+def flags(options: argparse.Namespace) -> list[str]:
+    """The flags every command has, as they were given."""
+    return [f"--{flag}" for flag in ("quiet", "debug") if getattr(options, flag)]
+
+
 def load(options: argparse.Namespace) -> Recipe:
     from finetune.recipe import load as load_recipe
 
@@ -289,37 +297,3 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
         raise UserError(problem) from error
-
-
-def launched() -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process."""
-    return any(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"))
-
-
-def launch_if_needed(options: argparse.Namespace) -> None:
-    """Replace this process by `accelerate launch` where a config was named or several GPUs are visible."""
-    from finetune import shipped
-
-    config, extra = options.accelerate, []
-    if config is None:
-        from finetune.hardware import default_precision, detect
-
-        machine = detect()
-        if machine.count < 2:
-            return
-        config = str(shipped.folder("accelerate_configs") / "ddp_8.yaml")
-        extra = ["--num_processes", str(machine.count)]
-        extra += ["--mixed_precision", default_precision(machine).value]
-    if not Path(config).is_file():
-        shelf = shipped.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
-        if not shelf.is_file():
-            known = ", ".join(sorted(path.stem for path in shelf.parent.glob("*.yaml")))
-            raise UserError(
-                Problem("no such accelerate config", found=config, expected=f"a file, or one of {known}")
-            )
-        config = str(shelf)
-    flags = [f"--{flag}" for flag in ("quiet", "debug") if getattr(options, flag)]
-    command = ["accelerate", "launch", "--config_file", config, *extra, "-m", "finetune", "train"]
-    command += [options.recipe, *options.overrides, *flags]
-    print(shlex.join(command), flush=True)
-    os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *command[2:]])

@@ -27,7 +27,7 @@ LAYERS = (
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped"),
     ("summary", "evaluate", "check", "quantize"),
     ("verify", "proof", "loraplus"),
-    ("train", "merge", "doctor"),
+    ("train", "merge", "doctor", "launch"),
     ("cli",),
     ("__main__",),
 )
