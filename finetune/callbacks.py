@@ -86,8 +86,7 @@ class Metrics(TrainerCallback):
         }
         if "orthogonality" in logs:
             record["orthogonality"] = logs["orthogonality"]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({k: _json(v) for k, v in record.items()}) + "\n")
+        self.append(record)
         used = record["gpu_memory_gib"] or record["host_memory_gib"]
         line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used:.1f} GiB"
         self.screen.step(state.global_step, state.max_steps, line)
@@ -97,6 +96,16 @@ class Metrics(TrainerCallback):
             tokens,
             0.0,
         )
+
+    def append(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({k: _json(v) for k, v in record.items()}) + "\n")
+
+    def pause(self, seconds: float) -> None:
+        """Time in which something else than training ran."""
+        self.logged_at += seconds
+        self.idle_since += seconds
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         peak = self.hardware.peak_flops

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_source, adapter_types, hardware, model, modules, qat
+from finetune import adapter_source, adapter_types, hardware, model, modules, qat, tasks
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError
 from finetune.sections import Source
@@ -29,7 +29,7 @@ def run(recipe: Recipe) -> list[str]:
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
     packages: list[Problem] = []
-    for look in (_model, _data, _adapter):
+    for look in (_model, _data, _adapter, _tasks):
         try:
             notes += look(recipe)
         except UserError as error:
@@ -38,7 +38,8 @@ def run(recipe: Recipe) -> list[str]:
         recipe.speed.base if recipe.speed.base != "auto" else adapter_types.find(recipe.adapter.type).storage
     )
     missing = hardware.missing_package(asked)
-    packages += [problem for problem in (missing, recipe.speed.qat and qat.missing()) if problem]
+    lacking = (missing, recipe.speed.qat and qat.missing(), tasks.missing(recipe.eval))
+    packages += [problem for problem in lacking if problem]
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe)]
@@ -85,6 +86,14 @@ def _data(recipe: Recipe) -> list[str]:
     if data.chat_template:
         bundled.read_template(data.chat_template)
     return notes
+
+
+def _tasks(recipe: Recipe) -> list[str]:
+    """The files of `eval.tasks`."""
+    tasks.check(recipe.eval)
+    if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
+        raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
+    return []
 
 
 def _adapter(recipe: Recipe) -> list[str]:

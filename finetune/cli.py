@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import shlex
 import sys
@@ -65,7 +66,7 @@ def train(options: argparse.Namespace) -> None:
             print("".join(f"note: {note}\n" for note in notes if note not in said_later), end="")
         quieten_libraries()
         from finetune import train as training
-        from finetune.evaluate import memory_errors
+        from finetune.scoring import memory_errors
 
         with memory_errors():
             training.run(recipe, quiet=options.quiet)
@@ -121,17 +122,25 @@ def data(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluate a run's base and tuned model on its held-out rows."""
+    """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
+    from finetune import launch
     from finetune.run_folder import open_run
     from finetune.screen import Screen, quieten_libraries
 
     open_run(options.run)
+    if options.tasks is not None:  # `--tasks a,b c eval.limit=8`
+        tasks = [part for text in options.tasks if "=" not in text for part in text.split(",")]
+        options.overrides += [text for text in options.tasks if "=" in text]
+        options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
+    if not launch.launched():
+        launch.if_needed(["evaluate", options.run, *options.overrides, *flags(options)])
     quieten_libraries()
     from finetune import evaluate as evaluation
     from finetune import summary
 
-    result = evaluation.run(options.run)
-    summary.show_scores(Screen(quiet=options.quiet), result)
+    result = evaluation.run(options.run, options.overrides)
+    main_process = os.environ.get("RANK", "0") == "0"
+    summary.show_scores(Screen(quiet=options.quiet or not main_process), result)
 
 
 def merge(options: argparse.Namespace) -> None:
@@ -214,7 +223,15 @@ def parser() -> argparse.ArgumentParser:
         ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
-    add(evaluate, ("run", {"metavar": "RUN", "help": "a run folder"}))
+    add(
+        evaluate,
+        ("run", {"metavar": "RUN", "help": "a run folder"}),
+        overrides,
+        (
+            "--tasks",
+            {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
+        ),
+    )
     add(
         merge,
         ("run", {"metavar": "RUN", "help": "a run folder"}),

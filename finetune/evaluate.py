@@ -1,93 +1,159 @@
-"""Base against tuned on every held-out row, from the run folder alone: `finetune evaluate RUN`.
+"""Base against tuned from the run folder alone: `finetune evaluate RUN`.
 
-Loss is the sum of token negative log-likelihoods over the number of tokens with loss, on unpacked rows.
-Exact match generates greedily from all but the last turn and compares the text with the last turn.
+Held-out rows (loss and greedy answers), a general text (what was forgotten?) and `eval.tasks` by lm-eval, for
+base and tuned on the same rows; each difference with its 95 % interval, and one verdict.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import json
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
-from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig
 
-from finetune import hardware, model, qat, run_folder
-from finetune.data import chat, load, prepare
+from finetune import hardware, harness, model, paired, qat, run_folder, scoring, shipped, tasks
+from finetune.data import load, prepare
+from finetune.data.formats import Example
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-    from finetune.data.chat import Encoded, Encoder
-    from finetune.data.formats import Example
     from finetune.data.prepare import HeldOut
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
+    from finetune.scoring import Score
     from finetune.sections import Eval
 
-ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
-MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
+HELD_OUT = "held_out.jsonl"  # in the run folder: the rows themselves, so that it can be evaluated anywhere
+GENERAL = "general_text"
+WORST = 20
 
 
-@dataclass(frozen=True)
-class Score:
-    """What one model did on the held-out rows; `answers` is in the rows' order."""
+@dataclass
+class Measured:
+    """What one model, base or tuned, did on everything it was asked."""
 
-    loss: float
-    exact_match: float | None
-    """Share of the answers that are the reference; `None` for plain text, which asks nothing."""
-    ended: float | None
-    """Share of the answers that end by themselves, not at `eval.max_new_tokens`."""
-    answers: list[str]
-
-    def as_json(self) -> dict[str, float | None]:
-        return {"loss": self.loss, "exact_match": self.exact_match, "ended": self.ended}
+    held_out: Score | None
+    general: Score | None
+    tasks: dict[str, Any]
+    seconds: float
 
 
-def run(path: str | Path, *, inspect: Callable[[Any], None] | None = None) -> dict[str, Any]:
+def run(
+    path: str | Path,
+    overrides: list[str] | tuple[str, ...] = (),
+    *,
+    inspect: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
     """Reopen a run folder cold, evaluate base and tuned, and write eval.json.
 
     Args:
         path: the run folder.
+        overrides: of its recipe: `eval.tasks=[arc_easy]`, `model.name=...` where the base lies elsewhere.
         inspect: called with the reopened model before it is evaluated; may raise.
 
     Returns:
         The content of eval.json; without held-out rows `base` and `tuned` are empty.
     """
     folder = run_folder.open_run(path)
-    recipe = load_recipe(folder.recipe)
+    recipe = load_recipe(folder.recipe, overrides)
+    tasks.check(recipe.eval)
+    if lacking := tasks.missing(recipe.eval):
+        raise UserError(lacking, code=Exit.ENVIRONMENT)
+    texts = general_texts(recipe.eval)
     tuned: Any = reopen(folder, recipe)
     if inspect:
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
-    check_unchanged(load.fingerprints(recipe.data, held_out=True), folder)
-    rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)
-    result: dict[str, Any] = {"base": {}, "tuned": {}, "tasks": {}, "samples": []}
-    if rows:
-        after = score(tuned, tokenizer, rows, recipe)
-        if base_stands(tuned):
-            with tuned.disable_adapter():
-                before = score(tuned, tokenizer, rows, recipe)
-        else:
-            del tuned
-            release()
-            before = score(open_base(recipe), tokenizer, rows, recipe)
-        result |= {"base": before.as_json(), "tuned": after.as_json()}
-        result["samples"] = samples(rows, before, after, recipe.eval.samples)
+    rows, notes = held_out(folder, recipe, tokenizer)
+
+    def measured(asked: Any) -> Measured:
+        return measure(asked, tokenizer, rows, texts, recipe)
+
+    after = measured(tuned)
+    if base_stands(tuned):
+        with tuned.disable_adapter():
+            before = measured(tuned)
+    else:
+        del tuned
+        release()
+        before = measured(open_base(recipe))
+    if recipe.eval.engine == "vllm" and recipe.eval.tasks:
+        release()
+        before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
+    result = report(rows, before, after, recipe, notes)
+    result["tasks"] = {**_earlier(folder, result["tasks"]), **result["tasks"]}
+    result["verdict"] = verdict(result)
     if PartialState().is_main_process:
         folder.write("eval.json", result)
     return result
+
+
+def measure(asked: Any, tokenizer: Any, rows: list[HeldOut], texts: list[str], recipe: Recipe) -> Measured:
+    """Everything one model is asked."""
+    started, settings = time.perf_counter(), recipe.eval
+    with scoring.memory_errors():
+        score = scoring.score(asked, tokenizer, rows, recipe.data, settings) if rows else None
+        general = scoring.score_texts(asked, tokenizer, texts, settings) if texts else None
+        by_harness = settings.tasks and settings.engine == "hf"
+        found = harness.run(asked, tokenizer, settings) if by_harness else {}
+    return Measured(score, general, found, time.perf_counter() - started)
+
+
+def by_vllm(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`eval.tasks` of base and tuned by vLLM, which serves the adapter as it was saved."""
+    rank = getattr(recipe.adapter, "r", None)
+    if folder.weights != folder.adapter or recipe.adapter.type not in ("lora", "qlora", "rslora"):
+        fix = "eval.engine: hf; or merge it first"
+        what = f"vLLM serves LoRA, not {recipe.adapter.type}"
+        raise UserError(Problem(what, "eval.engine", fix=fix))
+    engine = harness.vllm(recipe.model.name, recipe.model.revision, str(folder.adapter), rank or 8)
+    after = harness.run(engine, tokenizer, recipe.eval)
+    engine.lora_request = None
+    return harness.run(engine, tokenizer, recipe.eval), after
+
+
+def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[HeldOut], list[str]]:
+    """The held-out rows: from the run's folder; from the data the first time, or where it is overridden.
+
+    Returns:
+        The rows, and what is worth knowing of them.
+    """
+    kept = folder.path / HELD_OUT
+    overridden = any(
+        who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items()
+    )
+    if kept.exists() and not overridden:
+        lines = kept.read_text(encoding="utf-8").splitlines()
+        examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in map(json.loads, lines)]
+        return prepare.encode_held_out(examples, recipe.data, tokenizer), []
+    notes = check_unchanged(load.fingerprints(recipe.data, held_out=True), folder, overridden)
+    rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)
+    if PartialState().is_main_process and not overridden:
+        lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
+        folder.write_text(HELD_OUT, "".join(f"{line}\n" for line in lines))
+    return rows, notes
+
+
+def general_texts(settings: Eval) -> list[str]:
+    """The texts on which forgetting is measured: `eval.general`."""
+    if settings.general is False:
+        return []
+    path = shipped.folder("examples") / "general" / "text.jsonl"
+    name = str(path) if settings.general is True else settings.general
+    source = tasks.Task(task=GENERAL, data=name, kind="perplexity", prompt="{{ text }}")
+    return [row["prompt"] for row in tasks.documents(source, str(Path(name)))]
 
 
 def base_stands(tuned: Any) -> bool:
@@ -96,13 +162,19 @@ def base_stands(tuned: Any) -> bool:
     return config is not None and getattr(config, "bias", "none") in (None, "none")
 
 
-def check_unchanged(hashes: dict[str, str], folder: RunFolder) -> None:
-    """Held-out rows must be those of the run; a changed file may mix them with rows that were trained on."""
+def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool = False) -> list[str]:
+    """Held-out rows must be those of the run; a changed file may mix them with rows that were trained on.
+
+    Returns:
+        A note on rows that the recipe of the run did not name.
+    """
     recorded = folder.read("data_report.json")["train"]["sources"]
     changed = [path for path, digest in hashes.items() if recorded.get(path, digest) != digest]
-    if changed:
+    if changed and not overridden:
         what, fix = "the data changed since the run", "put the file back as it was"
         raise UserError(*(Problem(what, where=path, fix=fix) for path in changed))
+    other = [path for path, digest in hashes.items() if digest not in recorded.values()]
+    return [f"{path} is not what the run held out" for path in other if overridden]
 
 
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
@@ -137,166 +209,165 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def score(tuned: Any, tokenizer: PreTrainedTokenizerBase, rows: list[HeldOut], recipe: Recipe) -> Score:
-    """Loss and exact match of a model on `rows`, the rows spread over all processes."""
-    state = PartialState()
-    mine = list(range(state.process_index, len(rows), state.num_processes))
-    own = [rows[index] for index in mine]
-    asked = any(row.example.messages or row.example.prompt is not None for row in rows)
-    encoder = chat.make_encoder(tokenizer, recipe.data, any(row.example.messages for row in rows))
-    references = [reference(row, tokenizer, recipe.data.train_on) for row in rows]
-    longest = max(len(tokens) for _, tokens in references)
-    with inference(tuned):
-        documents = [document for row in own for document in row.documents]
-        losses = token_losses(tuned, documents, tokenizer.pad_token_id, recipe.eval.batch_size)
-        examples = [row.example for row in own]
-        answers = [("", False)] * len(own)
-        if asked:
-            answers = generate(tuned, encoder, examples, longest, recipe.eval)
-    gathered = gather_object([(losses, list(zip(mine, answers, strict=True)))])
-    total = sum(loss for (loss, _), _ in gathered)
-    count = sum(tokens for (_, tokens), _ in gathered)
-    by_index = dict(pair for _, pairs in gathered for pair in pairs)
-    ordered = [by_index[index] for index in range(len(rows))]
-    texts = [text for text, _ in ordered]
-    hits = sum(answer == wanted for answer, (wanted, _) in zip(texts, references, strict=True))
-    ends = sum(ended for _, ended in ordered)
-    shares = (hits / len(rows), ends / len(rows)) if asked else (None, None)
-    return Score(total / max(count, 1), *shares, texts)
+def report(
+    rows: list[HeldOut], before: Measured, after: Measured, recipe: Recipe, notes: list[str]
+) -> dict[str, Any]:
+    """The content of eval.json, less its verdict."""
+    settings = recipe.eval
+    result: dict[str, Any] = {
+        "base": {},
+        "tuned": {},
+        "difference": {},
+        "tasks": {},
+        "sources": [],
+        "samples": [],
+        "worst": [],
+    }
+    if before.held_out and after.held_out:
+        base, tuned = before.held_out, after.held_out
+        result |= {"base": base.as_json(), "tuned": tuned.as_json(), "difference": differences(base, tuned)}
+        result["sources"] = by_source(rows, base, tuned)
+        result["samples"] = [_sample(rows, base, tuned, i) for i in range(min(settings.samples, len(rows)))]
+        result["worst"] = worst(rows, base, tuned)
+    if before.general and after.general:
+        result["tasks"][GENERAL] = _general(before.general, after.general)
+    forgetting = {
+        task.task
+        for task in map(tasks.read, filter(tasks.is_file, settings.tasks))
+        if task and task.forgetting
+    }
+    result["tasks"] |= harness.compare(before.tasks, after.tasks, forgetting)
+    result["settings"] = {
+        "rows": len(rows),
+        "batch_size": settings.batch_size,
+        "max_new_tokens": settings.max_new_tokens,
+        "general": settings.general,
+        "data": files_hashed(settings),
+        "lm_eval": version("lm-eval") if settings.tasks else None,
+        "processes": PartialState().num_processes,
+        "seconds": {"base": before.seconds, "tuned": after.seconds},
+        "notes": notes,
+    }
+    return result
 
 
-def reference(row: HeldOut, tokenizer: PreTrainedTokenizerBase, train_on: str) -> tuple[str, list[int]]:
-    """What should be answered, as it is compared with what was, and its tokens with calls and reasoning."""
-    said = row.example.answer
-    tokens = tokenizer(said)["input_ids"] if train_on == "all" else row.last_turn()
-    if row.example.messages and row.example.messages[-1].get("tool_calls") and train_on != "all":
-        said = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    return without_thinking(said), tokens
-
-
-@contextlib.contextmanager
-def memory_errors() -> Iterator[None]:
-    """Out of GPU memory is the user's to mend: say how."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        fix = (
-            "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
-        )
-        problem = Problem("out of GPU memory", found=str(error).splitlines()[0], fix=fix)
-        raise UserError(problem, code=Exit.TRAINING) from error
-
-
-@contextlib.contextmanager
-def inference(tuned: Any) -> Any:
-    """Evaluation mode, no gradients, and the launch's precision where the weights are not already in it."""
-    precision = hardware.launch(hardware.detect()).precision
-    dtype = getattr(torch, hardware.DTYPES[precision])
-    tuned.eval()
-    with (
-        torch.inference_mode(),
-        torch.autocast(tuned.device.type, dtype, enabled=precision != "no"),
-    ):
-        yield
-
-
-def token_losses(tuned: Any, documents: list[Encoded], pad: Any, batch_size: int) -> tuple[float, int]:
-    """Sum of the negative log-likelihoods (fp32, summed in fp64) and number of tokens that carry loss."""
-    total, count = 0.0, 0
-    encoded = [(document.ids, document.labels()) for document in documents]
-    for indices in batches([len(ids) for ids, _ in encoded], batch_size):
-        batch = [encoded[index] for index in indices]
-        width = max(len(ids) for ids, _ in batch)
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=tuned.device)
-        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in batch], device=tuned.device)
-        mask = torch.tensor(
-            [[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=tuned.device
-        )
-        logits = tuned(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        logits = logits[:, -width:-1]  # without those of trained prompt vectors, which stand before the row
-        targets = labels[:, 1:]
-        chosen = targets != -100
-        losses = cross_entropy(logits[chosen].float(), targets[chosen], reduction="none")
-        total += losses.double().sum().item()
-        count += int(chosen.sum())
-    return total, count
-
-
-def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices of rows of similar length together: at most `batch_size` of them, and MAX_TOKENS tokens."""
-    order = sorted(
-        range(len(lengths)), key=lambda index: -lengths[index]
-    )  # the longest first: it fits or it fails
-    while order:
-        size = max(1, min(batch_size, MAX_TOKENS // max(1, lengths[order[0]])))
-        yield order[:size]
-        order = order[size:]
-
-
-def without_thinking(text: str) -> str:
-    """An answer without the reasoning that some templates put before it, stripped."""
-    return re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL).strip()
-
-
-def generate(
-    tuned: Any, encoder: Encoder, rows: list[Example], longest: int, settings: Eval
-) -> list[tuple[str, bool]]:
-    """The greedy answer to each row, stripped, and whether it ended by itself; padded on the left."""
-    tokenizer = encoder.tokenizer
-    prompts = encoder.prompts(rows)
-    pad: Any = tokenizer.pad_token_id
-    declared = tuned.generation_config.eos_token_id  # the model may stop on more than the tokenizer knows
-    stops = chat.stop_ids(tokenizer) | set(declared if isinstance(declared, list) else [declared]) - {None}
-    greedy = GenerationConfig(
-        max_new_tokens=settings.max_new_tokens or longest + ANSWER_MARGIN,
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,  # the model's own generation_config may hold another
-        no_repeat_ngram_size=0,
-        eos_token_id=sorted(stops),
-        pad_token_id=pad,
-    )
-    answers = [("", False)] * len(rows)
-    for batch in batches([len(prompt) for prompt in prompts], settings.batch_size):
-        width = max(len(prompts[index]) for index in batch)
-        ids = torch.full((len(batch), width), pad)
-        mask = torch.zeros_like(ids)
-        for position, index in enumerate(batch):
-            ids[position, width - len(prompts[index]) :] = torch.tensor(prompts[index])
-            mask[position, width - len(prompts[index]) :] = 1
-        output = tuned.generate(
-            input_ids=ids.to(tuned.device),
-            attention_mask=mask.to(tuned.device),
-            generation_config=greedy,
-        )
-        for position, index in enumerate(batch):
-            new = output[position, width:]
-            text = tokenizer.decode(new, skip_special_tokens=True)
-            answers[index] = without_thinking(str(text)), not stops.isdisjoint(new.tolist())
-    return answers
-
-
-def logits(tuned: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of each row of ids alone, (length, vocabulary) on the CPU: what a saved model must reproduce."""
-    with inference(tuned):
-        return [
-            tuned(input_ids=torch.tensor([ids], device=tuned.device)).logits[0].float().cpu() for ids in rows
-        ]
-
-
-def samples(rows: list[HeldOut], before: Score, after: Score, count: int) -> list[dict[str, Any]]:
-    """The first `count` held-out rows with what base and tuned answered."""
-    found = []
-    for index in range(min(count, len(rows))):
-        row = rows[index].example
-        prompt = row.messages[:-1] if row.messages else row.prompt or ""
-        answers = {
-            "reference": row.answer,
-            "base": before.answers[index],
-            "tuned": after.answers[index],
-        }
-        found.append({"prompt": prompt, **answers})
+def differences(base: Score, tuned: Score) -> dict[str, Any]:
+    """tuned - base of loss (nats a token) and of exact match, paired by row."""
+    found = {
+        "loss": paired.difference(base.losses, tuned.losses, higher_is_better=False, weights=base.tokens)
+    }
+    if base.hits is not None and tuned.hits is not None:
+        found["exact_match"] = paired.difference(base.hits, tuned.hits, higher_is_better=True)
     return found
+
+
+def by_source(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]]:
+    """The same for the rows of each file or Hub set."""
+    sources: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        name = re.sub(r"(:\d+|\[\d+\]|!.*)$", "", row.example.where)
+        sources.setdefault(name, []).append(index)
+    found = []
+    for name, indices in sources.items():
+        pair = base.part(indices), tuned.part(indices)
+        scores = {"base": pair[0].as_json(), "tuned": pair[1].as_json(), "difference": differences(*pair)}
+        found.append({"source": name, "rows": len(indices), **scores})
+    return found
+
+
+def worst(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]]:
+    """The rows on which tuned has the highest loss a token."""
+
+    def loss(score: Score, index: int) -> float:
+        return score.losses[index] / max(score.tokens[index], 1)
+
+    order = sorted(range(len(rows)), key=lambda index: -loss(tuned, index))[:WORST]
+    return [
+        {
+            "where": rows[index].example.where,
+            **_sample(rows, base, tuned, index),
+            "base_loss": loss(base, index),
+            "tuned_loss": loss(tuned, index),
+        }
+        for index in order
+    ]
+
+
+def _sample(rows: list[HeldOut], base: Score, tuned: Score, index: int) -> dict[str, Any]:
+    """A row with what base and tuned answered."""
+    row = rows[index].example
+    prompt = row.messages[:-1] if row.messages else row.prompt or ""
+    answers = {"reference": row.answer, "base": base.answers[index], "tuned": tuned.answers[index]}
+    return {"prompt": prompt, **answers}
+
+
+def _general(base: Score, tuned: Score) -> dict[str, Any]:
+    found = paired.difference(base.losses, tuned.losses, higher_is_better=False, weights=base.tokens)
+    return {
+        "base": {"loss": base.loss},
+        "tuned": {"loss": tuned.loss},
+        "difference": {"loss": found},
+        "rows": len(base.losses),
+        "higher_is_better": {"loss": False},
+        "main": "loss",
+        "forgetting": True,
+        "settings": {},
+    }
+
+
+def _earlier(folder: RunFolder, now: dict[str, Any]) -> dict[str, Any]:
+    """Tasks of an earlier evaluation that were not asked again."""
+    try:
+        earlier = folder.read("eval.json").get("tasks", {})
+    except (OSError, ValueError):
+        return {}
+    return {name: task for name, task in earlier.items() if name not in now}
+
+
+def files_hashed(settings: Eval) -> dict[str, str]:
+    """Hash of each local file that the evaluation was given, by name: runs with other ones don't compare."""
+    named = [name for name in settings.tasks if tasks.is_file(name)]
+    named += [str(Path(name).parent / task.data) for name in named if (task := tasks.read(name)) is not None]
+    named += [settings.general] if isinstance(settings.general, str) else []
+    return {Path(name).name: load.sha256(Path(name)) for name in named if Path(name).is_file()}
+
+
+def verdict(result: dict[str, Any]) -> dict[str, Any]:
+    """One word for the whole, with the numbers, and which general abilities got worse.
+
+    Answers count before loss, held-out rows before tasks; a task of `forgetting` never makes it better.
+    """
+    said, words = [], []
+    names = {"exact_match": "exact match", "loss": "held-out loss"}
+    for metric, name in names.items():
+        if metric in result["difference"]:
+            word = result["difference"][metric]["verdict"]
+            words.append(word)
+            before, after = result["base"][metric], result["tuned"][metric]
+            said.append(f"{name} {_number(metric, before)} -> {_number(metric, after)} ({word})")
+    forgot = []
+    for name, task in result["tasks"].items():
+        metric, found = task["main"], task["difference"].get(task["main"])
+        if found is None:
+            continue
+        if task["forgetting"]:
+            forgot += [name] if found["verdict"] == "worse" else []
+        else:
+            words.append(found["verdict"])
+            before, after = task["base"][metric], task["tuned"][metric]
+            numbers = f"{_number(metric, before)} -> {_number(metric, after)}"
+            said.append(f"{name} {metric} {numbers} ({found['verdict']})")
+    decided = [word for word in words if word != "same"]
+    word = decided[0] if decided else ("same" if words else "unknown")
+    why = ", ".join(said) or "nothing was held out: data.validation or eval.tasks"
+    return {"word": word, "why": why, "forgot": forgot}
+
+
+def _number(metric: str, value: float) -> str:
+    """A loss or perplexity as it is, a share in per cent."""
+    return (
+        f"{value:.3f}" if "loss" in metric or "perplexity" in metric or "bits" in metric else f"{value:.1%}"
+    )
 
 
 def _saved(folder: RunFolder) -> Any:

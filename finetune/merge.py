@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import evaluate, hardware, model, proof, qat, quantize, run_folder
-from finetune.data import load, prepare
+from finetune import evaluate, hardware, model, proof, qat, quantize, run_folder, scoring
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.sections import Model
@@ -62,15 +61,14 @@ def run(
     check_asked(folder, setup, quantized, recipe.speed.qat)
     target = free_target(folder, quantized, output)
     tokenizer = model.load_tokenizer(Model(name=str(folder.weights)))
-    evaluate.check_unchanged(load.fingerprints(recipe.data, held_out=True), folder)
-    held_out = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)
+    held_out, _ = evaluate.held_out(folder, recipe, tokenizer)
     rows, origin = proof.probes(recipe, tokenizer, held_out)
 
     def score(opened: Any) -> dict[str, Any] | None:
         """Before and after quantising; a merge is judged by its logits."""
-        return (
-            evaluate.score(opened, tokenizer, held_out, recipe).as_json() if held_out and quantized else None
-        )
+        if not (held_out and quantized):
+            return None
+        return scoring.score(opened, tokenizer, held_out, recipe.data, recipe.eval).as_json()
 
     report: dict[str, Any] = {"path": str(target), "dtype": dtype, "quantized": quantized}
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}

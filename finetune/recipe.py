@@ -308,13 +308,19 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> Non
 
 def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     """Relative paths are looked up from the working directory first, then from the recipe's folder."""
+    asked = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
+    names = (
+        [name for name in asked if not str(name).endswith((".yaml", ".yml"))]
+        if isinstance(asked, list)
+        else []
+    )
 
     def resolve(value: Any) -> Any:
         if isinstance(value, list):
             return [resolve(item) for item in value]
         if isinstance(value, dict) and isinstance(value.get("name"), str):  # one of several sources
             return {**value, "name": resolve(value["name"])}
-        if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
+        if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~") or value in names:
             return os.path.expanduser(value) if isinstance(value, str) else value
         here, beside = (glob.glob(str(base / value)) for base in (Path(), folder))
         return str(folder / value) if beside and not here else value
@@ -326,6 +332,8 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
         ("data", "chat_template"),
         ("data", "cache"),
         ("adapter", "from"),
+        ("eval", "tasks"),
+        ("eval", "general"),
     ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])

@@ -50,11 +50,17 @@ _BOUNDS = {
 }
 
 
-def explain(error: ValidationError, raw: dict[str, Any], where: Where, known: Known) -> list[Problem]:
-    """One problem for each place pydantic complained about, unions merged ("text or a list")."""
+def explain(
+    error: ValidationError, raw: dict[str, Any], where: Where, known: Known, under: tuple[str, ...] = ()
+) -> list[Problem]:
+    """One problem for each place pydantic complained about, unions merged ("text or a list").
+
+    Args:
+        under: where in `raw` stands what was validated.
+    """
     grouped: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
-        path = _place(item, where)
+        path = _place({**item, "loc": (*under, *item["loc"])}, where)
         grouped.setdefault(path, []).append(item)
     return [_problem(path, items, raw, where, known) for path, items in grouped.items()]
 
@@ -97,6 +103,16 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
             )
     if get("publish.repo") is not None:
         problem("publish.repo", "publishing is not in this version", fix="repo: null")
+    every = get("eval.every")
+    if every is not None and get("data.validation") is None and get("data.validation_fraction") is None:
+        problem("eval.every", "needs held-out rows", fix="data.validation or data.validation_fraction")
+    for key in ("eval.patience", "eval.best"):
+        if every is None and get(key) not in (None, "loss"):
+            problem(key, "needs eval.every: it is about evaluations in training", fix="eval.every: 50")
+    best = get("eval.best")
+    if isinstance(best, str) and "/" not in best and best not in ("loss", "exact_match"):
+        expected = "loss, exact_match, or task/metric such as arc_easy/acc"
+        problem("eval.best", "no such metric", found=best, expected=expected)
     effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
     if all(type(n) is int and n > 0 for n in (effective, stated)) and effective % stated:
         low, high = effective // stated * stated, (effective // stated + 1) * stated

@@ -69,8 +69,12 @@ class RunFolder:
 
     def write(self, name: str, value: Any) -> None:
         """Write `value` as JSON, whole or not at all."""
+        self.write_text(name, json.dumps(value, indent=1) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file whole or not at all."""
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.path / name)
 
     def read(self, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -227,10 +227,30 @@ class Train(Section):
 
 
 class Eval(Section):
+    tasks: list[str] = []
+    """lm-eval's tasks by name, or task files: `[arc_easy, examples/general/knowledge.yaml]`."""
+    limit: int | None = Field(default=None, ge=1)
+    """Rows of each task; `null`: all."""
+    num_fewshot: int | None = Field(default=None, ge=0)
+    """Solved examples before each question of lm-eval's tasks; `null`: as the task has it."""
+    apply_chat_template: bool = False
+    """Whether lm-eval's tasks go through the chat template; a local task says so itself (`chat`)."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What answers `tasks`: transformers, or vLLM where it is installed."""
+    general: bool | str = True
+    """Text on which forgetting is measured: the shipped one, or a file with a `text` in each row."""
     samples: int = Field(default=5, ge=0)
     """Held-out rows whose answers of base and tuned are shown side by side."""
-    batch_size: int = Field(default=64, ge=1)
-    """Rows generated or scored at once."""
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Rows generated or scored at once; `auto`: as many as memory has room for, 64 at most."""
+    every: int | None = Field(default=None, ge=1)
+    """Evaluate on the held-out rows each so many steps of training; `null`: only at its end."""
+    best: str = "loss"
+    """What decides which step's weights are kept: loss, exact_match, or task/metric (`arc_easy/acc`)."""
+    keep_best: bool = True
+    """Save the weights of the best evaluation in training, not those of the last step (needs `every`)."""
+    patience: int | None = Field(default=None, ge=1)
+    """Stop after so many evaluations in training without a better one; `null`: never."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest generated answer; `null`: the longest reference answer and 16 tokens more."""
 

@@ -123,15 +123,26 @@ def show_result(
 
 def show_scores(screen: Screen, result: dict[str, Any]) -> None:
     """Base against tuned, and samples side by side."""
-    if result["base"]:
-        base, tuned = result["base"], result["tuned"]
-        rows = [
-            ("held-out loss", f"{base['loss']:.4f}", f"{tuned['loss']:.4f}"),
-        ]
-        for key, name in (("exact_match", "exact match"), ("ended", "stopped by itself")):
-            if base[key] is not None:
-                rows.append((name, f"{base[key]:.1%}", f"{tuned[key]:.1%}"))
-        screen.table("result", ("", "base", "tuned"), rows)
+    rows = [
+        _score_row(name, key, result)
+        for key, name in (
+            ("loss", "held-out loss"),
+            ("exact_match", "exact match"),
+            ("ended", "stopped by itself"),
+        )
+        if result["base"].get(key) is not None
+    ]
+    if len(result["sources"]) > 1:
+        rows += [_score_row(f"loss of {source['source']}", "loss", source) for source in result["sources"]]
+    for name, task in result["tasks"].items():
+        rows += [_score_row(f"{name} {metric}", metric, task) for metric in task["higher_is_better"]]
+    if rows:
+        screen.table("result", ("", "base", "tuned", "difference, 95 %", ""), rows)
+    said = result["verdict"]
+    forgot = f"; forgot: {', '.join(said['forgot'])}" if said["forgot"] else ""
+    screen.say(Text(f"{said['word']}: {said['why']}{forgot}", style="bold"))
+    for note in result["settings"]["notes"]:
+        screen.say(f"note: {note}")
     for sample in result["samples"]:
         prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
         rows = [
@@ -139,6 +150,18 @@ def show_scores(screen: Screen, result: dict[str, Any]) -> None:
             *((name, sample[name][:400]) for name in ("reference", "base", "tuned")),
         ]
         screen.table("", ("", ""), rows)
+
+
+def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
+    """A metric's base, tuned and difference; shares in per cent."""
+    share = key in ("exact_match", "ended") or key.startswith(("acc", "exact_match"))
+    form = "{:.1%}" if share else "{:.4f}"
+    base, tuned = (form.format(scores[side][key]) for side in ("base", "tuned"))
+    found = scores["difference"].get(key)
+    if found is None:
+        return name, base, tuned, "", ""
+    low, value, high = (form.format(found[part]) for part in ("low", "value", "high"))
+    return name, base, tuned, f"{value} ({low} to {high})", found["verdict"]
 
 
 def show_next(screen: Screen, recipe: Recipe, folder: RunFolder) -> None:
@@ -160,6 +183,11 @@ def _local_paths(recipe: Recipe) -> dict[str, Any]:
         "data.cache": recipe.data.cache,
     }
     found = {key: _absolute(name) for key, name in named.items()}
+    named |= {"eval.tasks": recipe.eval.tasks, "eval.general": recipe.eval.general}
+    is_file = [name.endswith((".yaml", ".yml")) for name in recipe.eval.tasks]
+    tasks = zip(recipe.eval.tasks, is_file, strict=True)
+    found["eval.tasks"] = [_absolute(name) if file else name for name, file in tasks]
+    found["eval.general"] = _absolute(recipe.eval.general)
     return {key: path for key, path in found.items() if path != named[key]}
 
 

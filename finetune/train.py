@@ -33,8 +33,10 @@ from finetune import (
     run_folder,
     summary,
     upstream,
+    validate,
     verify,
 )
+from finetune.data.prepare import held_out
 from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
@@ -109,7 +111,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective)
         flops = flops_per_token(adapted)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
-        watching = [first_step, metrics]
+        validating = validation(recipe, tokenizer, adapted, metrics)
+        watching = [first_step, metrics, *validating]
         trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
         trainer.first_step = first_step
         if flat and compiled and rows is not None:
@@ -117,7 +120,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
-        train(trainer, recipe.adapter, ledger)
+        train(trainer, recipe.adapter, validating, ledger)
         screen.stop()
 
         live = verify.remember(adapted, dataset, setup.hardware.device == "cpu" and not compiled)
@@ -131,7 +134,11 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             verify.check_reopened(live, reopened, folder, ledger)
 
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
-        summary.show_result(screen, recipe, folder, ledger, evaluate.run(folder.path, inspect=same_as_live))
+        result = evaluate.run(folder.path, inspect=same_as_live)
+        for watched in validating:
+            watched.add_receipt(result["tuned"]["loss"], ledger)
+        summary.show_result(screen, recipe, folder, ledger, result)
+        ledger.check()
     return folder
 
 
@@ -280,6 +287,20 @@ def build_trainer(
     return trainer
 
 
+def validation(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, adapted: Any, metrics: callbacks.Metrics
+) -> list[validate.Validate]:
+    """The evaluation while training, if the recipe asks for one."""
+    if recipe.eval.every is None:
+        return []
+    rows = held_out(recipe.data, tokenizer, recipe.train.seed)
+    config: Any = getattr(adapted, "peft_config", {}).get("default")
+    allocates: bool = config is not None and config.peft_type == "ADALORA"
+    # before its budget is reached it has more ranks than were asked for
+    in_budget: int = config.total_step - config.tfinal if allocates and config else 0
+    return [validate.Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]
+
+
 def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
     """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
     got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
@@ -287,7 +308,7 @@ def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
     ledger.add("processes", setup.launch.processes, got.num_processes, how, code=code)
 
 
-def train(trainer: Trainer, section: Adapter, ledger: Ledger) -> None:
+def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate], ledger: Ledger) -> None:
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
@@ -295,6 +316,8 @@ def train(trainer: Trainer, section: Adapter, ledger: Ledger) -> None:
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train()
+    for validation in validating:
+        validation.restore(adapted, trainer.state, ledger)
     if section.type != "full":
         same = model.fingerprint(adapters.frozen(adapted))
         ledger.add(

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from safetensors import safe_open
 
-from finetune import adapter_init, adapters, evaluate, model
+from finetune import adapter_init, adapters, model, scoring
 from finetune.errors import Exit, UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
     config: Any = adapted.config
     base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
     shapes = {name: tensor.shape for name, tensor in _to_save(adapted).items()}
-    return Live(hashes(adapted, shapes), shapes, rows, evaluate.logits(adapted, rows), base, bound)
+    return Live(hashes(adapted, shapes), shapes, rows, scoring.logits(adapted, rows), base, bound)
 
 
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
@@ -122,7 +122,7 @@ def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger)
     equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
     how = "hash of every trained tensor, live and reopened from disk"
     ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
-    pairs = zip(live.logits, evaluate.logits(reopened, live.rows), strict=True)
+    pairs = zip(live.logits, scoring.logits(reopened, live.rows), strict=True)
     difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
     bound = live.bound
     asked = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")

@@ -86,7 +86,7 @@ def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
     def run(*overrides: str, name: str = "run", code: int = 0, recipe: Path = QUICKSTART) -> RunFolder:
         folder = tmp_path / name
         short = ["train.max_steps=2", "train.warmup_steps=0", "train.effective_batch_size=8", *small]
-        short += ["eval.max_new_tokens=8", f"train.output_dir={folder}"]
+        short += ["eval.max_new_tokens=8", "eval.general=false", f"train.output_dir={folder}"]
         given = {override.partition("=")[0] for override in overrides}
         defaults = [override for override in short if override.partition("=")[0] not in given]
         assert cli.main(["train", str(recipe), *defaults, *overrides, "--quiet"]) == code

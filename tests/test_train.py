@@ -9,7 +9,7 @@ import torch
 import yaml
 from conftest import MODEL, QUICKSTART, ROOT, metrics, receipts
 
-from finetune import cli, evaluate, recipe
+from finetune import cli, evaluate, recipe, scoring
 from finetune.run_folder import RunFolder
 
 FILES = {
@@ -122,7 +122,9 @@ def test_a_run_can_be_evaluated_again(train, capsys) -> None:
     before = run.read("eval.json")
     (run.path / "eval.json").unlink()
     assert cli.main(["evaluate", str(run.path)]) == 0
-    assert run.read("eval.json") == before
+    after = run.read("eval.json")
+    assert before["settings"].pop("seconds") and after["settings"].pop("seconds")
+    assert after == before
     assert "exact match" in capsys.readouterr().out
 
 
@@ -242,22 +244,26 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
 
 
 def test_reasoning_before_an_answer_is_not_compared() -> None:
-    assert evaluate.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
-    assert evaluate.without_thinking(" a <think>b</think>") == "a <think>b</think>"
+    assert scoring.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
+    assert scoring.without_thinking(" a <think>b</think>") == "a <think>b</think>"
 
 
 def test_batches_hold_each_row_once_and_stay_small() -> None:
     lengths = [5, 20000, 300, 300, 1, 7000]
-    batches = list(evaluate.batches(lengths, 2))
+    batches = list(scoring.batches(lengths, 2))
     assert sorted(index for batch in batches for index in batch) == list(range(6))
-    assert all(len(b) * max(lengths[i] for i in b) <= evaluate.MAX_TOKENS or len(b) == 1 for b in batches)
+    assert all(len(b) * max(lengths[i] for i in b) <= scoring.MAX_TOKENS or len(b) == 1 for b in batches)
 
 
 def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:
     rows = (MODEL.parent / "data" / "test.jsonl").read_text().splitlines()[:8]
     (tmp_path / "held_out.jsonl").write_text("\n".join(rows))
     run = train(f"data.validation={tmp_path / 'held_out.jsonl'}")
+    before = run.read("eval.json")["tuned"]
     (tmp_path / "held_out.jsonl").write_text("\n".join(rows[:-1]))
+    assert cli.main(["evaluate", str(run.path), "--quiet"]) == 0  # the run folder has kept them
+    assert run.read("eval.json")["tuned"] == before
+    (run.path / "held_out.jsonl").unlink()
     assert cli.main(["evaluate", str(run.path)]) == 2
     assert "changed since the run" in capsys.readouterr().err
 

@@ -44,7 +44,7 @@ def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
     Raises:
         UserError: a file that is missing, empty or of a kind that is not read (exit 2).
     """
-    rows = _read(source, "data.name")
+    rows = read(source, "data.name")
     if not held_out:
         return rows
     return (row for row in rows if isinstance(row, BadRow) or row.digest(seed, data) not in held_out)
@@ -54,10 +54,10 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
     """The held-out rows by source: a file of their own, or a share of the training data."""
     if data.validation is not None:
         check_disjoint(data)
-        return [(data.validation, _read(Source(name=data.validation), "data.validation"))]
+        return [(data.validation, read(Source(name=data.validation), "data.validation"))]
 
     def chosen(source: Source) -> Rows:
-        rows = _read(source, "data.name")
+        rows = read(source, "data.name")
         return (row for row in rows if isinstance(row, Row) and row.digest(seed, data) in held_out)
 
     return [(source.name, chosen(source)) for source in sources(data)] if held_out else []
@@ -67,7 +67,7 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
     """Digests of the rows that `data.validation_fraction` holds out; rows of equal content go together."""
     if data.validation_fraction is None:
         return set()
-    rows = chain.from_iterable(_read(source, "data.name") for source in sources(data))
+    rows = chain.from_iterable(read(source, "data.name") for source in sources(data))
     digests = sorted(row.digest(seed, data) for row in rows if isinstance(row, Row))
     drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
     if digests and digests[-1] in drawn:
@@ -91,9 +91,14 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
         if paths is None:
             found[hub_name(source)] = _commit(source)
         for path in paths or ():
-            with path.open("rb") as file:
-                found[str(path.resolve())] = hashlib.file_digest(file, "sha256").hexdigest()
+            found[str(path.resolve())] = sha256(path)
     return found
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_disjoint(data: Data) -> None:
@@ -144,7 +149,8 @@ def files(name: str, key: str) -> list[Path] | None:
     return paths
 
 
-def _read(source: Source, key: str) -> Rows:
+def read(source: Source, key: str) -> Rows:
+    """Every row of a source, in order."""
     paths = files(source.name, key)
     if paths is None:
         yield from _hub(source)

@@ -141,6 +141,17 @@ def held_out(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[
     return [HeldOut(*pair) for pair in audited_held_out(data, load.draw_held_out(data, seed), seed, audit)]
 
 
+def encode_held_out(kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
+    """Held-out rows that a run folder has kept, as the model sees them."""
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    rows = []
+    for example, encoded in encode(kept, encoder_for):
+        documents = fit(encoded, example, data, encoder_for(bool(example.messages)))
+        if not isinstance(documents, str):  # what a run has kept fits
+            rows.append(HeldOut(example, documents))
+    return rows
+
+
 def audited_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> Iterator[Any]:
     """(example, tokens of its documents) of each held-out row that is kept."""
     for name, rows in load.validation(data, drawn, seed):

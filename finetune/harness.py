@@ -1,0 +1,282 @@
+"""lm-eval as the engine of `eval.tasks`: base and tuned on the same prompts, and how each row differs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import re
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
+
+from finetune import hardware, paired, scoring, tasks
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from finetune.sections import Eval
+
+BOOTSTRAP = 1000  # of standard errors that have no formula (perplexities)
+SEED = 1234  # lm-eval's own, of few-shot examples
+# What lm-eval warns of that is as it should be here: we hand it a loaded model and our own rows
+EXPECTED = re.compile(
+    r"`pretrained` model kwarg|Passed an already-initialized|Custom kwargs can be passed|"
+    r"\[Task: .*\] (metric|has_)|Overwriting default num_fewshot|generation_kwargs"
+)
+
+# metric -> (what is compared, from the mean of (log-likelihood, weight) over rows)
+PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
+    "word_perplexity": lambda mean: np.exp(-mean),
+    "byte_perplexity": lambda mean: np.exp(-mean),
+    "bits_per_byte": lambda mean: -mean / math.log(2),
+    "perplexity": lambda mean: np.exp(-mean),
+}
+
+
+def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> dict[str, Any]:
+    """`eval.tasks` of one model: lm-eval's results, with every row's values.
+
+    Args:
+        model: with its adapter, or an engine of lm-eval's.
+        seeded: set all random generators, as lm-eval does; `False` in training, whose own must go on.
+
+    Returns:
+        name -> {"metrics", "higher_is_better", "main", "rows", "settings"}; the same on every process.
+    """
+    results: dict[str, Any] = {}
+    for chat, specs in grouped(model, tokenizer, settings).items():
+
+        def evaluate(batch_size: int, chat: bool = chat, specs: Any = specs) -> dict[str, Any]:
+            return _evaluate(model, tokenizer, settings, specs, chat, batch_size, seeded)
+
+        several = (
+            PartialState().num_processes > 1
+        )  # ranks that don't all run out of memory would wait for ever
+        size = scoring.LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
+        results |= scoring.fitting(evaluate, size)
+    return results
+
+
+def grouped(model: Any, tokenizer: Any, settings: Eval) -> dict[bool, list[Any]]:
+    """lm-eval's specifications of the tasks, by whether they go through the chat template."""
+    stops = scoring.stop_ids(model, tokenizer) if hasattr(model, "generation_config") else []
+    found: dict[bool, list[Any]] = {}
+    for name in settings.tasks:
+        task = tasks.read(name) if tasks.is_file(name) else None
+        chat = task.chat if task else settings.apply_chat_template
+        spec = tasks.config(task, tasks.documents(task, name), stops) if task else name
+        found.setdefault(chat, []).append(spec)
+    return found
+
+
+def _evaluate(
+    model: Any, tokenizer: Any, settings: Eval, specs: list[Any], chat: bool, batch_size: int, seeded: bool
+) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    simple_evaluate: Any = lm_eval.simple_evaluate  # decorated: its type is lost
+
+    own = all(isinstance(spec, dict) for spec in specs)
+    with heard():
+        engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size)
+        random = SEED if seeded else None
+        with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
+            try:
+                found = simple_evaluate(
+                    engine,
+                    tasks=specs,
+                    task_manager=TaskManager(include_defaults=not own),  # its 14,000 tasks take 6 s to list
+                    num_fewshot=settings.num_fewshot,
+                    limit=settings.limit,
+                    apply_chat_template=chat,
+                    bootstrap_iters=BOOTSTRAP,
+                    random_seed=0 if seeded else None,
+                    numpy_random_seed=random,
+                    torch_random_seed=random,
+                    fewshot_random_seed=SEED,
+                )
+            except KeyError as error:
+                fix = "`lm_eval --tasks list` names them all; a file of your own ends in .yaml"
+                raise UserError(Problem(f"no such task: {error}", "eval.tasks", fix=fix)) from error
+            except (ConnectionError, FileNotFoundError) as error:
+                said = str(error).splitlines()[0]
+                fix = "check the network, or use a local task file"
+                problem = Problem("a task's data can't be loaded", "eval.tasks", found=said, fix=fix)
+                raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    box = [_collected(found, settings, chat, batch_size) if found else None]
+    if PartialState().num_processes > 1:
+        broadcast_object_list(box)
+    return box[0] or {}
+
+
+def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
+    """lm-eval's wrapper round a loaded model, spread over the processes of this launch."""
+    from lm_eval.models import huggingface
+
+    HFLM: Any = huggingface.HFLM
+    precision = hardware.launch(hardware.detect()).precision
+    wrapped: Any = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        mixed_precision_dtype=None if precision == "no" else getattr(torch, hardware.DTYPES[precision]),
+    )
+    state = PartialState()
+    if state.num_processes > 1:  # it takes a loaded model for one process's; what it shares out by is this
+        wrapped.accelerator = Accelerator()
+        wrapped._rank, wrapped._world_size = state.process_index, state.num_processes
+    return wrapped
+
+
+def vllm(base: str, revision: str | None, adapter: str, rank: int) -> Any:
+    """vLLM as the engine, by lm-eval; the adapter is switched by its `lora_request`. Not run by our tests."""
+    from lm_eval.api.registry import get_model
+
+    engine: Any = get_model("vllm")
+    return engine(
+        pretrained=base,
+        revision=revision,
+        tokenizer=adapter,
+        lora_local_path=adapter,
+        max_lora_rank=max(8, 2 ** math.ceil(math.log2(rank))),
+        batch_size="auto",
+    )
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """lm-eval's warnings, each kind said once with its count; its progress bars only on a terminal."""
+    logger, said = logging.getLogger("lm_eval"), Counter[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.update([re.sub(r"\d+", "N", record.getMessage().strip())])
+    before, propagates = logger.handlers[:], logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    try:
+        with quiet:
+            yield
+    finally:
+        logger.handlers, logger.propagate = before, propagates
+    for message, times in said.items():
+        if not EXPECTED.search(message):
+            print(f"note: lm-eval, {times} times: {message}", file=sys.stderr)
+
+
+def one(results: dict[str, Any], task: str, metric: str) -> float:
+    """One metric of one task.
+
+    Raises:
+        UserError: no such task or metric (exit 2).
+    """
+    names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
+    if f"{task}/{metric}" not in names:
+        expected = ", ".join(["loss", "exact_match", *names])
+        raise UserError(Problem("no such metric", "eval.best", found=f"{task}/{metric}", expected=expected))
+    return float(results[task]["metrics"][metric])
+
+
+def _collected(found: Any, settings: Eval, chat: bool, batch_size: int) -> dict[str, Any]:
+    """lm-eval's results by task, less what only repeats its input."""
+    collected = {}
+    for name, results in found["results"].items():
+        samples = sorted(
+            found["samples"].get(name, []), key=lambda sample: (sample["filter"], sample["doc_id"])
+        )
+        metrics = {
+            _metric(key): value
+            for key, value in results.items()
+            if "," in key and isinstance(value, (int, float))
+        }
+        better = found["higher_is_better"].get(name, {})
+        collected[name] = {
+            "metrics": metrics,
+            "higher_is_better": {
+                key: better.get(key.partition(",")[0]) for key in metrics if "stderr" not in key
+            },
+            "rows": samples,
+            "subtasks": found["group_subtasks"].get(name, []),
+            "settings": {
+                "limit": settings.limit,
+                "num_fewshot": found["n-shot"].get(name),
+                "apply_chat_template": chat,
+                "engine": settings.engine,
+                "batch_size": batch_size,
+            },
+        }
+    return collected
+
+
+def _metric(key: str) -> str:
+    """`acc,none` -> `acc`; `exact_match_stderr,strict` -> `exact_match,strict_stderr`."""
+    name, _, filter_name = key.partition(",")
+    name, stderr, _ = name.partition("_stderr")
+    return (name if filter_name == "none" else f"{name},{filter_name}") + stderr
+
+
+def compare(base: dict[str, Any], tuned: dict[str, Any], forgetting: set[str]) -> dict[str, Any]:
+    """Each task's base, tuned and difference, as eval.json has it.
+
+    Raises:
+        UserError: base and tuned did not see the same prompts (exit 4).
+    """
+    return {name: _compared(name, base, tuned, name in forgetting) for name in tuned}
+
+
+def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting: bool) -> dict[str, Any]:
+    before, after = base[name], tuned[name]
+    pairs = [(_rows(base, name), _rows(tuned, name))]
+    asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pairs[0]]
+    if asked[0] != asked[1]:
+        what = f"task {name}: base and tuned were not asked the same"
+        raise UserError(
+            Problem(what, found=f"{len(asked[0])} and {len(asked[1])} prompts"), code=Exit.ARTEFACT
+        )
+    better = after["higher_is_better"]
+    differences = {metric: _difference(metric, *pairs[0], better[metric] is not False) for metric in better}
+    documents = {(row["task"], row["doc_id"]) for row in pairs[0][1]}
+    return {
+        "base": before["metrics"],
+        "tuned": after["metrics"],
+        "difference": {metric: found for metric, found in differences.items() if found},
+        "rows": len(documents),
+        "higher_is_better": better,
+        "main": next(iter(better), None),
+        "forgetting": forgetting,
+        "settings": after["settings"],
+    }
+
+
+def _rows(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Every row of a task, or of all a group's tasks."""
+    own = [{**row, "task": name} for row in results[name]["rows"]]
+    return own + [row for part in results[name]["subtasks"] for row in _rows(results, part)]
+
+
+def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> dict[str, Any] | None:
+    """The paired difference of a mean over rows, or of a perplexity; `None`: a metric of another kind."""
+    name, _, wanted = metric.partition(",")
+    values = [
+        [row[name] for row in rows if name in row and row["filter"] == (wanted or "none")]
+        for rows in (base, tuned)
+    ]
+    if not values[0] or len(values[0]) != len(values[1]):
+        return None
+    if name in PERPLEXITIES:
+        pairs = [
+            [value if isinstance(value, (tuple, list)) else (value, 1) for value in side] for side in values
+        ]
+        (before, weights), (after, _) = (tuple(zip(*side, strict=True)) for side in pairs)
+        of = PERPLEXITIES[name]
+        return paired.difference(before, after, higher_is_better=False, weights=weights, of=of)
+    if not all(isinstance(value, (int, float)) for side in values for value in side):
+        return None
+    return paired.difference(values[0], values[1], higher_is_better=higher_is_better)

@@ -1,0 +1,284 @@
+"""What a model makes of held-out rows: the loss of their tokens, and greedy answers compared with theirs.
+
+Loss is the sum of token negative log-likelihoods over the number of tokens with loss, on unpacked rows.
+Exact match generates greedily from all but the last turn and compares the text with the last turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import find_executable_batch_size, gather_object
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig
+
+from finetune import hardware
+from finetune.data import chat
+from finetune.data.chat import Encoded
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.chat import Encoder
+    from finetune.data.formats import Example
+    from finetune.data.prepare import HeldOut
+    from finetune.sections import Data, Eval
+
+ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
+MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
+LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model did on each row, in the rows' order."""
+
+    losses: list[float]
+    """Sum of the negative log-likelihoods of a row's tokens, nats."""
+    tokens: list[int]
+    answers: list[str]
+    hits: list[bool] | None = None
+    """Whether the answer is the reference; `None` for plain text, which asks nothing."""
+    ends: list[bool] | None = None
+    """Whether the answer ends by itself, not at `eval.max_new_tokens`."""
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return sum(self.losses) / max(sum(self.tokens), 1)
+
+    def as_json(self) -> dict[str, float | None]:
+        shares = [sum(of) / len(of) if of else None for of in (self.hits, self.ends)]
+        return {"loss": self.loss, "exact_match": shares[0], "ended": shares[1]}
+
+    def part(self, indices: list[int]) -> Score:
+        """The score of some of the rows."""
+
+        def taken(values: Any) -> Any:
+            return None if values is None else [values[index] for index in indices]
+
+        return Score(*map(taken, (self.losses, self.tokens, self.answers, self.hits, self.ends)))
+
+
+def score(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[HeldOut],
+    data: Data,
+    settings: Eval,
+    *,
+    answers: bool = True,
+) -> Score:
+    """Losses and greedy answers of a model on `rows`, the rows spread over all processes.
+
+    Args:
+        answers: `False`: losses alone.
+    """
+    state = PartialState()
+    mine = list(range(state.process_index, len(rows), state.num_processes))
+    own = [rows[index] for index in mine]
+    asked = answers and any(row.example.messages or row.example.prompt is not None for row in rows)
+    encoder = chat.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
+    references = [reference(row, tokenizer, data.train_on) for row in rows] if asked else []
+    with inference(model):
+        losses = row_losses(model, [row.documents for row in own], tokenizer.pad_token_id, settings)
+        said = [("", False)] * len(own)
+        if asked:
+            longest = max(len(tokens) for _, tokens in references)
+            said = generate(model, encoder, [row.example for row in own], longest, settings)
+    found = dict(gather_object(list(zip(mine, zip(losses, said, strict=True), strict=True))))
+    ordered = [found[index] for index in range(len(rows))]
+    sums, counts = [loss for (loss, _), _ in ordered], [count for (_, count), _ in ordered]
+    texts, ends = [text for _, (text, _) in ordered], [ended for _, (_, ended) in ordered]
+    hits = [text == wanted for text, (wanted, _) in zip(texts, references, strict=True)] if asked else None
+    return Score(sums, counts, texts, hits, ends if asked else None)
+
+
+def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
+    """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
+    state = PartialState()
+    mine = list(range(state.process_index, len(texts), state.num_processes))
+    longest = getattr(model.config, "max_position_embeddings", None)
+    ids = [tokenizer(texts[index])["input_ids"][:longest] for index in mine]
+    documents = [[Encoded(row, [(0, len(row))])] for row in ids]
+    with inference(model):
+        losses = row_losses(model, documents, tokenizer.pad_token_id, settings)
+    found = dict(gather_object(list(zip(mine, losses, strict=True))))
+    ordered = [found[index] for index in range(len(texts))]
+    return Score([loss for loss, _ in ordered], [count for _, count in ordered], [""] * len(texts))
+
+
+def reference(row: HeldOut, tokenizer: PreTrainedTokenizerBase, train_on: str) -> tuple[str, list[int]]:
+    """What should be answered, as it is compared with what was, and its tokens with calls and reasoning."""
+    said = row.example.answer
+    tokens = tokenizer(said)["input_ids"] if train_on == "all" else row.last_turn()
+    if row.example.messages and row.example.messages[-1].get("tool_calls") and train_on != "all":
+        said = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return without_thinking(said), tokens
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Out of GPU memory is the user's to mend: say how."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        fix = (
+            "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
+        )
+        problem = Problem("out of GPU memory", found=str(error).splitlines()[0], fix=fix)
+        raise UserError(problem, code=Exit.TRAINING) from error
+
+
+@contextlib.contextmanager
+def inference(model: Any) -> Any:
+    """Evaluation mode, no gradients, and the launch's precision where the weights are not already in it."""
+    precision = hardware.launch(hardware.detect()).precision
+    dtype = getattr(torch, hardware.DTYPES[precision])
+    model.eval()
+    with (
+        torch.inference_mode(),
+        torch.autocast(model.device.type, dtype, enabled=precision != "no"),
+    ):
+        yield
+
+
+def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
+    """`run(batch_size)`; `auto`: the largest size, from LARGEST_BATCH on, that memory has room for."""
+    if isinstance(batch_size, int):
+        return run(batch_size)
+    try:
+        return find_executable_batch_size(run, starting_batch_size=LARGEST_BATCH)()
+    except RuntimeError as error:
+        if "reached zero" not in str(error):
+            raise
+        raise torch.OutOfMemoryError("not even one row fits") from error
+
+
+def row_losses(model: Any, rows: list[list[Encoded]], pad: Any, settings: Eval) -> list[tuple[float, int]]:
+    """For each row, the sum of negative log-likelihoods (fp32, summed in fp64) and the tokens with loss."""
+    documents = [document for row in rows for document in row]
+
+    def run(batch_size: int) -> list[tuple[float, int]]:
+        return token_losses(model, documents, pad, batch_size)
+
+    losses = iter(fitting(run, settings.batch_size) if documents else [])
+    pairs = [[next(losses) for _ in row] for row in rows]
+    return [(sum(loss for loss, _ in row), sum(count for _, count in row)) for row in pairs]
+
+
+def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int) -> list[tuple[float, int]]:
+    """For each document, the sum of negative log-likelihoods and the number of tokens with loss."""
+    found = [(0.0, 0)] * len(documents)
+    encoded = [(document.ids, document.labels()) for document in documents]
+    for indices in batches([len(ids) for ids, _ in encoded], batch_size):
+        batch = [encoded[index] for index in indices]
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=model.device)
+        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in batch], device=model.device)
+        mask = torch.tensor(
+            [[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=model.device
+        )
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = logits[:, -width:-1]  # without those of trained prompt vectors, which stand before the row
+        targets = labels[:, 1:]
+        chosen = targets != -100
+        losses = torch.zeros(targets.shape, dtype=torch.float64, device=model.device)
+        losses[chosen] = cross_entropy(logits[chosen].float(), targets[chosen], reduction="none").double()
+        sums, counts = losses.sum(dim=1).tolist(), chosen.sum(dim=1).tolist()
+        for index, pair in zip(indices, zip(sums, counts, strict=True), strict=True):
+            found[index] = pair
+    return found
+
+
+def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices of rows of similar length together: at most `batch_size` of them, and MAX_TOKENS tokens."""
+    order = sorted(
+        range(len(lengths)), key=lambda index: -lengths[index]
+    )  # the longest first: it fits or it fails
+    while order:
+        size = max(1, min(batch_size, MAX_TOKENS // max(1, lengths[order[0]])))
+        yield order[:size]
+        order = order[size:]
+
+
+def without_thinking(text: str) -> str:
+    """An answer without the reasoning that some templates put before it, stripped."""
+    return re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL).strip()
+
+
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end an answer: the template's, the tokenizer's, and what else the model declares."""
+    declared = model.generation_config.eos_token_id
+    return sorted(
+        chat.stop_ids(tokenizer) | set(declared if isinstance(declared, list) else [declared]) - {None}
+    )
+
+
+def generate(
+    model: Any, encoder: Encoder, rows: list[Example], longest: int, settings: Eval
+) -> list[tuple[str, bool]]:
+    """The greedy answer to each row, stripped, and whether it ended by itself."""
+    prompts = encoder.prompts(rows)
+    room = settings.max_new_tokens or longest + ANSWER_MARGIN
+
+    def run(batch_size: int) -> list[tuple[str, bool]]:
+        return greedy_answers(model, encoder.tokenizer, prompts, room, batch_size)
+
+    return fitting(run, settings.batch_size) if prompts else []
+
+
+def greedy_answers(
+    model: Any, tokenizer: Any, prompts: list[list[int]], room: int, batch_size: int
+) -> list[tuple[str, bool]]:
+    """At most `room` tokens after each prompt, as text, stripped, and whether they end by themselves.
+
+    Prompts are padded on the left.
+    """
+    pad: Any = tokenizer.pad_token_id
+    stops = stop_ids(model, tokenizer)
+    greedy = GenerationConfig(
+        max_new_tokens=room,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,  # the model's own generation_config may hold another
+        no_repeat_ngram_size=0,
+        eos_token_id=stops,
+        pad_token_id=pad,
+    )
+    answers = [("", False)] * len(prompts)
+    for batch in batches([len(prompt) for prompt in prompts], batch_size):
+        width = max(len(prompts[index]) for index in batch)
+        ids = torch.full((len(batch), width), pad)
+        mask = torch.zeros_like(ids)
+        for position, index in enumerate(batch):
+            ids[position, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[position, width - len(prompts[index]) :] = 1
+        output = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=greedy,
+        )
+        for position, index in enumerate(batch):
+            new = output[position, width:]
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            answers[index] = without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
+    return answers
+
+
+def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of each row of ids alone, (length, vocabulary) on the CPU: what a saved model must reproduce."""
+    with inference(model):
+        return [
+            model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float().cpu() for ids in rows
+        ]

@@ -1,0 +1,295 @@
+"""Local tasks: a small YAML file beside its rows, evaluated by lm-eval with no network.
+
+    task: arc_easy                    # its name in eval.json; default: the file's
+    data: test.jsonl                  # beside this file: json, jsonl, csv, parquet
+    kind: multiple_choice
+    prompt: "Question: {{ question }}\\nAnswer:"
+    choices: "{{ choices }}"
+    answer: "{{ gold }}"
+
+`eval.tasks` takes such files, lm-eval's own YAML files, and the names of lm-eval's tasks. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import Field, ValidationError
+
+from finetune import recipe_errors, strict_yaml
+from finetune.data import load
+from finetune.data.formats import BadRow
+from finetune.errors import Problem, UserError
+from finetune.sections import Section, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.sections import Eval
+
+SUFFIXES = (".yaml", ".yml")
+
+
+class Task(Section):
+    """A local task."""
+
+    task: str = Field(min_length=1)
+    data: str = Field(min_length=1)
+    """File with a row for each question."""
+    kind: Literal["multiple_choice", "exact_match", "regex_match", "json_match", "perplexity"]
+    """The choice of highest likelihood; a greedy answer that equals `answer` as text, in what `pattern`
+    finds first, or as JSON; how likely the text of `prompt` is."""
+    prompt: str
+    """Jinja over a row's columns."""
+    answer: str | None = None
+    """What is right: of multiple_choice the choice or its index from 0."""
+    choices: str | list[str] | None = None
+    """One Jinja text that gives a list, or a list of Jinja texts."""
+    pattern: str | None = None
+    """Regular expression; what its first match (or that match's first group) gives is the answer."""
+    delimiter: str = " "
+    """Between prompt and choice; with `chat` nothing."""
+    chat: bool = False
+    """The prompt is what a user says, in the model's chat template."""
+    max_new_tokens: int = Field(default=32, ge=1)
+    stop: list[str] = Field(default=[])
+    """Texts that end an answer."""
+    forgetting: bool = False
+    """Of general abilities, not of what was trained: a worse score is said to be forgotten."""
+
+
+NEEDS = {  # beside `prompt`
+    "multiple_choice": ("choices", "answer"),
+    "exact_match": ("answer",),
+    "regex_match": ("pattern", "answer"),
+    "json_match": ("answer",),
+    "perplexity": (),
+}
+
+
+def check(settings: Eval) -> None:
+    """Look at the task files of `eval.tasks` and at each row of theirs.
+
+    Raises:
+        UserError: everything that is wrong with them (exit 2).
+    """
+    problems = []
+    for name in filter(is_file, settings.tasks):
+        try:
+            task = read(name)
+            if task:
+                documents(task, name)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def missing(settings: Eval) -> Problem | None:
+    """The package that `eval.tasks` needs and that is not installed."""
+    if settings.tasks and find_spec("lm_eval") is None:
+        return Problem("needs lm-eval", "eval.tasks", fix="pip install 'finetune-toolkit[eval]'")
+    if settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
+        return Problem("needs vLLM", "eval.engine", fix="pip install vllm, or eval.engine: hf")
+    return None
+
+
+def is_file(name: str) -> bool:
+    """Whether an entry of `eval.tasks` is a file, not a name that lm-eval knows."""
+    return name.endswith(SUFFIXES)
+
+
+def read(path: str) -> Task | None:
+    """The local task of a YAML file; `None`: it is one of lm-eval's own kind.
+
+    Raises:
+        UserError: no such file, or what is wrong in it, located (exit 2).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fix = recipe_errors.similar_files(Path(path)) or "a task file; examples/general has one"
+        said = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(Problem(f"cannot read the task: {said}", "eval.tasks", path, fix=fix)) from None
+    if re.search(r"^(dataset_path|output_type|include|group|custom_dataset)\s*:", text, re.MULTILINE):
+        return None
+    document = strict_yaml.parse(text, path)
+    raw, problems = document.value, list(document.problems)
+    if not isinstance(raw, dict):
+        raise UserError(
+            Problem("a task is a mapping of keys", where=path, expected="task, data, kind, prompt")
+        )
+    raw.setdefault("task", Path(path).stem)
+    known = {"task": frozenset(Task.model_fields)}
+    try:
+        task = Task.model_validate(raw)
+    except ValidationError as error:
+        where = {("task", *key): place for key, place in document.where.items()}
+        problems += recipe_errors.explain(error, {"task": raw}, where, known, under=("task",))
+        raise UserError(*problems) from None
+    needed = [key for key in NEEDS[task.kind] if getattr(task, key) is None]
+    problems += [Problem(f"is required for {task.kind}", key, path) for key in needed]
+    if task.pattern is not None:
+        try:
+            re.compile(task.pattern)
+        except re.error as error:
+            problems.append(
+                Problem("not a regular expression", "pattern", path, task.pattern, expected=str(error))
+            )
+    if problems:
+        raise UserError(*problems)
+    return task
+
+
+def documents(task: Task, path: str) -> list[dict[str, Any]]:
+    """The rows of a task, rendered: {"prompt", "choices", "answer"}.
+
+    Raises:
+        UserError: unreadable rows, columns that are not there, answers that are none of the choices (exit 2).
+    """
+    beside = Path(path).parent / task.data
+    name = str((beside if beside.exists() or not Path(task.data).exists() else Path(task.data)).absolute())
+    found, problems = [], []
+    for row in load.read(Source(name=name), f"task {task.task}"):
+        if isinstance(row, BadRow):
+            problems.append(row.problem)
+            continue
+        try:
+            found.append(_document(task, row.value))
+        except (TemplateError, ValueError, TypeError) as error:
+            columns = ", ".join(row.value)
+            problems.append(
+                Problem(f"task {task.task}: {error}", where=row.where, found=f"columns {columns}")
+            )
+    if not found and not problems:
+        problems.append(Problem(f"task {task.task} has no rows", where=name))
+    if problems:
+        more = len(problems) - 5
+        raise UserError(*problems[:5], *([Problem(f"{more} more rows like these")] if more > 0 else []))
+    return found
+
+
+def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
+    document: dict[str, Any] = {"prompt": str(_rendered(task.prompt, row))}
+    if task.answer is not None:
+        answer = _rendered(task.answer, row)
+        document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
+    if task.kind == "multiple_choice":
+        asked: Any = task.choices
+        listed = _rendered(asked, row) if isinstance(asked, str) else [_rendered(text, row) for text in asked]
+        if not isinstance(listed, list) or len(listed) < 2:
+            raise ValueError(f"choices give {listed!r}, not a list of two or more")
+        document["choices"] = [str(choice) for choice in listed]
+        document["answer"] = _index(document["answer"], document["choices"])
+    return document
+
+
+def _index(answer: str, choices: list[str]) -> int:
+    """The right choice's index, from the index itself or the choice's text."""
+    if answer in choices:
+        return choices.index(answer)
+    if answer.isdigit() and int(answer) < len(choices):
+        return int(answer)
+    raise ValueError(f"answer {answer!r} is none of the choices, nor an index of them")
+
+
+def _rendered(template: str, row: dict[str, Any]) -> Any:
+    """A template over a row; one that is a single `{{ expression }}` gives its value as it is."""
+    return _compiled(template)(row)
+
+
+@cache
+def _compiled(template: str) -> Callable[[dict[str, Any]], Any]:
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    whole = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", template, re.DOTALL)
+    if not whole:
+        return environment.from_string(template).render
+    expression = environment.compile_expression(whole[1], undefined_to_none=False)
+
+    def value(row: dict[str, Any]) -> Any:
+        found = expression(row)
+        if isinstance(found, StrictUndefined):
+            str(found)  # raises, and says what is undefined
+        return found
+
+    return value
+
+
+def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str, Any]:
+    """lm-eval's configuration of a local task.
+
+    Args:
+        stops: token ids that end an answer.
+    """
+    from datasets import Dataset
+
+    common = {
+        "task": task.task,
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+        "test_split": "test",
+        "num_fewshot": 0,
+        "doc_to_text": lambda row: row["prompt"],
+        "doc_to_target": lambda row: row.get("answer", row["prompt"]),
+    }
+    if task.kind == "perplexity":
+        metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        return {
+            **common,
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": lambda row: row["prompt"],
+            "metric_list": [{"metric": name} for name in metrics],
+        }
+    if task.kind == "multiple_choice":
+        return {
+            **common,
+            "output_type": "multiple_choice",
+            "doc_to_choice": lambda row: row["choices"],
+            "target_delimiter": "" if task.chat else task.delimiter,
+            "metric_list": [
+                {"metric": name, "aggregation": "mean", "higher_is_better": True}
+                for name in ("acc", "acc_norm")
+            ],
+        }
+    return {
+        **common,
+        "output_type": "generate_until",
+        "generation_kwargs": {
+            "until": task.stop,
+            "max_gen_toks": task.max_new_tokens,
+            "do_sample": False,
+            "temperature": 0.0,
+            "eos_token_id": stops,
+        },
+        "process_results": lambda row, answers: {"exact_match": right(task, answers[0], row["answer"])},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def right(task: Task, said: str, wanted: str) -> float:
+    """Whether a generated answer is the wanted one: 1.0 or 0.0."""
+    said = re.sub(r"^\s*<think>.*?</think>", "", said, flags=re.DOTALL).strip()
+    if task.kind == "json_match":
+        return float(_first_json(said) == json.loads(wanted))
+    if task.kind == "regex_match":
+        found = re.search(str(task.pattern), said)
+        said = (found[1] if found.groups() else found[0]) if found else ""
+    return float((said or "").strip() == wanted.strip())
+
+
+def _first_json(text: str) -> Any:
+    """The first JSON object or list in a text; `None` without any."""
+    decoder = json.JSONDecoder()
+    for start in (match.start() for match in re.finditer(r"[\[{]", text)):
+        try:
+            return decoder.raw_decode(text, start)[0]
+        except ValueError:
+            continue
+    return None

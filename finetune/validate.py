@@ -1,0 +1,115 @@
+"""Evaluation while training (`eval.every`): the best weights are kept; a run that learns no more stops."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from finetune import adapters, harness, scoring
+
+if TYPE_CHECKING:
+    from finetune.callbacks import Metrics
+    from finetune.data.prepare import HeldOut
+    from finetune.receipts import Ledger
+    from finetune.sections import Data, Eval
+
+TOLERANCE = 1e-2  # relative, of the best loss measured again when all is saved: adapters may be rounded then
+
+
+class Validate(TrainerCallback):
+    """Every `eval.every` steps and at the last: held-out loss, and what `eval.best` names."""
+
+    def __init__(
+        self,
+        rows: list[HeldOut],
+        tokenizer: Any,
+        data: Data,
+        settings: Eval,
+        metrics: Metrics,
+        not_before: int,
+    ) -> None:
+        """Args: not_before: a step before which nothing is the best: AdaLoRA is still over its budget."""
+        self.rows, self.tokenizer, self.data, self.settings = rows, tokenizer, data, settings
+        self.metrics, self.screen, self.not_before = metrics, metrics.screen, not_before
+        self.best: float | None = None
+        self.best_step = self.times = self.without_better = 0
+        self.best_loss = math.nan
+        self.weights: dict[str, Any] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        step, last = state.global_step, state.global_step >= state.max_steps
+        if not last and (self.settings.every is None or step % self.settings.every):
+            return
+        started, training = time.perf_counter(), model.training
+        found = self.measure(model)
+        model.train(training)
+        self.times += 1
+        value = found[f"eval_{self.settings.best}"]
+        higher = self.settings.best != "loss" and not _lower_is_better(self.settings.best)
+        better = self.best is None or (value > self.best if higher else value < self.best)
+        if step >= self.not_before:
+            self.without_better = 0 if better else self.without_better + 1
+            if better:
+                self.best, self.best_step, self.best_loss = value, step, found["eval_loss"]
+                self.keep(model)
+        patience = self.settings.patience
+        if patience is not None and self.without_better >= patience and not last:
+            control.should_training_stop = control.should_log = True
+            self.screen.say(f"note: stopped at step {step}: no better evaluation in {patience}")
+        seconds = time.perf_counter() - started
+        self.metrics.pause(seconds)
+        if state.is_world_process_zero:
+            self.write(step, state.epoch, found, seconds)
+
+    def measure(self, model: Any) -> dict[str, float]:
+        """Held-out loss, and what `eval.best` needs beside it; random generators stay as they are."""
+        asks = self.settings.best == "exact_match"
+        score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
+        found = {"eval_loss": score.loss}
+        if asks:
+            found["eval_exact_match"] = score.as_json()["exact_match"] or 0.0
+        if "/" in self.settings.best:
+            task, _, metric = self.settings.best.rpartition("/")
+            results = harness.run(model, self.tokenizer, self.settings, seeded=False)
+            found[f"eval_{self.settings.best}"] = harness.one(results, task, metric)
+        return found
+
+    def keep(self, model: Any) -> None:
+        """Copy what is trained to the host."""
+        if self.settings.keep_best:
+            trained = adapters.trainable(model)
+            self.weights = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+
+    def write(self, step: int, epoch: float, found: dict[str, float], seconds: float) -> None:
+        best = "  best so far" if self.best_step == step else ""
+        said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        self.screen.say(f"step {step}: {said}{best}")
+        record = {"step": step, "epoch": epoch, **found, "eval_seconds": seconds}
+        self.metrics.append(record)
+
+    def restore(self, model: Any, state: Any, ledger: Ledger) -> None:
+        """Put the best weights back, and leave a receipt of how often was evaluated."""
+        steps = state.global_step
+        every = self.settings.every or steps
+        asked = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
+        how = "evaluations that ran"
+        ledger.add("eval.every", asked, self.times, how)
+        if not self.weights:
+            return
+        for name, parameter in adapters.trainable(model).items():
+            parameter.data.copy_(self.weights[name])
+
+    def add_receipt(self, loss: float, ledger: Ledger) -> None:
+        """The loss of the saved weights is the best evaluation's."""
+        if self.weights:
+            ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+            asked = f"step {self.best_step}, held-out loss {self.best_loss:.6f}"
+            how = "held-out loss of the saved weights, reopened"
+            ledger.add("best weights kept", asked, f"{loss:.6f}", how, ok=ok)
+
+
+def _lower_is_better(best: str) -> bool:
+    return any(word in best for word in ("perplexity", "bits_per_byte", "loss", "brier"))

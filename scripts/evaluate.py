@@ -1,0 +1,7 @@
+"""`accelerate launch scripts/evaluate.py RUN [--tasks ...]`: `finetune evaluate`, its rows spread over GPUs."""
+
+import sys
+
+from finetune.cli import main
+
+sys.exit(main(["evaluate", *sys.argv[1:]]))
