@@ -1,4 +1,4 @@
-"""`accelerate launch scripts/evaluate.py RUN [--tasks ...]`: `finetune evaluate`, its rows spread over GPUs."""
+"""`accelerate launch scripts/evaluate.py RUN [--tasks ...]`: `finetune evaluate`, over all GPUs."""
 
 import sys
 

@@ -1,0 +1,263 @@
+"""Evaluation: its verdicts, its speed against lm-eval's own command, and a real model on real data.
+
+    python benchmarks/evaluation.py ASSETS [--part verdicts speed real] [--times 20] [--limit N]
+    python benchmarks/evaluation.py --table       # the tables of benchmarks/README.md, from the JSON
+
+verdicts  adapters trained on random letters, and adapters that were never trained, evaluated by the command
+speed     base and tuned on three multiple-choice sets: `finetune evaluate` once, `lm_eval run` twice
+real      books-16m tuned on SMS spam and on commonsense questions, evaluated on the part held out
+
+ASSETS holds books-16m/, ci-sms/ and commonsense/ (a pre-trained LLaMA of 15.7 M parameters, and two sets).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "evaluation.json"
+SETS = {
+    "arc_easy": "ARC-Easy_train",
+    "arc_challenge": "ARC-Challenge_train",
+    "openbookqa": "openbookqa_train",
+}
+HELD_OUT = 5  # every fifth commonsense row is not trained on
+
+
+def command(*arguments: str) -> None:
+    """One `finetune` command in this process; its failure ends the benchmark."""
+    from finetune import cli
+
+    print("finetune", *arguments, flush=True)
+    if code := cli.main([*arguments, "--quiet"]):
+        sys.exit(f"exit {code}")
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "eval.json").read_text(encoding="utf-8"))
+
+
+def verdicts(folder: Path, times: int) -> dict[str, Any]:
+    """How often noise is called worse, and an untrained adapter the same; held-out rows as in the quickstart."""
+    from peft import PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    data = ROOT / "examples" / "tiny_llama" / "data"
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()[:240]]
+    held_out = write_rows(folder / "held.jsonl", [json.loads(x) for x in (data / "test.jsonl").open()][:60])
+    base = AutoModelForCausalLM.from_pretrained(data.parent / "model")
+    found: dict[str, list[str]] = {"noise": [], "untrained": []}
+    for seed in range(times):
+        letters = random.Random(seed)
+        for row in rows:
+            row["messages"][-1]["content"] = "".join(letters.choices(string.ascii_letters + " ", k=40))
+        noise, run = write_rows(folder / "noise.jsonl", rows), folder / f"noise{seed}"
+        overrides = [f"data.name={noise}", f"data.validation={held_out}", f"train.output_dir={run}"]
+        overrides += ["train.max_steps=30", "train.warmup_steps=2", f"train.seed={seed}"]
+        command("train", str(ROOT / "recipes" / "quickstart.yaml"), *overrides, "eval.general=false")
+        found["noise"].append(read(run)["verdict"]["word"])
+        config = PeftModel.from_pretrained(base, str(run / "adapter")).peft_config["default"]
+        config.inference_mode = False
+        plain = AutoModelForCausalLM.from_pretrained(data.parent / "model")
+        get_peft_model(plain, config).save_pretrained(str(run / "adapter"))
+        command("evaluate", str(run))
+        found["untrained"].append(read(run)["verdict"]["word"])
+    return {
+        "noise called worse": found["noise"].count("worse"),
+        "untrained called same": found["untrained"].count("same"),
+        "of": times,
+    }
+
+
+def choices(instruction: str) -> tuple[str, list[str]]:
+    """The question and the answers of an instruction of LLM-Adapters."""
+    asked, _, rest = instruction.partition("\n\nAnswer1: ")
+    listed = re.split(r" Answer\d: ", rest.partition("\n\nAnswer format")[0])
+    return asked.partition("question: ")[2], listed
+
+
+def commonsense(assets: Path, folder: Path) -> tuple[Path, dict[str, list[Any]]]:
+    """Rows to train on, and those held out by set."""
+    training, held = [], {}
+    for name, file in SETS.items():
+        rows = json.loads((assets / "commonsense" / f"{file}.json").read_text(encoding="utf-8"))
+        held[name] = rows[::HELD_OUT]
+        training += [row for index, row in enumerate(rows) if index % HELD_OUT]
+    random.Random(0).shuffle(training)
+    return write_rows(folder / "commonsense.jsonl", training), held
+
+
+def recipe(folder: Path, name: str, text: str) -> Path:
+    (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return folder / f"{name}.yaml"
+
+
+def train_commonsense(assets: Path, folder: Path) -> tuple[Path, dict[str, list[Any]]]:
+    training, held = commonsense(assets, folder)
+    path = recipe(
+        folder,
+        "commonsense",
+        f"""model: {{name: {assets / "books-16m"}}}
+data: {{name: {training}, validation_fraction: 0.02, max_length: 512}}
+adapter: {{type: lora, r: 32, lora_alpha: 64, target_modules: all-linear}}
+train: {{learning_rate: 2e-3, effective_batch_size: 32, num_train_epochs: 3, warmup_steps: 20}}
+eval: {{samples: 2}}
+""",
+    )
+    run = folder / "run-commonsense"
+    command("train", str(path), f"train.output_dir={run}")
+    return run, held
+
+
+def speed(assets: Path, folder: Path, run: Path, limit: int | None) -> dict[str, Any]:
+    """The same rows, prompts and batch size for both commands; wall time with imports and loading."""
+    ours, theirs, questions = [], folder / "theirs", 0
+    theirs.mkdir()
+    for name, file in SETS.items():
+        rows = json.loads((assets / "commonsense" / f"{file}.json").read_text(encoding="utf-8"))[:limit]
+        asked = [(*choices(row["instruction"]), int(row["answer"][-1]) - 1) for row in rows]
+        listed = [{"question": q, "options": options, "right": right} for q, options, right in asked]
+        data = write_rows(folder / f"{name}.jsonl", listed)
+        questions += len(listed)
+        common = 'Question: {{ question }}\\nAnswer:"\n'
+        ours.append(folder / f"{name}_choice.yaml")
+        ours[-1].write_text(
+            f'data: {data.name}\nkind: multiple_choice\nprompt: "{common}choices: "{{{{ options }}}}"\n'
+            'answer: "{{ right }}"\n'
+        )
+        (theirs / f"{name}.yaml").write_text(
+            f"task: {name}_choice\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+            f'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{common}'
+            'doc_to_choice: "{{ options }}"\ndoc_to_target: "{{ right }}"\n'
+            "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+        )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    started = time.perf_counter()
+    own = [sys.executable, "-m", "finetune", "evaluate", str(run), "--tasks", *map(str, ours)]
+    own += ["eval.general=false", "eval.batch_size=64", "data.validation_fraction=null", "--quiet"]
+    subprocess.run(own, check=True, env=environment)
+    seconds = {"finetune": time.perf_counter() - started}
+    accuracy: dict[str, dict[str, list[float]]] = {"finetune": {}, "lm_eval": {}}
+    for name, task in read(run)["tasks"].items():
+        if name.endswith("_choice"):
+            accuracy["finetune"][name] = [task["base"]["acc"], task["tuned"]["acc"]]
+    started = time.perf_counter()
+    for which in ("", f",peft={run / 'adapter'}"):
+        names = ",".join(f"{name}_choice" for name in SETS)
+        asked = f"pretrained={assets / 'books-16m'},tokenizer={run / 'adapter'}{which}"
+        target = folder / f"lm_eval{bool(which)}"
+        line = [
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "run",
+            "--model",
+            "hf",
+            "--model_args",
+            asked,
+            "--tasks",
+            names,
+        ]
+        line += ["--include_path", str(theirs), "--batch_size", "64", "--output_path", str(target)]
+        subprocess.run(line, check=True, env=environment, stdout=subprocess.DEVNULL)
+        (results,) = target.rglob("results*.json")
+        for name, found in json.loads(results.read_text())["results"].items():
+            accuracy["lm_eval"].setdefault(name, []).append(found["acc,none"])
+    seconds["lm_eval"] = time.perf_counter() - started
+    rates = {name: 2 * questions / taken for name, taken in seconds.items()}
+    return {"questions": questions, "seconds": seconds, "samples_per_second": rates, "accuracy": accuracy}
+
+
+def real(assets: Path, folder: Path, run: Path, held: dict[str, list[Any]]) -> dict[str, Any]:
+    """Base against tuned on what was held out: the paper's answer extraction, SMS spam, and forgetting."""
+    named = []
+    for name, rows in held.items():
+        shipped = (ROOT / "examples" / "commonsense" / f"{name}.yaml").read_text(encoding="utf-8")
+        data = write_rows(folder / f"held_{name}.jsonl", rows)
+        named.append(folder / f"commonsense_{name}.yaml")
+        named[-1].write_text(re.sub(r"(?m)^data: \S+", f"data: {data.name}", shipped), encoding="utf-8")
+    knowledge = str(ROOT / "examples" / "general" / "knowledge.yaml")
+    command("evaluate", str(run), "--tasks", *map(str, named), knowledge)
+    sms = recipe(
+        folder,
+        "sms",
+        f"""model: {{name: {assets / "books-16m"}}}
+data:
+  name: {assets / "ci-sms" / "train.jsonl"}
+  validation: {assets / "ci-sms" / "test.jsonl"}
+  max_length: 512
+adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
+train: {{learning_rate: 2e-3, effective_batch_size: 32, max_steps: 170, warmup_steps: 10}}
+eval: {{every: 17, samples: 3, tasks: [{knowledge}]}}
+""",
+    )
+    command("train", str(sms), f"train.output_dir={folder / 'run-sms'}")
+    kept = ("base", "tuned", "difference", "verdict", "tasks", "samples")
+    return {
+        name: {key: read(path)[key] for key in kept}
+        for name, path in (("commonsense", run), ("sms", folder / "run-sms"))
+    }
+
+
+def device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("assets", nargs="?", type=Path)
+    parser.add_argument("--part", nargs="+", default=["verdicts", "speed", "real"])
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--limit", type=int, help="questions of each set in the speed part")
+    parser.add_argument("--keep", type=Path, help="a folder for the runs; default: a temporary one")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(tables(json.loads(RESULTS.read_text(encoding="utf-8"))))
+        return
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="finetune-evaluation-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+
+    def note(part: str, found: dict[str, Any]) -> None:
+        results[part] = {"device": device(), **found}
+        options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    if "verdicts" in options.part:
+        note("verdicts", verdicts(folder, options.times))
+    if {"speed", "real"} & set(options.part):
+        run, held = train_commonsense(options.assets.resolve(), folder)
+        if "real" in options.part:
+            note("real", real(options.assets.resolve(), folder, run, held))
+        if "speed" in options.part:
+            note("speed", speed(options.assets.resolve(), folder, run, options.limit))
+    if not options.keep:
+        shutil.rmtree(folder)
+
+
+def tables(results: dict[str, Any]) -> str:
+    return json.dumps(results, indent=1)
+
+
+if __name__ == "__main__":
+    main()
