@@ -55,7 +55,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def verdicts(folder: Path, times: int) -> dict[str, Any]:
-    """How often noise is called worse, and an untrained adapter the same; held-out rows as in the quickstart."""
+    """How often noise is called worse and an untrained adapter the same, on rows of the quickstart."""
     from peft import PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import find_executable_batch_size, gather_object
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
@@ -154,15 +155,18 @@ def inference(model: Any) -> Any:
 
 
 def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
-    """`run(batch_size)`; `auto`: the largest size, from LARGEST_BATCH on, that memory has room for."""
+    """`run(batch_size)`; `auto`: LARGEST_BATCH, halved as long as memory has no room for it."""
     if isinstance(batch_size, int):
         return run(batch_size)
-    try:
-        return find_executable_batch_size(run, starting_batch_size=LARGEST_BATCH)()
-    except RuntimeError as error:
-        if "reached zero" not in str(error):
-            raise
-        raise torch.OutOfMemoryError("not even one row fits") from error
+    size = LARGEST_BATCH
+    while True:
+        try:
+            return run(size)
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what older kernels raise in its place
+            if size == 1 or not should_reduce_batch_size(error):
+                raise
+        clear_device_cache(garbage_collection=True)
+        size //= 2
 
 
 def row_losses(model: Any, rows: list[list[Encoded]], pad: Any, settings: Eval) -> list[tuple[float, int]]:

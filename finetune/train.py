@@ -316,8 +316,6 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train()
-    for validation in validating:
-        validation.restore(adapted, trainer.state, ledger)
     if section.type != "full":
         same = model.fingerprint(adapters.frozen(adapted))
         ledger.add(
@@ -335,6 +333,8 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
     long = trainer.state.global_step >= 4
     ok = (all if long else any)(moved[name] for name in asked)
     ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
+    for validation in validating:
+        validation.restore(adapted, trainer.state, ledger)
     for name, dtype in rounded.items():
         adapted.get_parameter(name).data = adapted.get_parameter(name).data.to(dtype)
     ratio = section.ours("loraplus_lr_ratio")
