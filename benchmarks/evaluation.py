@@ -126,8 +126,36 @@ eval: {{samples: 2}}
     return run, held
 
 
-def speed(assets: Path, folder: Path, run: Path, limit: int | None) -> dict[str, Any]:
+def large_model(folder: Path) -> Path:
+    """The 1.1 B shape of TinyLlama with random weights, and the quickstart's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny_llama" / "model")
+    shape = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+    made.save_pretrained(folder / "1b")
+    tokenizer.save_pretrained(folder / "1b")
+    return folder / "1b"
+
+
+def speed(assets: Path, folder: Path, base: Path, limit: int | None) -> dict[str, Any]:
     """The same rows, prompts and batch size for both commands; wall time with imports and loading."""
+    run = folder / "run-speed"
+    short = ["train.max_steps=4", "train.warmup_steps=0", "data.validation=null", "eval.general=false"]
+    asked = [f"model.name={base}", f"train.output_dir={run}", "train.learning_rate=1e-4", *short]
+    command("train", str(ROOT / "recipes" / "quickstart.yaml"), *asked)
     ours, theirs, questions = [], folder / "theirs", 0
     theirs.mkdir()
     for name, file in SETS.items():
@@ -151,7 +179,7 @@ def speed(assets: Path, folder: Path, run: Path, limit: int | None) -> dict[str,
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     started = time.perf_counter()
     own = [sys.executable, "-m", "finetune", "evaluate", str(run), "--tasks", *map(str, ours)]
-    own += ["eval.general=false", "eval.batch_size=64", "data.validation_fraction=null", "--quiet"]
+    own += ["eval.batch_size=64", "--quiet"]
     subprocess.run(own, check=True, env=environment)
     seconds = {"finetune": time.perf_counter() - started}
     accuracy: dict[str, dict[str, list[float]]] = {"finetune": {}, "lm_eval": {}}
@@ -161,7 +189,7 @@ def speed(assets: Path, folder: Path, run: Path, limit: int | None) -> dict[str,
     started = time.perf_counter()
     for which in ("", f",peft={run / 'adapter'}"):
         names = ",".join(f"{name}_choice" for name in SETS)
-        asked = f"pretrained={assets / 'books-16m'},tokenizer={run / 'adapter'}{which}"
+        asked = f"pretrained={base},tokenizer={run / 'adapter'}{which}"
         target = folder / f"lm_eval{bool(which)}"
         line = [
             sys.executable,
@@ -182,7 +210,8 @@ def speed(assets: Path, folder: Path, run: Path, limit: int | None) -> dict[str,
             accuracy["lm_eval"].setdefault(name, []).append(found["acc,none"])
     seconds["lm_eval"] = time.perf_counter() - started
     rates = {name: 2 * questions / taken for name, taken in seconds.items()}
-    return {"questions": questions, "seconds": seconds, "samples_per_second": rates, "accuracy": accuracy}
+    found = {"model": base.name, "questions": questions, "seconds": seconds}
+    return {**found, "samples_per_second": rates, "accuracy": accuracy}
 
 
 def real(assets: Path, folder: Path, run: Path, held: dict[str, list[Any]]) -> dict[str, Any]:
@@ -245,12 +274,16 @@ def main() -> None:
 
     if "verdicts" in options.part:
         note("verdicts", verdicts(folder, options.times))
-    if {"speed", "real"} & set(options.part):
-        run, held = train_commonsense(options.assets.resolve(), folder)
-        if "real" in options.part:
-            note("real", real(options.assets.resolve(), folder, run, held))
-        if "speed" in options.part:
-            note("speed", speed(options.assets.resolve(), folder, run, options.limit))
+    if "speed" in options.part:
+        large = device() != "CPU"
+        base = large_model(folder) if large else ROOT / "examples" / "tiny_llama" / "model"
+        part = f"speed, {'1.1 B' if large else '5.5 M'}"
+        note(part, speed(options.assets.resolve(), folder, base, options.limit))
+    if "real" in options.part:
+        note(
+            "real",
+            real(options.assets.resolve(), folder, *train_commonsense(options.assets.resolve(), folder)),
+        )
     if not options.keep:
         shutil.rmtree(folder)
 

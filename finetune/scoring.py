@@ -7,6 +7,7 @@ Exact match generates greedily from all but the last turn and compares the text 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,8 +60,18 @@ class Score:
         return sum(self.losses) / max(sum(self.tokens), 1)
 
     def as_json(self) -> dict[str, float | None]:
+        """The metrics, with the standard errors that come of these rows being a sample."""
         shares = [sum(of) / len(of) if of else None for of in (self.hits, self.ends)]
-        return {"loss": self.loss, "exact_match": shares[0], "ended": shares[1]}
+        found = {"loss": self.loss, "exact_match": shares[0], "ended": shares[1]}
+        rows = len(self.losses)
+        if rows > 1:  # of a ratio of sums: Cochran, Sampling Techniques, 1977, equation 2.45
+            beside = sum(
+                (loss - self.loss * n) ** 2 for loss, n in zip(self.losses, self.tokens, strict=True)
+            )
+            found["loss_stderr"] = math.sqrt(beside * rows / (rows - 1)) / max(sum(self.tokens), 1)
+        if rows > 1 and shares[0] is not None:
+            found["exact_match_stderr"] = math.sqrt(shares[0] * (1 - shares[0]) / (rows - 1))
+        return found
 
     def part(self, indices: list[int]) -> Score:
         """The score of some of the rows."""

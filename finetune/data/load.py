@@ -112,7 +112,7 @@ def check_disjoint(data: Data) -> None:
         raise UserError(Problem(what, "data.validation", found=data.validation, fix=fix))
     trained = set()
     for source in sources(data):
-        with contextlib.suppress(UserError):  # who reads them says what is missing; a moved run needs them not
+        with contextlib.suppress(UserError):  # who reads them says what is missing; a moved run needs none
             trained |= {path.resolve() for path in files(source.name, "data.name") or ()}
     both = trained & {path.resolve() for path in held_out}
     if both:
