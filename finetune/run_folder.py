@@ -164,12 +164,10 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     """
     recipe = load_recipe(run.recipe, list(overrides))
     data, needed = recipe.data, [("model.name", recipe.model.name)]
-    other = any(text.startswith("data.") for text in overrides)
-    if (run.path / HELD_OUT).exists() and not other:
-        pass
-    elif data.validation is not None:
+    kept = (run.path / HELD_OUT).exists() and not any(text.startswith("data.") for text in overrides)
+    if data.validation is not None and not kept:
         needed.append(("data.validation", data.validation))
-    elif data.validation_fraction is not None:
+    elif data.validation_fraction is not None and not kept:
         names = data.name if isinstance(data.name, list) else [data.name]
         needed += [("data.name", name.name if isinstance(name, Source) else name) for name in names]
     gone = [
@@ -177,17 +175,11 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
         for key, name in (needed if files else ())
         if local_path(name) and not os.path.exists(name) and not glob.glob(name)
     ]
+    fix = "where it is here, at the end of the command: {}=PATH"
+    fixes = {"model.name": fix, "data.validation": fix + "; or {}=null, to do without", "data.name": fix}
     if gone:
-        what, said = "is not on this machine", ("where it is here, at the end of the command: ", "=PATH")
-        or_none = "; data.validation=null: do without"
-        raise UserError(
-            *(
-                Problem(
-                    what, key, str(run.recipe), name, fix=key.join(said) + (or_none if "data" in key else "")
-                )
-                for key, name in gone
-            )
-        )
+        what, where = "is not on this machine", str(run.recipe)
+        raise UserError(*(Problem(what, k, where, name, fix=fixes[k].format(k, k)) for k, name in gone))
     return recipe
 
 

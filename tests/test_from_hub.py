@@ -41,6 +41,19 @@ def test_a_published_run_is_opened_and_merged(hub: Hub, trained, tmp_path, monke
     assert "adapter_config.json" not in files and str(tmp_path).encode() not in files["merge.json"]
 
 
+def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, small, capsys) -> None:
+    """On another machine: the base and the held-out rows lie elsewhere, and the figures are the same."""
+    folder = trained()
+    pinned = f"me/notes@{publish(folder)}"
+    monkeypatch.chdir(tmp_path)
+    rows = Path(shutil.copyfile(small[1].partition("=")[2], tmp_path / "elsewhere.jsonl"))
+    command = ["evaluate", pinned, HERE[0], f"data.validation={rows}"]
+    assert cli.main(command) == 0
+    assert "is not what the run held out" not in capsys.readouterr().out
+    (opened,) = (tmp_path / "runs").iterdir()
+    assert RunFolder(opened).read("eval.json")["tuned"] == folder.read("eval.json")["tuned"]
+
+
 def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys) -> None:
     commit = publish(trained())
     other = ["adapter.from_other_base=true", "data.validation=null"]

@@ -333,7 +333,15 @@ def test_a_push_that_fails_does_not_fail_the_run(hub: Hub, small, tmp_path, caps
         "eval.max_new_tokens=2",
     ]
     hub.fail("/commit/", 403, times=9)
-    command = ["train", str(QUICKSTART), *short, small[0], "data.validation=null", "publish.repo=me/notes"]
+    command = [
+        "train",
+        str(QUICKSTART),
+        *short,
+        small[0],
+        "data.validation=null",
+        "eval.general=false",
+        "publish.repo=me/notes",
+    ]
     assert cli.main([*command, f"train.output_dir={folder.path}"]) == 0
     said = capsys.readouterr()
     assert "will be published to me/notes (private)" in said.out, "at its start"
@@ -358,6 +366,7 @@ def test_no_token_is_left_anywhere(small, tmp_path) -> None:
         }
         short = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=4"]
         command = ["train", str(QUICKSTART), *short, *small, "publish.repo=me/notes", "eval.max_new_tokens=2"]
+        command += ["eval.general=false"]
         command += [f"train.output_dir={tmp_path / 'run'}", "--debug"]
         done = subprocess.run(
             [sys.executable, "-m", "finetune", *command],
