@@ -122,7 +122,7 @@ def make(staged: Path, recipe: Recipe, base: Base, kind: str, repo: str) -> Mode
     parts = [
         f"# {name}",
         summary(recipe, base, kind, report),
-        results.get("verdict", {}).get("why", ""),
+        verdict(results.get("verdict", {})),
         "## Use",
         usage(recipe, base, kind, repo, config),
         "## Results",
@@ -233,6 +233,12 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
     if not base.licence_from:
         lines.append("The licence of the base is not known; look it up before you use or share this model.")
     return "\n".join(lines)
+
+
+def verdict(said: dict[str, Any]) -> str:
+    """Better or worse, why, and what was forgotten."""
+    forgot = f"; forgot: {', '.join(said['forgot'])}" if said.get("forgot") else ""
+    return f"**{said['word']}**: {said['why']}{forgot}" if said.get("why") else ""
 
 
 def usage(recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, Any]) -> str:

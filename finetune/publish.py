@@ -268,9 +268,8 @@ def refuse_secrets(files: dict[str, Path]) -> None:
 
 
 def unnamed_base(name: str) -> str:
-    return (
-        f"the base is a local folder: the card will call it {name}; on the Hub it is? publish.base_model=..."
-    )
+    where = "publish.base_model=organisation/name if it is on the Hub"
+    return f"the base is a local folder, called `{name}` in the card; {where}"
 
 
 def say_of(base: Base, section: Publish, files: dict[str, Path]) -> list[str]:

@@ -14,7 +14,11 @@ RESULTS = {
     "base": {"loss": 1.9, "exact_match": None, "ended": None},
     "tuned": {"loss": 0.3, "exact_match": None, "ended": None},
     "difference": {"loss": {"value": -1.6, "low": -1.7, "high": -1.5, "rows": 12, "verdict": "better"}},
-    "verdict": {"word": "better", "why": "Held-out loss fell from 1.9 to 0.3 | nats.", "forgot": []},
+    "verdict": {
+        "word": "better",
+        "why": "Held-out loss fell from 1.9 to 0.3 | nats.",
+        "forgot": ["general_text"],
+    },
     "tasks": {
         "arc": {
             "base": {"acc": 0.25, "acc_stderr": 0.01},
@@ -65,7 +69,7 @@ def test_what_the_hub_reads(made) -> None:
 
 def test_what_people_read(made) -> None:
     text = made(results=RESULTS, base="org/base").text
-    assert "Held-out loss fell from 1.9 to 0.3" in text
+    assert "**better**: Held-out loss fell from 1.9 to 0.3 | nats.; forgot: general_text" in text
     assert "| held-out loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
     assert "| arc: acc | 0.25 | 0.5 ± 0.02 | 0.25 [0.2, 0.3] better |" in text
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
