@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types
+from finetune import adapter_types, hub
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from finetune.receipts import Ledger
     from finetune.sections import Adapter
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
@@ -33,19 +35,32 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
         return []
     folder = _source_folder(adapter.source)
     if folder is None:
-        return [f"adapter.from: {adapter.source} is on the Hub; it is checked when it loads"]
+        repo, revision = hub.split(adapter.source)
+        hub.check_name(repo, "adapter.from")
+        pin = (
+            ""
+            if hub.COMMIT.fullmatch(revision or "")
+            else f"; pin it: {repo}@<commit>, or it may be another tomorrow"
+        )
+        return [f"adapter.from: {adapter.source} is on the Hub; it is checked when it loads{pin}"]
     try:
         saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(
             Problem(f"not JSON: {error}", "adapter.from", str(folder / "adapter_config.json"))
         ) from error
-    if not (folder / "adapter_model.safetensors").exists():
-        raise UserError(Problem("has no adapter_model.safetensors", "adapter.from", found=str(folder)))
+    check_weights(folder, adapter.source)
     problems = _source_problems(saved, adapter, base, revision)
     if problems:
         raise UserError(*problems)
     return []
+
+
+def check_weights(folder: Path, source: str) -> None:
+    """Whether a folder holds an adapter in safetensors, the one format that is read (exit 2)."""
+    missing = [name for name in FILES if not (folder / name).exists()]
+    if missing:
+        raise UserError(Problem(f"has no {', '.join(missing)}", "adapter.from", found=source))
 
 
 def _source_folder(source: str) -> Path | None:
@@ -121,15 +136,22 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    source = str(_source_folder(str(adapter.source)) or adapter.source)
-    saved = PeftConfig.from_pretrained(source).to_dict()
+    source = str(adapter.source)
+    folder = _source_folder(source)
+    if folder is None:
+        folder, pinned = hub.download(source, list(FILES), "adapter.from")
+        source = f"{hub.split(source)[0]}@{pinned}"
+    check_weights(folder, source)
+    saved = PeftConfig.from_pretrained(str(folder)).to_dict()
     commit = getattr(model.config, "_commit_hash", None)
     problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
     if problems:
         raise UserError(*problems)
     with refusals(f"the adapter of {source} does not go on this model"):
-        adapted = PeftModel.from_pretrained(model, source, is_trainable=True)
-    on_disk, live = load_peft_weights(source, device="cpu"), get_peft_model_state_dict(adapted)
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    config: Any = adapted.peft_config["default"]
+    config.base_model_name_or_path, config.revision = model.name_or_path, commit  # what it stands on from now
+    on_disk, live = load_peft_weights(str(folder), device="cpu"), get_peft_model_state_dict(adapted)
     equal = sum(
         name in live and bool((live[name].float().cpu() == tensor.float()).all())
         for name, tensor in on_disk.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_source, adapter_types, hardware, model, modules, qat, tasks
+from finetune import adapter_source, adapter_types, hardware, hub, model, modules, qat, tasks
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError
 from finetune.sections import Source
@@ -29,7 +29,7 @@ def run(recipe: Recipe) -> list[str]:
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
     packages: list[Problem] = []
-    for look in (_model, _data, _adapter, _tasks):
+    for look in (_model, _data, _adapter, _tasks, _publish):
         try:
             notes += look(recipe)
         except UserError as error:
@@ -109,3 +109,8 @@ def _adapter(recipe: Recipe) -> list[str]:
         uneven = modules.uneven(options.get("target_modules"), names)
         notes += [uneven] if uneven else []
     return notes
+
+
+def _publish(recipe: Recipe) -> list[str]:
+    hub.check_names(recipe.publish)
+    return []

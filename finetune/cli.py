@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from finetune.recipe import Recipe
+    from finetune.run_folder import RunFolder
 
 
 RANK_0_FIRST = 3  # seconds
+# Arguments that several commands take
+RECIPE = ("recipe", {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"})
+MAYBE_RECIPE = ("recipe", {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"})
+RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organisation/name@revision on the Hub"})
+OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,16 +58,19 @@ def train(options: argparse.Namespace) -> None:
     """Train, save, reopen and evaluate a recipe."""
     from finetune import check as checks
     from finetune import launch
-    from finetune.screen import quieten_libraries
+    from finetune import publish as publish_run
+    from finetune.screen import Screen, quieten_libraries
 
-    recipe = load(options)
+    recipe, main = load(options), os.environ.get("RANK", "0") == "0"
     with located(recipe):
         notes = checks.run(recipe)
         if not launch.launched():
             launch.if_needed(
                 ["train", options.recipe, *options.overrides, *flags(options)], options.accelerate
             )
-        if not options.quiet and os.environ.get("RANK", "0") == "0":
+        if main and recipe.publish.repo:
+            notes += publish_run.check(recipe.publish, recipe.model.name)
+        if main and not options.quiet:
             said_later = {*recipe.origin.notices, *checks.advice(recipe)}
             print("".join(f"note: {note}\n" for note in notes if note not in said_later), end="")
         quieten_libraries()
@@ -69,7 +78,9 @@ def train(options: argparse.Namespace) -> None:
         from finetune.scoring import memory_errors
 
         with memory_errors():
-            training.run(recipe, quiet=options.quiet)
+            folder = training.run(recipe, quiet=options.quiet)
+        if main:
+            publish_run.after_training(recipe, folder, Screen(quiet=options.quiet))
 
 
 def check(options: argparse.Namespace) -> None:
@@ -124,36 +135,47 @@ def data(options: argparse.Namespace) -> None:
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
     from finetune import launch
-    from finetune.run_folder import open_run
     from finetune.screen import Screen, quieten_libraries
 
-    open_run(options.run)
+    run = opened(options)
     if options.tasks is not None:  # `--tasks a,b c eval.limit=8`
         tasks = [part for text in options.tasks if "=" not in text for part in text.split(",")]
         options.overrides += [text for text in options.tasks if "=" in text]
         options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
     if not launch.launched():
-        launch.if_needed(["evaluate", options.run, *options.overrides, *flags(options)])
+        launch.if_needed(["evaluate", str(run.path), *options.overrides, *flags(options)])
     quieten_libraries()
     from finetune import evaluate as evaluation
     from finetune import summary
 
-    result = evaluation.run(options.run, options.overrides)
+    result = evaluation.run(run.path, options.overrides)
     main_process = os.environ.get("RANK", "0") == "0"
     summary.show_scores(Screen(quiet=options.quiet or not main_process), result)
 
 
 def merge(options: argparse.Namespace) -> None:
     """Merge a run's adapter into its base, prove that nothing was lost, and quantise it if asked."""
-    from finetune.run_folder import open_run
     from finetune.screen import Screen, quieten_libraries
 
-    open_run(options.run)
+    run = opened(options)
     quieten_libraries()
     from finetune import merge as merging
 
-    report = merging.run(options.run, dtype=options.dtype, quantized=options.quantize, output=options.output)
+    given = {"dtype": options.dtype, "quantized": options.quantize, "output": options.output}
+    report = merging.run(run.path, options.overrides, **given)
     merging.show(Screen(quiet=options.quiet), report)
+
+
+def publish(options: argparse.Namespace) -> None:
+    """Publish a run to the Hub, privately unless asked: weights, card, results."""
+    from finetune import publish as publishing
+    from finetune.screen import Screen
+
+    overrides = list(options.overrides)
+    overrides += [f"publish.repo={json.dumps(options.repo)}"] if options.repo else []
+    overrides += ["publish.private=false"] if options.public else []
+    screen, asked = Screen(quiet=options.quiet), {"merged": options.merged, "dry_run": options.dry_run}
+    publishing.run(opened(options).path, screen, overrides, **asked)
 
 
 def recipes(options: argparse.Namespace) -> None:
@@ -196,37 +218,25 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(name, **settings)
         command.set_defaults(command=function)
 
-    recipe = (
-        "recipe",
-        {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"},
-    )
-    maybe_recipe: tuple[str, dict[str, Any]] = (
-        "recipe",
-        {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"},
-    )
-    overrides = (
-        "overrides",
-        {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"},
-    )
     add(
         train,
-        recipe,
-        overrides,
+        RECIPE,
+        OVERRIDES,
         ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
     )
-    add(check, recipe, overrides)
+    add(check, RECIPE, OVERRIDES)
     add(
         data,
-        recipe,
-        overrides,
+        RECIPE,
+        OVERRIDES,
         ("--show", {"metavar": "N", "type": count, "help": "rows to show: 3; with --html 20 on the page"}),
         ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
     add(
         evaluate,
-        ("run", {"metavar": "RUN", "help": "a run folder"}),
-        overrides,
+        RUN,
+        OVERRIDES,
         (
             "--tasks",
             {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
@@ -234,24 +244,30 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         merge,
-        ("run", {"metavar": "RUN", "help": "a run folder"}),
+        RUN,
+        OVERRIDES,
         (
             "--dtype",
-            {
-                "choices": ["bfloat16", "float32"],
-                "default": "bfloat16",
-                "help": "of the saved weights: bfloat16",
-            },
+            {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
         ),
         ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
         ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
+    )
+    add(
+        publish,
+        RUN,
+        OVERRIDES,
+        ("--dry-run", {"action": "store_true", "help": "show what would go up; asks no one"}),
+        ("--merged", {"action": "store_true", "help": "what `finetune merge` left, in place of the adapter"}),
+        ("--repo", {"metavar": "ID", "help": "organisation/name: publish.repo"}),
+        ("--public", {"action": "store_true", "help": "publish.private=false"}),
     )
     add(
         recipes,
         ("name", {"metavar": "NAME", "nargs": "?"}),
         ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
     )
-    add(doctor, maybe_recipe, overrides)
+    add(doctor, MAYBE_RECIPE, OVERRIDES)
     return top
 
 
@@ -284,6 +300,16 @@ def load(options: argparse.Namespace) -> Recipe:
     from finetune.recipe import load as load_recipe
 
     return load_recipe(options.recipe, options.overrides)
+
+
+def opened(options: argparse.Namespace) -> RunFolder:
+    """The run of a command that takes one; of one from the Hub it is said where it is here."""
+    from finetune.run_folder import open_run
+
+    run = open_run(options.run)
+    if str(run.path) != str(Path(options.run)) and not options.quiet and os.environ.get("RANK", "0") == "0":
+        print(f"note: {options.run} is in {run.path}; what is made of it goes there")
+    return run
 
 
 @contextlib.contextmanager

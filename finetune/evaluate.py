@@ -22,7 +22,6 @@ from finetune import hardware, harness, model, paired, qat, run_folder, scoring,
 from finetune.data import load, prepare
 from finetune.data.formats import Example
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import load as load_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from finetune.scoring import Score
     from finetune.sections import Eval
 
-HELD_OUT = "held_out.jsonl"  # in the run folder: the rows themselves, so that it can be evaluated anywhere
 GENERAL = "general_text"
 WORST = 20
 
@@ -67,7 +65,7 @@ def run(
         The content of eval.json; without held-out rows `base` and `tuned` are empty.
     """
     folder = run_folder.open_run(path)
-    recipe = load_recipe(folder.recipe, overrides)
+    recipe = run_folder.recipe_of(folder, overrides)
     tasks.check(recipe.eval)
     if lacking := tasks.missing(recipe.eval):
         raise UserError(lacking, code=Exit.ENVIRONMENT)
@@ -130,7 +128,7 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     Returns:
         The rows, and what is worth knowing of them.
     """
-    kept = folder.path / HELD_OUT
+    kept = folder.path / run_folder.HELD_OUT
     overridden = any(
         who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items()
     )
@@ -142,7 +140,7 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)
     if PartialState().is_main_process and not overridden:
         lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
-        folder.write_text(HELD_OUT, "".join(f"{line}\n" for line in lines))
+        folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))
     return rows, notes
 
 

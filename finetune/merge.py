@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,10 @@ import torch
 
 from finetune import evaluate, hardware, model, proof, qat, quantize, run_folder, scoring
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import load as load_recipe
 from finetune.sections import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -35,12 +35,18 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights that need 
 
 
 def run(
-    path: str | Path, *, dtype: str = "bfloat16", quantized: str | None = None, output: str | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dtype: str = "bfloat16",
+    quantized: str | None = None,
+    output: str | None = None,
 ) -> dict[str, Any]:
     """Merge a run's adapter, prove it from disk, and publish the folder with its report in merge.json.
 
     Args:
         path: the run folder.
+        overrides: of the run's recipe, such as `model.name=...` on another machine.
         dtype: of the saved weights (bfloat16, float32); under `quantized` of all that is not.
         quantized: int8 | int4 | fp8, or `None`.
         output: the new folder; `None`: merged, or merged-int8 and so on, in the run folder.
@@ -54,7 +60,7 @@ def run(
     """
     started = time.monotonic()
     folder = run_folder.open_run(path)
-    recipe = load_recipe(folder.recipe)
+    recipe = run_folder.recipe_of(folder, overrides)
     setup = hardware.choose(
         attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
     )
@@ -63,13 +69,7 @@ def run(
     tokenizer = model.load_tokenizer(Model(name=str(folder.weights)))
     held_out, _ = evaluate.held_out(folder, recipe, tokenizer)
     rows, origin = proof.probes(recipe, tokenizer, held_out)
-
-    def score(opened: Any) -> dict[str, Any] | None:
-        """Before and after quantising; a merge is judged by its logits."""
-        if not (held_out and quantized):
-            return None
-        return scoring.score(opened, tokenizer, held_out, recipe.data, recipe.eval).as_json()
-
+    score = partial(scores, tokenizer, held_out if quantized else [], recipe)
     report: dict[str, Any] = {"path": str(target), "dtype": dtype, "quantized": quantized}
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
     trained_for, plain = recipe.speed.qat, unrounded(recipe)
@@ -103,6 +103,11 @@ def run(
         report["seconds"] = round(time.monotonic() - started, 1)
         publish(packed if quantized else whole, target, folder, report)
     return report
+
+
+def scores(tokenizer: Any, rows: Any, recipe: Recipe, opened: Any) -> dict[str, Any] | None:
+    """Before and after quantising; a merge (without `rows`) is judged by its logits."""
+    return scoring.score(opened, tokenizer, rows, recipe.data, recipe.eval).as_json() if rows else None
 
 
 def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained: Qat | None) -> None:

@@ -25,7 +25,10 @@ RIVALS = {  # an override of one displaces the other; both in one file is an err
     "data.validation_fraction": ("data.validation",),
 }
 _SECRET_VALUE = re.compile(
-    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|ghp_[A-Za-z0-9]{20,})"
+    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"|github_pat_[A-Za-z0-9_]{22,}|A[KS]IA[A-Z0-9]{16}(?![A-Za-z0-9]))"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|(?i:wandb_?api_?key\W{1,6})[0-9a-f]{40}|(?i:aws_?secret_?access_?key\W{1,6})[A-Za-z0-9/+=]{40}"
 )
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
@@ -82,6 +85,14 @@ def secrets(raw: Any, where: Where, path: tuple[str, ...] = ()) -> list[Problem]
     return found
 
 
+def secrets_in(text: str, token: str) -> list[tuple[int, str]]:
+    """Line of each secret in a text, and the secret's first characters; `token` is one that is known."""
+    found = [match.span() for match in _SECRET_VALUE.finditer(text)]
+    if token:
+        found += [match.span() for match in re.finditer(re.escape(token), text)]
+    return [(text.count("\n", 0, start) + 1, f"{text[start : start + 3]}****") for start, _ in sorted(found)]
+
+
 def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     """Settings that exclude each other, or that would be silently without effect."""
 
@@ -101,8 +112,6 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
                 found=f"{get(key)} and {get(rival)}",
                 fix="drop one of the two",
             )
-    if get("publish.repo") is not None:
-        problem("publish.repo", "publishing is not in this version", fix="repo: null")
     every = get("eval.every")
     if every is not None and get("data.validation") is None and get("data.validation_fraction") is None:
         problem("eval.every", "needs held-out rows", fix="data.validation or data.validation_fraction")

@@ -6,10 +6,13 @@ adapter/ (or model/ after full fine-tuning)
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import platform
+import shutil
 import subprocess
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,13 +22,29 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel
 
+from finetune import hub
 from finetune.errors import Problem, UserError
-from finetune.sections import Train
+from finetune.recipe import load as load_recipe
+from finetune.recipe import local_path
+from finetune.sections import Source, Train
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from finetune.hardware import Hardware, Launch
     from finetune.recipe import Recipe
 
+HELD_OUT = "held_out.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
+# What of a run is published beside its weights, so that it can be opened elsewhere
+PUBLISHED = (
+    "recipe.resolved.yaml",
+    "eval.json",
+    "receipts.json",
+    "data_report.json",
+    "environment.json",
+    "metrics.jsonl",
+    "merge.json",
+)
 PACKAGES = [
     "finetune-toolkit",
     "torch",
@@ -106,12 +125,62 @@ def create(path: str) -> RunFolder:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """An existing run (exit 2 if `path` is none)."""
+    """An existing run: a folder, or a published one, `organisation/name@revision` (exit 2 if it is none)."""
     run = RunFolder(Path(path))
+    if "@" in str(path) and not run.path.exists():
+        run = _fetch(str(path))
     if not run.recipe.exists() or not run.weights.exists():
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
-        raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}"))
+        fix = "" if run.path.exists() else "a run folder, or organisation/name@revision for one on the Hub"
+        raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}", fix=fix))
     return run
+
+
+def _fetch(name: str) -> RunFolder:
+    """A published run as runs/<name>-<commit>: its small files, and its weights in the Hub's cache."""
+    patterns = ["*.safetensors", "*.json", "*.jsonl", "*.yaml", "*.jinja", "*.model", "*.txt"]
+    snapshot, commit = hub.download(name, patterns)
+    target = Path("runs") / f"{hub.split(name)[0].rpartition('/')[2]}-{commit[:8]}"
+    if not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
+        for file in (snapshot / name for name in PUBLISHED):
+            if file.exists():
+                shutil.copyfile(file, made / file.name)
+        kind = "adapter" if (snapshot / "adapter_config.json").exists() else "model"
+        (made / kind).symlink_to(snapshot.absolute())
+        try:
+            os.rename(made, target)
+        except OSError:  # another process was first
+            shutil.rmtree(made)
+    return RunFolder(target)
+
+
+def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:
+    """The recipe of a run, with `overrides`; a run that came from another machine needs some.
+
+    Args:
+        files: the base and the held-out rows are going to be read, so they must be here (exit 2).
+    """
+    recipe = load_recipe(run.recipe, list(overrides))
+    data, needed = recipe.data, [("model.name", recipe.model.name)]
+    kept = (run.path / HELD_OUT).exists() and not any(text.startswith("data.") for text in overrides)
+    if data.validation is not None and not kept:
+        needed.append(("data.validation", data.validation))
+    elif data.validation_fraction is not None and not kept:
+        names = data.name if isinstance(data.name, list) else [data.name]
+        needed += [("data.name", name.name if isinstance(name, Source) else name) for name in names]
+    gone = [
+        (key, name)
+        for key, name in (needed if files else ())
+        if local_path(name) and not os.path.exists(name) and not glob.glob(name)
+    ]
+    fix = "where it is here, at the end of the command: {}=PATH"
+    fixes = {"model.name": fix, "data.validation": fix + "; or {}=null, to do without", "data.name": fix}
+    if gone:
+        what, where = "is not on this machine", str(run.recipe)
+        raise UserError(*(Problem(what, k, where, name, fix=fixes[k].format(k, k)) for k, name in gone))
+    return recipe
 
 
 def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:

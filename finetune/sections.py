@@ -145,7 +145,8 @@ PEFT_KEYS: dict[str, Any] = {
     "from": (
         str | None,
         Field(
-            default=None, description="Adapter to go on training: a run folder, a PEFT folder or a Hub id."
+            default=None,
+            description="Adapter to go on training: a run or PEFT folder, or organisation/name@commit.",
         ),
     ),
     "from_other_base": (
@@ -257,4 +258,14 @@ class Eval(Section):
 
 class Publish(Section):
     repo: str | None = None
-    """Hub repository to push to; `null`: nothing leaves this machine."""
+    """Hub repository (`organisation/name`) to push to; `null`: nothing leaves this machine."""
+    private: bool = True
+    """Whether the repository is private; `false` makes a new one public."""
+    revision: str | None = None
+    """Branch to push to; `null`: main."""
+    base_model: str | None = None
+    """What a base that is a local folder is on the Hub (`organisation/name`)."""
+    license: str | None = None
+    """Licence of what is published, by the Hub's name for it; `null`: the base's."""
+    samples: bool = True
+    """Whether eval.json goes up with its samples of held-out rows."""

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hub_server
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 MODEL = ROOT / "examples" / "tiny_llama" / "model"
 DATA = ROOT / "examples" / "tiny_llama" / "data"
+_TRAINED: dict[str, Path] = {}
 ADAPTERS = ("lora", "qlora", "dora", "qdora", "adalora", "ia3", "full")
 
 
@@ -93,6 +95,42 @@ def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
         return RunFolder(folder)
 
     return run
+
+
+@pytest.fixture
+def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[[str], RunFolder]:
+    """`trained(type)`: a copy of a run of two steps, which is trained once for all tests."""
+
+    def run(kind: str = "lora") -> RunFolder:
+        if kind not in _TRAINED:
+            rate = "1e-3" if kind == "full" else "4e-3"
+            options = [f"adapter.type={kind}", f"train.learning_rate={rate}", "eval.max_new_tokens=2"]
+            _TRAINED[kind] = train(*options, name=f"trained-{kind}").path
+        return RunFolder(Path(shutil.copytree(_TRAINED[kind], tmp_path / f"run-{kind}")))
+
+    return run
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.Hub]:
+    """A Hub on localhost that huggingface_hub talks to here, as HF_ENDPOINT makes it in a new process."""
+    from huggingface_hub.utils import close_session
+
+    with hub_server.serve() as server:
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {
+            "ENDPOINT": server.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+        }.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.endpoint)  # made when imported
+        monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
+        monkeypatch.setattr("finetune.hub.PAUSES", (0.01, 0.01, 0.01))
+        yield server
+        close_session()
 
 
 @pytest.fixture

@@ -37,8 +37,9 @@ def test_the_surface() -> None:
         "train": sorted([*common, "--accelerate", "recipe", "overrides"]),
         "check": sorted([*common, "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
-        "evaluate": sorted([*common, "run"]),
-        "merge": sorted([*common, "run", "--dtype", "--quantize", "--output"]),
+        "evaluate": sorted([*common, "run", "overrides", "--tasks"]),
+        "merge": sorted([*common, "run", "overrides", "--dtype", "--quantize", "--output"]),
+        "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),
         "recipes": sorted([*common, "--copy", "name"]),
         "doctor": sorted([*common, "recipe", "overrides"]),
     }
@@ -57,9 +58,7 @@ def test_overrides_may_follow_options() -> None:
     assert options.overrides == ["a.b=1", "c.d=2"]
 
 
-@pytest.mark.parametrize(
-    "command", [["train"], ["nothing"], ["evaluate", "run", "a.b=1"], ["check", "a", "--fast"]]
-)
+@pytest.mark.parametrize("command", [["train"], ["nothing"], ["evaluate"], ["check", "a", "--fast"]])
 def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main(command)

@@ -22,13 +22,13 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat"),
     ("recipe_errors",),
-    ("recipe", "receipts", "hardware", "modules", "adapter_init"),
+    ("recipe", "receipts", "hardware", "modules", "adapter_init", "hub"),
     ("run_folder", "screen", "adapter_source"),
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped"),
-    ("summary", "paired", "scoring", "tasks", "quantize"),
+    ("summary", "paired", "scoring", "tasks", "quantize", "card"),
     ("harness", "check"),
     ("evaluate", "validate"),
-    ("verify", "proof", "loraplus"),
+    ("verify", "proof", "loraplus", "publish"),
     ("train", "merge", "doctor", "launch"),
     ("cli",),
     ("__main__",),
@@ -81,7 +81,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
                 if any(re.fullmatch(r"(finetune\.)?Recipe( \| None)?", a) for a in annotations):
                     takers.add(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
     drivers = {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli"}
-    assert takers <= drivers | {"merge", "proof"}
+    assert takers <= drivers | {"merge", "proof", "publish", "card"}
 
 
 def test_files_and_functions_fit_a_screen() -> None:

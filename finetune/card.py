@@ -1,0 +1,363 @@
+"""The model card of a run, in the Hub's own format: what it is, how to load it, what it was measured at.
+
+Made from the files that go up beside it, so it says no more than they do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from finetune import adapter_types, hub
+from finetune.recipe import local_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from finetune.recipe import Recipe
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+LICENCES = {  # what a LICENSE file begins with -> the Hub's name of it
+    r"\s*Apache License\s+Version 2\.0": "apache-2.0",
+    r"\s*(The )?MIT License": "mit",
+}
+Table = list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base model, as a reader elsewhere can find it."""
+
+    name: str
+    """Hub id; of a folder on the machine that trained, its name."""
+    on_hub: bool
+    revision: str | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
+    """File of weights -> sha256, where the base is a folder."""
+    licence: dict[str, str] = field(default_factory=dict)
+    """The card's `license`, and `license_name` and `license_link` if it has them."""
+    licence_from: str = ""
+
+
+def find_base(recipe: Recipe, config: dict[str, Any], *, online: bool) -> Base:
+    """The base as the card says it.
+
+    Args:
+        config: adapter_config.json, or nothing.
+        online: whether the licence may be looked up on the Hub.
+    """
+    section, trained_on = recipe.publish, recipe.model.name
+    local = Path(trained_on) if local_path(trained_on) else None
+    name = section.base_model or (trained_on if local is None else local.name)
+    on_hub = section.base_model is not None or local is None
+    revision = (config.get("revision") or recipe.model.revision) if local is None else None
+    hashes = {}
+    if not on_hub and local and local.is_dir():
+        hashes = {path.name: hub.sha256(path) for path in sorted(local.glob("*.safetensors"))}
+    if section.license:
+        licence, source = {"license": section.license}, "publish.license"
+    else:
+        licence, source = _licence(local, name if on_hub else None, revision, online)
+    return Base(name, on_hub, revision, hashes, licence, source)
+
+
+def _licence(
+    folder: Path | None, hub_id: str | None, revision: str | None, online: bool
+) -> tuple[dict[str, str], str]:
+    """The base's licence and where that is said: its folder's README or LICENSE, its card on the Hub."""
+    if folder and (folder / "README.md").is_file():
+        said = _licence_of_card(folder / "README.md")
+        if said:
+            return said, "the README of the base"
+    if folder and (folder / "LICENSE").is_file():
+        text = (folder / "LICENSE").read_text(encoding="utf-8", errors="replace")
+        for start, name in LICENCES.items():
+            if re.match(start, text):
+                return {"license": name}, "the LICENSE of the base"
+    if hub_id:
+        readme = _hub_readme(hub_id, revision, online)
+        if readme and (said := _licence_of_card(readme)):
+            return said, f"the card of {hub_id}"
+    return {"license": "other"}, ""
+
+
+def _hub_readme(hub_id: str, revision: str | None, online: bool) -> Path | None:
+    """The base's README on the Hub, or in its cache; its licence is no reason to fail."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(hub_id, "README.md", revision=revision, local_files_only=not online))
+    except (hub.http_error(), OSError, ValueError):
+        return None
+
+
+def _licence_of_card(path: Path) -> dict[str, str]:
+    try:
+        data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, yaml.YAMLError):  # no metadata that can be read
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return (
+        {key: str(data[key]) for key in keys if isinstance(data.get(key), str)} if "license" in data else {}
+    )
+
+
+def make(staged: Path, recipe: Recipe, base: Base, kind: str, repo: str) -> ModelCard:
+    """The card of what lies in `staged`.
+
+    Args:
+        kind: adapter | model | merged.
+        repo: its repository, or what stands for it.
+    """
+    name = repo.rpartition("/")[2]
+    config = read(staged, "adapter_config.json") if kind == "adapter" else {}
+    results, report = read(staged, "eval.json"), read(staged, "data_report.json")
+    data = metadata(recipe, base, kind, name, results, report)
+    parts = [
+        f"# {name}",
+        summary(recipe, base, kind, report),
+        verdict(results.get("verdict", {})),
+        "## Use",
+        usage(recipe, base, kind, repo, config),
+        "## Results",
+        scores(results, report),
+        "## Training",
+        training(staged, recipe, report),
+        "## Receipts",
+        "Facts read back from the running system; the run stops at one that does not match.",
+        table(
+            ("what", "asked", "got", "true"),
+            [
+                (r["option"], r["asked"], r["got"], "yes" if r["ok"] else "NO")
+                for r in read(staged, "receipts.json")
+            ],
+        ),
+        "## Versions",
+        versions(staged),
+    ]
+    text = "\n\n".join(part for part in parts if part)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+
+
+def read(folder: Path, name: str) -> Any:
+    """A JSON file of the run; an older run may lack one."""
+    path = folder / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def metadata(
+    recipe: Recipe, base: Base, kind: str, name: str, results: dict[str, Any], report: dict[str, Any]
+) -> ModelCardData:
+    """What the Hub reads: base, licence, library, data sets, results in its model-index."""
+    adapter = kind == "adapter"
+    relation = "adapter" if adapter else "finetune"
+    tags = [recipe.adapter.type, "sft", "text-generation", "finetune"]
+    if base.on_hub:
+        tags.append(f"base_model:{relation}:{base.name}")
+    sources = report.get("train", {}).get("sources", {})
+    licence: dict[str, Any] = dict(base.licence)
+    return ModelCardData(
+        base_model=base.name if base.on_hub else None,
+        base_model_relation=relation if base.on_hub else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        datasets=[source for source in sources if is_hub_data(source)] or None,
+        tags=tags,
+        model_name=name,
+        eval_results=measured(results) or None,
+        **licence,
+    )
+
+
+def is_hub_data(source: str) -> bool:
+    return source.count("/") == 1 and not local_path(source)
+
+
+def measured(results: dict[str, Any]) -> list[EvalResult]:
+    """The tuned model's results; the name of each says what the base had."""
+    found = []
+    for key, title in (("loss", "held-out loss, nats a token"), ("exact_match", "exact match")):
+        value = results.get("tuned", {}).get(key)
+        if value is not None:
+            said = f"{title} ({_beside(results, key)})"
+            found.append(_result("held-out", "held-out rows", key, value, said))
+    for task, of in results.get("tasks", {}).items():
+        metric = of.get("main") or next((m for m in of.get("tuned", {}) if not m.endswith("_stderr")), None)
+        value = of.get("tuned", {}).get(metric)
+        if value is not None:
+            found.append(_result(task, task, str(metric), value, f"{metric} ({_beside(of, metric)})"))
+    return found
+
+
+def _result(data: str, title: str, metric: str, value: float, said: str) -> EvalResult:
+    return EvalResult(
+        task_type="text-generation",
+        task_name="Text Generation",
+        dataset_type=data,
+        dataset_name=title,
+        metric_type=metric,
+        metric_value=value,
+        metric_name=said,
+    )
+
+
+def _beside(results: dict[str, Any], metric: Any) -> str:
+    """`base 1.9, difference -1.6 [-1.7, -1.5]`."""
+    said = f"base {number(results.get('base', {}).get(metric))}"
+    difference = interval(results.get("difference", {}).get(metric))
+    return f"{said}, difference {difference}" if difference else said
+
+
+def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> str:
+    at = f" at revision `{base.revision}`" if base.revision else ""
+    on = f"[{base.name}](https://huggingface.co/{base.name}){at}" if base.on_hub else f"`{base.name}`"
+    rows = report.get("train", {}).get("kept")
+    method = recipe.adapter.type
+    what = {
+        "adapter": f"A PEFT adapter ({method}) for {on}",
+        "model": f"{on}, all of its weights fine-tuned",
+        "merged": f"{on} with a PEFT adapter ({method}) merged into it",
+    }[kind]
+    lines = [f"{what}; supervised fine-tuning on {rows or 'some'} rows."]
+    if not base.on_hub:
+        lines.append(
+            f"The base, `{base.name}`, is a folder of the machine that trained, not a model of the Hub."
+        )
+        lines += [f"- `{file}` sha256 `{digest}`" for file, digest in base.hashes.items()]
+    if not base.licence_from:
+        lines.append("The licence of the base is not known; look it up before you use or share this model.")
+    return "\n".join(lines)
+
+
+def verdict(said: dict[str, Any]) -> str:
+    """Better or worse, why, and what was forgotten."""
+    forgot = f"; forgot: {', '.join(said['forgot'])}" if said.get("forgot") else ""
+    return f"**{said['word']}**: {said['why']}{forgot}" if said.get("why") else ""
+
+
+def usage(recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, Any]) -> str:
+    """How to load it with PEFT or transformers, and with vLLM."""
+    quoted = json.dumps(base.name if base.on_hub else f"path/to/{base.name}")
+    at = f", revision={json.dumps(base.revision)}" if base.revision else ""
+    if kind != "adapter":
+        lines = [f"model = AutoModelForCausalLM.from_pretrained({json.dumps(repo)})"]
+        serve = f"vLLM: `vllm serve {repo}`"
+    else:
+        lines = [f"base = AutoModelForCausalLM.from_pretrained({quoted}{at})"]
+        if recipe.model.add_tokens:
+            lines += ["base.resize_token_embeddings(len(tokenizer))  # this run added tokens"]
+        lines += [f"model = PeftModel.from_pretrained(base, {json.dumps(repo)})"]
+        serve = vllm(config, base, repo)
+    head = ["from peft import PeftModel"] if kind == "adapter" else []
+    head += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    head += [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(repo)})"]
+    stored = adapter_types.find(recipe.adapter.type).storage or recipe.speed.base
+    note = f"In training the base was held in {stored}." if stored not in ("auto", "bf16") else ""
+    code = "\n".join(["```python", *head, *lines, "```"])
+    return "\n\n".join(part for part in (code, note if kind == "adapter" else "", serve) if part)
+
+
+def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
+    """The line that serves the adapter, or why vLLM can't and what to do then."""
+    reasons = {
+        f"a {config.get('peft_type')} adapter": config.get("peft_type") != "LORA",
+        "DoRA": config.get("use_dora"),
+        "modules_to_save": config.get("modules_to_save"),
+        "new tokens": config.get("trainable_token_indices"),
+        "trained biases": config.get("bias", "none") != "none" or config.get("lora_bias"),
+        "ranks or alphas that differ by layer": config.get("rank_pattern") or config.get("alpha_pattern"),
+    }
+    why = ", ".join(reason for reason, holds in reasons.items() if holds)
+    rank = next((size for size in VLLM_RANKS if size >= int(config.get("r") or 0)), None)
+    why = why or ("" if rank else f"rank {config.get('r')}")
+    if why:
+        return (
+            f"vLLM does not serve {why} beside a base: merge first (`finetune merge RUN`, then `--merged`)."
+        )
+    name = repo.rpartition("/")[2]
+    where = base.name if base.on_hub else f"path/to/{base.name}"
+    line = f"vllm serve {where} --enable-lora --max-lora-rank {rank} --lora-modules {name}={repo}"
+    return f"vLLM:\n\n```sh\n{line}\n```"
+
+
+def scores(results: dict[str, Any], report: dict[str, Any]) -> str:
+    """Base against tuned, with the interval of the difference where there is one."""
+    rows: Table = []
+    base, tuned = results.get("base", {}), results.get("tuned", {})
+    for key, title in (
+        ("loss", "held-out loss"),
+        ("exact_match", "exact match"),
+        ("ended", "ends by itself"),
+    ):
+        if tuned.get(key) is not None:
+            difference = interval(results.get("difference", {}).get(key))
+            rows.append((title, number(base.get(key)), number(tuned[key]), difference))
+    for task, of in results.get("tasks", {}).items():
+        for metric, value in of.get("tuned", {}).items():
+            if not metric.endswith("_stderr"):
+                error = of["tuned"].get(f"{metric}_stderr")
+                shown = number(value) + (f" ± {number(error)}" if isinstance(error, float) else "")
+                before, difference = of.get("base", {}).get(metric), of.get("difference", {}).get(metric)
+                rows.append((f"{task}: {metric}", number(before), shown, interval(difference)))
+    if not rows:
+        return "Nothing was held out, so nothing was measured."
+    held_out = report.get("validation", {}).get("kept", 0)
+    said = f"On {held_out} held-out rows; answers are greedy.\n\n" if held_out else ""
+    return said + table(("", "base", "tuned", "difference, 95 % interval"), rows)
+
+
+def training(staged: Path, recipe: Recipe, report: dict[str, Any]) -> str:
+    """Data, the numbers that matter, and the whole recipe."""
+    train = report.get("train", {})
+    rows: Table = [(f"data `{name}`", digest) for name, digest in train.get("sources", {}).items()]
+    rows += [("rows", f"{train.get('kept')} of {train.get('rows')}")] if train else []
+    rows += [("tokens with loss", f"{train.get('trained_tokens', 0):,} of {train.get('tokens', 0):,}")]
+    rows += [(key, f"{value}") for key, value in recipe.adapter.options().items()]
+    section = recipe.train
+    rows += [("learning rate", f"{section.learning_rate:g}"), ("rows a step", section.effective_batch_size)]
+    steps = [json.loads(line) for line in lines_of(staged / "metrics.jsonl")]
+    if steps:
+        rows += [("steps", steps[-1].get("step"))]
+        rows += [("last loss in training", number(last))] if (last := steps[-1].get("loss")) else []
+    machine = read(staged, "environment.json").get("hardware", {})
+    rows += [("machine", f"{machine.get('count', 1)} x {machine['name']}")] if "name" in machine else []
+    text = (staged / "recipe.resolved.yaml").read_text(encoding="utf-8")
+    whole = f"<details><summary>The recipe</summary>\n\n```yaml\n{text}```\n\n</details>"
+    return f"{table(('', ''), rows)}\n\n{whole}"
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def versions(staged: Path) -> str:
+    found = read(staged, "environment.json")
+    packages = {"python": found.get("python"), **found.get("packages", {})}
+    return table(("package", "version"), [(name, text) for name, text in packages.items() if text])
+
+
+def number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "-"
+
+
+def interval(difference: Any) -> str:
+    """`-1.6 [-1.7, -1.5] better`."""
+    if not isinstance(difference, dict):
+        return ""
+    low, high = number(difference.get("low")), number(difference.get("high"))
+    return f"{number(difference.get('value'))} [{low}, {high}] {difference.get('verdict', '')}".strip()
+
+
+def table(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = (" ".join(str(cell).split()).replace("|", "\\|") for cell in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

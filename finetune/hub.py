@@ -1,0 +1,311 @@
+"""The Hub at the other end of the wire: who we are there, what we may do to a repository, files up and down.
+
+huggingface_hub does the talking. It tries again by itself while it sends files; whoami, create_repo,
+repo_info and the commit it asks only once (2.4), so these are asked again here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import time
+from json import JSONDecodeError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from huggingface_hub import HfApi
+
+    from finetune.sections import Publish
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try
+LONGEST_PAUSE = 300  # seconds that are waited because the Hub says so
+SILENCE = 300.0  # seconds without a byte, after which a connection counts as cut
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+CONFLICTS = (409, 412)  # someone else committed meanwhile
+TOKENS = "https://huggingface.co/settings/tokens"
+NO_TOKEN = f"HF_TOKEN in the environment, or `hf auth login`; one that may write: {TOKENS}"
+REMEDIES = {
+    401: f"`hf auth login`, or another HF_TOKEN: {TOKENS}",
+    403: f"a token that may write there (fine-grained: write access to the repository): {TOKENS}",
+    404: "check the name; a private repository needs a token that may see it",
+    409: "others commit to it all the time: try again, or another publish.revision",
+    412: "others commit to it all the time: try again, or another publish.revision",
+    429: "the Hub asks for patience: try again later",
+}
+
+
+class Listed(NamedTuple):
+    """A file of a repository."""
+
+    size: int
+    digest: str
+    """sha256 of a large file, git's own id of a small one."""
+    large: bool
+
+
+class Pushed(NamedTuple):
+    commit: str
+    sent: list[str]
+    """Files that were not there yet, or were others; none: no commit was made."""
+    listed: dict[str, Listed]
+    """What the repository holds at that commit."""
+
+
+def split(name: str) -> tuple[str, str | None]:
+    """`organisation/name@revision` -> repository, and revision if there is one."""
+    repo, _, revision = name.partition("@")
+    return repo, revision or None
+
+
+def check_name(repo: str, key: str = "publish.repo") -> None:
+    """Whether `repo` can be a repository's name (exit 2)."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        expected = "organisation/name, or a name: letters, digits, - _ . and at most 96 of them"
+        raise UserError(Problem("not a repository's name", key, found=repo, expected=expected)) from error
+
+
+def token() -> str:
+    """The token of the environment or of `hf auth login` (exit 3 without one)."""
+    found = any_token()
+    if not found:
+        raise UserError(Problem("there is no token for the Hub", fix=NO_TOKEN), code=Exit.ENVIRONMENT)
+    return found
+
+
+def check_names(section: Publish) -> None:
+    """The names in `publish:`; asks no one."""
+    for key in ("repo", "base_model"):
+        name = getattr(section, key)
+        if name is not None:
+            check_name(name, f"publish.{key}")
+
+
+def any_token() -> str:
+    """The token, or the empty string."""
+    from huggingface_hub import get_token
+
+    return get_token() or ""
+
+
+def masked(text: str) -> str:
+    """A text without the token."""
+    secret = any_token()
+    return text.replace(secret, "****") if secret else text
+
+
+def endpoint() -> str:
+    """Address of the Hub (HF_ENDPOINT)."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, list[str]]:
+    """A repository that this token may write to; made, empty, if it is not there yet.
+
+    Returns:
+        Its whole name, and notes.
+
+    Raises:
+        UserError: it is public and a private one is wanted (exit 2); no token, or none that may (exit 3).
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    check_name(repo)
+    api, notes = HfApi(token=token()), []
+    with explained(repo):
+        me = patiently(api.whoami)
+        repo = repo if "/" in repo else f"{me['name']}/{repo}"
+        _check_role(me, repo)
+        try:
+            info = patiently(api.repo_info, repo)
+        except RepositoryNotFoundError:
+            patiently(api.create_repo, repo, private=private, exist_ok=True)
+            info = patiently(api.repo_info, repo)
+            notes.append(f"{repo} is new on the Hub, {'private' if info.private else 'public'} and empty")
+        if private and not info.private:
+            fix = "--public (publish.private: false), another --repo, or make it private in its settings"
+            what, expected = "this repository is public already", "a private one (publish.private: true)"
+            raise UserError(Problem(what, "publish.repo", found=repo, expected=expected, fix=fix))
+        if info.private and not private:
+            notes.append(f"{repo} is private and stays so: what is public is decided in its settings")
+        patiently(api.auth_check, repo, write=True)
+        if revision:
+            patiently(api.create_branch, repo, branch=revision, exist_ok=True)
+    return repo, notes
+
+
+def _check_role(me: dict[str, Any], repo: str) -> None:
+    """A token that can't write, told before anything is asked of the repository (exit 3)."""
+    granted = me.get("auth", {}).get("accessToken", {})
+    role, scopes = granted.get("role"), granted.get("fineGrained", {}).get("scoped")
+    may = role != "read"
+    if role == "fineGrained" and scopes is not None:
+        names = {repo, repo.partition("/")[0]}
+        may = any(
+            scope.get("entity", {}).get("name") in names and "repo.write" in scope.get("permissions", ())
+            for scope in scopes
+        )
+    if not may:
+        found = f"a {role} token of {me.get('name')}"
+        problem = Problem("the token may not write", "publish.repo", repo, found, fix=REMEDIES[403])
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def listing(api: HfApi, repo: str, commit: str | None) -> dict[str, Listed]:
+    """The files of a repository at a commit, by name."""
+    from huggingface_hub.hf_api import RepoFile
+
+    entries = patiently(lambda: list(api.list_repo_tree(repo, recursive=True, revision=commit)))
+    return {
+        entry.path: Listed(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id, bool(entry.lfs))
+        for entry in entries
+        if isinstance(entry, RepoFile)
+    }
+
+
+def same(path: Path, there: Listed | None) -> bool:
+    """Whether a file here is byte for byte the one there."""
+    if there is None or path.stat().st_size != there.size:
+        return False
+    return (sha256(path) if there.large else _blob_id(path)) == there.digest
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _blob_id(path: Path) -> str:
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def upload(repo: str, files: dict[str, Path], message: str, revision: str | None) -> Pushed:
+    """Bring `files` (name there -> file here) to the repository, in one commit of those that it lacks.
+
+    A commit stands on the head that was looked at. So one that arrived although the connection was cut, or
+    another's in between, is a conflict, after which it is looked again.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api, sent, conflicts = HfApi(token=token()), dict[str, None](), 0
+    with explained(repo):
+        while True:
+            head = patiently(api.repo_info, repo, revision=revision).sha
+            there = listing(api, repo, head)
+            missing = [name for name, path in files.items() if not same(path, there.get(name))]
+            if not missing:
+                return Pushed(head, list(sent), there)
+            clash = {"adapter_config.json", "config.json"} & there.keys() - files.keys()
+            if clash:
+                what, fix = (
+                    "the repository holds other weights, which would load in their place",
+                    "another --repo",
+                )
+                raise UserError(Problem(what, "publish.repo", repo, ", ".join(sorted(clash)), fix=fix))
+            sent |= dict.fromkeys(missing)
+            if "README.md" in missing:  # known before gigabytes are sent, not after
+                patiently(ModelCard.load(files["README.md"]).validate)
+            additions = [CommitOperationAdd(name, str(files[name])) for name in missing]
+            api.preupload_lfs_files(repo, additions, revision=revision, free_memory=False)
+            about = {"commit_message": message, "revision": revision, "parent_commit": head}
+            try:
+                commit = patiently(api.create_commit, repo, additions, **about).oid
+                return Pushed(commit, list(sent), listing(api, repo, commit))
+            except HfHubHTTPError as error:
+                conflicts += 1
+                if error.response.status_code not in CONFLICTS or conflicts > len(PAUSES):
+                    raise
+                time.sleep(PAUSES[conflicts - 1])
+
+
+def download(name: str, patterns: list[str], key: str = "") -> tuple[Path, str]:
+    """Files of `organisation/name@revision`, in the Hub's cache -> their folder, and the commit."""
+    from huggingface_hub import snapshot_download
+
+    repo, revision = split(name)
+    check_name(repo, key)
+    with explained(repo):
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    return folder, folder.name
+
+
+def patiently(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call again while the network or the Hub stumbles, after a pause, or the one the Hub asks for."""
+    from huggingface_hub.utils import get_session
+
+    pauses = list(PAUSES)
+    while True:
+        try:
+            get_session().timeout = SILENCE  # it would wait for ever
+            return call(*arguments, **options)
+        except (http_error(), JSONDecodeError) as error:  # validate-yaml reads an error page as JSON
+            response = _response(error)
+            asked = response.headers.get("Retry-After", "") if response is not None else ""
+            pause = float(asked) if asked.isdigit() else 0.0
+            lasting = response is not None and response.status_code not in TRANSIENT
+            if not pauses or lasting or pause > LONGEST_PAUSE:
+                raise
+            time.sleep(max(pause, pauses.pop(0)))
+
+
+def http_error() -> type[Exception]:
+    """What each failure of the network or the Hub is: httpx's in huggingface_hub 1, httpx2's in 2."""
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    return HTTPError
+
+
+def _response(error: BaseException | None) -> Any:
+    """The Hub's answer that an error, or what caused it, came of; `None`: there was no answer."""
+    while error is not None:
+        if getattr(error, "response", None) is not None:
+            return error.response  # pyright: ignore[reportAttributeAccessIssue]
+        error = error.__cause__
+    return None
+
+
+@contextlib.contextmanager
+def explained(repo: str) -> Iterator[None]:
+    """What the Hub or the network refuses, in one message with what to do (exit 3), and never the token."""
+    try:
+        yield
+    except (http_error(), OSError, RuntimeError, ValueError) as error:
+        raise UserError(_problem(error, repo), code=Exit.ENVIRONMENT) from error
+
+
+def _problem(error: Exception, repo: str) -> Problem:
+    from huggingface_hub import constants
+
+    response, said = _response(error), " ".join(str(error).split())
+    if response is None:
+        cause = error.__cause__
+        said += f" {type(cause).__name__}: {cause}" if cause else ""
+        what, fix = "the Hub can't be reached", "the network, or HF_ENDPOINT; then try again"
+        if constants.is_offline_mode():
+            what, fix = "the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
+        elif isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):
+            what, fix = "the Hub does not take it", ""  # the metadata of the card
+    else:
+        status, said = response.status_code, getattr(error, "server_message", None) or said
+        wait = response.headers.get("Retry-After")
+        known = {401: "the Hub does not know this token", 403: "the token may not do this"}
+        known |= {404: "no such repository or revision, or not for this token"}
+        what = known.get(status, f"the Hub answers {status}")
+        fix = f"try again in {wait} s" if wait else REMEDIES.get(status, "try again later")
+        said = f"{status}: {said}"
+    return Problem(what, where=repo, found=masked(said)[:300], fix=fix)

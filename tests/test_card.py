@@ -1,0 +1,154 @@
+"""The model card: the Hub's own format, what it says of base, licence and results, and how to load."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from finetune import card, recipe
+from finetune.sections import Publish
+
+LORA = {"peft_type": "LORA", "r": 16, "bias": "none"}
+RESULTS = {
+    "base": {"loss": 1.9, "exact_match": None, "ended": None},
+    "tuned": {"loss": 0.3, "exact_match": None, "ended": None},
+    "difference": {"loss": {"value": -1.6, "low": -1.7, "high": -1.5, "rows": 12, "verdict": "better"}},
+    "verdict": {
+        "word": "better",
+        "why": "Held-out loss fell from 1.9 to 0.3 | nats.",
+        "forgot": ["general_text"],
+    },
+    "tasks": {
+        "arc": {
+            "base": {"acc": 0.25, "acc_stderr": 0.01},
+            "tuned": {"acc": 0.5, "acc_stderr": 0.02},
+            "difference": {"acc": {"value": 0.25, "low": 0.2, "high": 0.3, "rows": 9, "verdict": "better"}},
+            "main": "acc",
+        }
+    },
+}
+
+
+@pytest.fixture
+def made(recipe_file, tmp_path):
+    """`made(kind, results, **publish)`: the card of a run whose base is a folder, or `base=` on the Hub."""
+
+    def make(kind: str = "adapter", results=None, config=None, base: str = "{model}", **publish) -> ModelCard:
+        text = f"model: {{name: '{base}'}}\ndata: {{name: '{{data}}'}}\nadapter: {{type: lora}}\n"
+        loaded = recipe.load(recipe_file(text + f"publish: {json.dumps(publish)}\n"))
+        staged = tmp_path / "staged"
+        staged.mkdir()
+        for name, content in {
+            "eval.json": results or {},
+            "adapter_config.json": config or LORA,
+            "receipts.json": [{"option": "a|b", "asked": "1", "got": "2\n3", "how": "x", "ok": False}],
+            "data_report.json": {"train": {"sources": {"org/set": "abc", "train.jsonl": "d"}, "kept": 9}},
+        }.items():
+            (staged / name).write_text(json.dumps(content))
+        (staged / "recipe.resolved.yaml").write_text("model: {}\n")
+        found = card.find_base(loaded, config or LORA, online=False)
+        return card.make(staged, loaded, found, kind, "org/tuned")
+
+    return make
+
+
+def test_what_the_hub_reads(made) -> None:
+    written = made(results=RESULTS, base="org/base", license="mit")
+    again = ModelCard(str(written))
+    assert again.data.to_dict() == written.data.to_dict(), "the metadata comes back as it was written"
+    assert again.data.base_model == "org/base" and again.data.base_model_relation == "adapter"
+    assert again.data.library_name == "peft" and again.data.license == "mit"
+    assert again.data.datasets == ["org/set"], "a local file is no data set of the Hub"
+    assert "base_model:adapter:org/base" in again.data.tags
+    loss, accuracy = again.data.eval_results
+    assert (loss.metric_type, loss.metric_value) == ("loss", 0.3)
+    assert (accuracy.dataset_name, accuracy.metric_value) == ("arc", 0.5)
+    assert accuracy.metric_name == "acc (base 0.25, difference 0.25 [0.2, 0.3] better)"
+
+
+def test_what_people_read(made) -> None:
+    text = made(results=RESULTS, base="org/base").text
+    assert "**better**: Held-out loss fell from 1.9 to 0.3 | nats.; forgot: general_text" in text
+    assert "| held-out loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
+    assert "| arc: acc | 0.25 | 0.5 ± 0.02 | 0.25 [0.2, 0.3] better |" in text
+    assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
+    assert 'PeftModel.from_pretrained(base, "org/tuned")' in text
+    assert "--enable-lora --max-lora-rank 16 --lora-modules tuned=org/tuned" in text
+    assert (
+        "licence of the base is not known" in text
+        and "license: other" in str(ModelCard(text)) + "license: other"
+    )
+
+
+def test_an_older_run_without_results(made) -> None:
+    written = made()
+    assert "nothing was measured" in written.text and "model-index" not in written.data.to_dict()
+    assert "sha256 `" in written.text, "a base that is a folder is known by its hashes"
+
+
+def test_a_model_needs_no_base(made) -> None:
+    written = made("merged", base="org/base")
+    assert written.data.library_name == "transformers" and written.data.base_model_relation == "finetune"
+    assert 'AutoModelForCausalLM.from_pretrained("org/tuned")' in written.text and "Peft" not in written.text
+    assert "vllm serve org/tuned" in written.text
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"peft_type": "IA3"}, "a IA3 adapter"),
+        ({**LORA, "use_dora": True}, "DoRA"),
+        ({**LORA, "modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({**LORA, "rank_pattern": {"q_proj": 4}}, "ranks"),
+        ({**LORA, "bias": "all"}, "biases"),
+        ({**LORA, "r": 1024}, "rank 1024"),
+    ],
+)
+def test_what_vllm_does_not_serve_is_merged_first(config, why) -> None:
+    said = card.vllm(config, card.Base("org/base", True), "org/tuned")
+    assert why in said and "finetune merge" in said and "--enable-lora" not in said
+
+
+@pytest.mark.parametrize(("rank", "most"), [(4, 8), (8, 8), (65, 128), (512, 512)])
+def test_vllm_takes_some_ranks_only(rank: int, most: int) -> None:
+    assert f"--max-lora-rank {most} " in card.vllm({**LORA, "r": rank}, card.Base("a/b", True), "c/d")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "licence"),
+    [
+        ("README.md", "---\nlicense: llama3.1\nlicense_name: llama\n---\n# Base\n", "llama3.1"),
+        ("README.md", "---\nlicense: [broken\n---\n", "other"),
+        ("README.md", "no metadata\n", "other"),
+        ("LICENSE", "\n    Apache License\n    Version 2.0, January 2004\n", "apache-2.0"),
+        ("LICENSE", "MIT License\n\nCopyright\n", "mit"),
+        ("LICENSE", "A licence of our own\n", "other"),
+    ],
+)
+def test_the_licence_is_the_base_s(file: str, text: str, licence: str, tmp_path: Path, recipe_file) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / file).write_text(text)
+    written = recipe_file(
+        f"model: {{name: '{folder}'}}\ndata: {{name: '{{data}}'}}\nadapter: {{type: lora}}\n"
+    )
+    base = card.find_base(recipe.load(written), {}, online=False)
+    assert base.licence["license"] == licence and bool(base.licence_from) == (licence != "other")
+    assert not base.on_hub and base.name == "base"
+    given = recipe.load(written, ["publish.license=cc-by-4.0", "publish.base_model=org/base"])
+    base = card.find_base(given, {}, online=False)
+    assert base.licence == {"license": "cc-by-4.0"} and (base.name, base.on_hub) == ("org/base", True)
+
+
+def test_the_licence_of_a_base_on_the_hub(hub, recipe_file) -> None:
+    hub.add("org/base", private=False, **{"README.md": b"---\nlicense: llama3.1\n---\n"})
+    written = recipe_file("model: {name: org/base}\ndata: {name: '{data}'}\nadapter: {type: lora}\n")
+    base = card.find_base(recipe.load(written), {"revision": None}, online=True)
+    assert base.licence == {"license": "llama3.1"} and base.licence_from == "the card of org/base"
+    missing = recipe.load(written, ["model.name=org/none"])
+    assert card.find_base(missing, {}, online=True).licence == {"license": "other"}
+
+
+def test_publish_is_private_unless_said() -> None:
+    assert Publish().private and Publish().repo is None

@@ -1,0 +1,126 @@
+"""What was published is used from there: opened as a run, trained on, merged; and a folder that moved."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import DATA, MODEL, receipts
+from hub_server import Hub
+
+from finetune import cli, run_folder
+from finetune.errors import UserError
+from finetune.run_folder import RunFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
+HERE = [f"model.name={MODEL}", f"data.validation={DATA / 'test.jsonl'}"]
+
+
+def publish(run: RunFolder, *options: str) -> str:
+    """The commit of a run that is published as me/notes."""
+    assert cli.main(["publish", str(run.path), "--repo", "me/notes", "--quiet", *options]) == 0
+    return run.read("publish.json")["commit"]
+
+
+def test_a_published_run_is_opened_and_merged(hub: Hub, trained, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("finetune.proof.PROBE_ROWS", 2)
+    pinned = f"me/notes@{publish(trained())}"
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["merge", pinned]) == 2
+    said = capsys.readouterr()
+    assert "./model" in said.err and "model.name=PATH" in said.err and "data.validation=null" in said.err
+    folder = RunFolder(Path("runs") / f"notes-{pinned[-40:][:8]}")
+    assert f"{pinned} is in {folder.path}" in said.out
+    assert cli.main(["merge", pinned, *HERE, "--dtype", "float32", "--quiet"]) == 0
+    assert folder.read("merge.json")["merged"]["against_tuned"]["same_top"] == 1
+    hub.requests.clear()
+    assert run_folder.open_run(pinned) == folder and not hub.asked("/resolve/"), "it is in the cache"
+    assert cli.main(["publish", str(folder.path), "--merged", "--repo", "me/merged", "--quiet"]) == 0
+    files = hub.repos["me/merged"].files
+    assert {"config.json", "model.safetensors", "merge.json"} <= files.keys()
+    assert "adapter_config.json" not in files and str(tmp_path).encode() not in files["merge.json"]
+
+
+def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, small, capsys) -> None:
+    """On another machine: the base and the held-out rows lie elsewhere, and the figures are the same."""
+    folder = trained()
+    pinned = f"me/notes@{publish(folder)}"
+    monkeypatch.chdir(tmp_path)
+    rows = Path(shutil.copyfile(small[1].partition("=")[2], tmp_path / "elsewhere.jsonl"))
+    command = ["evaluate", pinned, HERE[0], f"data.validation={rows}"]
+    assert cli.main(command) == 0
+    assert "is not what the run held out" not in capsys.readouterr().out
+    (opened,) = (tmp_path / "runs").iterdir()
+    assert RunFolder(opened).read("eval.json")["tuned"] == folder.read("eval.json")["tuned"]
+
+
+def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys) -> None:
+    commit = publish(trained())
+    other = ["adapter.from_other_base=true", "data.validation=null"]
+    second = train(f"adapter.from=me/notes@{commit}", *other, name="second")
+    assert receipts(second)["adapter.from"]["got"] == f"all 84 of me/notes@{commit}"
+    train(f"adapter.from=me/notes@{'0' * 40}", *other, name="third", code=3)
+    assert "no such repository or revision" in capsys.readouterr().err
+    assert cli.main(["check", "recipes/quickstart.yaml", "adapter.from=me/notes"]) == 0
+    assert "pin it" in capsys.readouterr().out
+
+
+def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:
+    commit = publish(trained("full"), "publish.base_model=org/base")
+    files = hub.repos["me/notes"].files
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+    assert "training_args.bin" not in files and b"library_name: transformers" in files["README.md"]
+    monkeypatch.chdir(tmp_path)
+    opened = run_folder.open_run(f"me/notes@{commit}")
+    assert opened.weights == opened.model and (opened.model / "model.safetensors").exists()
+
+
+def test_merged_says_what_makes_it(trained, capsys) -> None:
+    folder = trained()
+    command = ["publish", str(folder.path), "--merged", "--dry-run"]
+    assert cli.main(command) == 2
+    assert f"finetune merge {folder.path}" in capsys.readouterr().err
+    for name in ("merged-int8", "merged-int4"):
+        (folder.path / name).mkdir()
+    folder.write("merge.json", {"merged-int8": {}, "merged-int4": {}})
+    assert cli.main(command) == 2
+    assert "merged-int8, merged-int4" in capsys.readouterr().err
+
+
+def test_what_is_not_published_there(hub: Hub, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub.add("me/other", **{"config.json": b"{}"})
+    assert cli.main(["evaluate", "me/other@main"]) == 2
+    assert "no recipe.resolved.yaml" in capsys.readouterr().err
+    assert cli.main(["evaluate", "me/none@main"]) == 3
+    assert cli.main(["evaluate", "runs/quikstart"]) == 2 and not hub.asked("quikstart")
+    assert "organisation/name@revision" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main(["evaluate", "me/none@main"]) == 3
+    assert "unset HF_HUB_OFFLINE" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_moved(trained, tmp_path) -> None:
+    folder = trained()
+    text = folder.recipe.read_text()
+    for path in (str(MODEL), str(DATA)):
+        text = text.replace(path, "/gone")
+    gone = json.dumps("/gone/test.jsonl")
+    text = "\n".join(
+        f"  validation: {gone}" if "  validation: " in line else line for line in text.splitlines()
+    )
+    moved = RunFolder(Path(shutil.copytree(folder.path, tmp_path / "moved")))
+    moved.recipe.write_text(text + "\n")
+    with pytest.raises(UserError) as raised:
+        run_folder.recipe_of(moved)
+    assert [problem.key for problem in raised.value.problems] == ["model.name"], (
+        "its held-out rows are with it"
+    )
+    (moved.path / run_folder.HELD_OUT).unlink()
+    with pytest.raises(UserError) as raised:
+        run_folder.recipe_of(moved)
+    assert [problem.key for problem in raised.value.problems] == ["model.name", "data.validation"]
+    assert run_folder.recipe_of(moved, files=False).model.name == "/gone"
+    found = run_folder.recipe_of(moved, [HERE[0], "data.validation=null"])
+    assert found.model.name == str(MODEL) and found.data.validation is None
+    assert cli.main(["publish", str(moved.path), "--dry-run", "--quiet"]) == 0
