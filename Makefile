@@ -9,7 +9,7 @@ quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
 
 test: .venv/installed-dev
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check finetune scripts tests examples

@@ -20,6 +20,7 @@ def test_the_commands_are_there() -> None:
     assert len(COMMANDS) >= 10
 
 
+@pytest.mark.xdist_group("launch")  # one port for all that are launched
 @pytest.mark.parametrize("command", [c.strip() for c in COMMANDS if c.startswith("finetune")])
 def test_a_finetune_command_runs(command: str, train, small, tmp_path, capsys) -> None:
     words = shlex.split(command)[1:]

@@ -165,6 +165,7 @@ def test_full_fine_tuning_leaves_a_model_and_its_base_untouched(train) -> None:
     assert (MODEL / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.xdist_group("launch")  # one port for all that are launched
 @pytest.mark.parametrize("launcher", ["accelerate", "script"])
 def test_two_processes_learn_what_one_does(launcher: str, train, small, tmp_path) -> None:
     one = train("train.max_steps=4", "train.per_device_train_batch_size=4", name="one")
