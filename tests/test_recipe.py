@@ -176,7 +176,7 @@ def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
     again = recipe.load(path)
     assert again.model_dump() == loaded.model_dump()
     text = path.read_text()
-    assert "seed: 7  # override" in text and "r: 16  # recipe" in text and "batch_size: "auto"  # default" in text
+    assert "seed: 7  # override" in text and "r: 16  # recipe" in text and "samples: 3  # recipe" in text
 
 
 @pytest.mark.parametrize(
