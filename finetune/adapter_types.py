@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import ceil, gcd
+from math import ceil, gcd, log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import upstream
@@ -167,6 +167,21 @@ def advice(name: str, rate: float, options: Mapping[str, Any]) -> list[str]:
             "by the base a second time (peft 0.21.2, lora/dora.py); lora_dropout: 0 is exact and faster"
         )
     return said
+
+
+def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
+    """A peak learning rate for a type, from one that suits type `own`; and how it was come by.
+
+    It is as far up in the type's usual range, on a log scale, as the other one is in that of `own`.
+    """
+    here, there = all_types()[own].learning_rate, all_types()[name].learning_rate
+    if here == there:
+        return rate, "the recipe's"
+    if here is None or there is None or rate <= 0:
+        return rate, "the recipe's; no usual range is known to scale it by"
+    place = log(rate / here[0]) / log(here[1] / here[0])
+    scaled = float(f"{there[0] * (there[1] / there[0]) ** place:.2g}")
+    return scaled, f"the recipe's place in the usual range, {there[0]:g} to {there[1]:g}"
 
 
 def _everywhere(kind: AdapterType) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import arguments
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organisation/name@rev
 OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
-    options = parse(arguments)
+    options = parse(given)
     try:
         options.command(options)
     except UserError as error:
@@ -178,6 +179,47 @@ def publish(options: argparse.Namespace) -> None:
     publishing.run(opened(options).path, screen, overrides, **asked)
 
 
+def compare(options: argparse.Namespace) -> None:
+    """Compare adapter types on one recipe, or two finished runs."""
+    from finetune.screen import quieten_libraries
+
+    if Path(options.what).is_dir():
+        other = arguments.second_run(options)
+        from finetune import differences
+        from finetune.screen import Screen
+
+        differences.run(options.what, other, Screen(quiet=options.quiet), must_equal=options.assert_equal)
+        return
+    if problems := arguments.compare_problems(options):
+        raise UserError(*problems)
+    recipe = load(argparse.Namespace(recipe=options.what, overrides=options.overrides))
+    with located(recipe):
+        from finetune import launch
+
+        if not launch.launched():
+            launch.if_needed(["compare", *arguments.compare_again(options), *flags(options)])
+        quieten_libraries()
+        from finetune import compare as comparing
+
+        folder = Path(options.output or f"runs/compare-{Path(options.what).stem}")
+        given = (options.what, options.overrides, options.adapters.split(","), options.seeds or 3)
+        comparing.run(comparing.Asked(*given, options.budget, folder), quiet=options.quiet)
+
+
+def chat(options: argparse.Namespace) -> None:
+    """Talk to a run's base and tuned model side by side."""
+    from rich.console import Console
+
+    from finetune.screen import quieten_libraries
+
+    run = opened(options)
+    quieten_libraries()
+    from finetune import chat as talk
+
+    given = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
+    talk.run(run.path, Console(highlight=False), options.overrides, prompt=options.prompt, **given)
+
+
 def recipes(options: argparse.Namespace) -> None:
     """List the shipped recipes, or copy one to change it."""
     from finetune import shipped
@@ -211,10 +253,10 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(function: Any, *arguments: tuple[str, dict[str, Any]]) -> None:
+    def add(function: Any, *its: tuple[str, dict[str, Any]]) -> None:
         text = (function.__doc__ or "").strip()
         command = commands.add_parser(function.__name__, help=text, description=text, parents=[common])
-        for name, settings in arguments:
+        for name, settings in its:
             command.add_argument(name, **settings)
         command.set_defaults(command=function)
 
@@ -229,7 +271,10 @@ def parser() -> argparse.ArgumentParser:
         data,
         RECIPE,
         OVERRIDES,
-        ("--show", {"metavar": "N", "type": count, "help": "rows to show: 3; with --html 20 on the page"}),
+        (
+            "--show",
+            {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20 on the page"},
+        ),
         ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
@@ -263,6 +308,36 @@ def parser() -> argparse.ArgumentParser:
         ("--public", {"action": "store_true", "help": "publish.private=false"}),
     )
     add(
+        compare,
+        ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
+        ("overrides", {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"}),
+        (
+            "--adapters",
+            {"metavar": "TYPES", "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own"},
+        ),
+        ("--seeds", {"metavar": "N", "type": arguments.at_least_one, "help": "runs of each type: 3"}),
+        (
+            "--budget",
+            {"metavar": "TIME", "type": arguments.seconds, "help": "for all runs: 30m, 2h, shared evenly"},
+        ),
+        ("--output", {"metavar": "DIR", "help": "runs/compare-RECIPE; started again, it goes on there"}),
+        ("--assert-equal", {"action": "store_true", "help": "exit 4 unless both runs learnt the same"}),
+    )
+    add(
+        chat,
+        RUN,
+        OVERRIDES,
+        ("--prompt", {"metavar": "TEXT", "help": "ask this, and end"}),
+        (
+            "--max-new-tokens",
+            {"metavar": "N", "type": arguments.at_least_one, "default": 512, "help": "longest answer: 512"},
+        ),
+        (
+            "--temperature",
+            {"metavar": "T", "type": arguments.at_least_zero, "default": 0.0, "help": "0, which is greedy"},
+        ),
+    )
+    add(
         recipes,
         ("name", {"metavar": "NAME", "nargs": "?"}),
         ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
@@ -271,10 +346,10 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """argparse ends a list of positionals at the first option; overrides may also follow options."""
     top = parser()
-    options, extra = top.parse_known_args(arguments)
+    options, extra = top.parse_known_args(given)
     if extra and not (
         hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
     ):
@@ -282,13 +357,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if extra:
         options.overrides += extra
     return options
-
-
-def count(text: str) -> int:
-    """A number of rows, 0 or more."""
-    if (number := int(text)) < 0:
-        raise ValueError
-    return number
 
 
 def flags(options: argparse.Namespace) -> list[str]:

@@ -47,7 +47,7 @@ def choices(
     compile, recompute = fast["speed.compile"], fast["speed.recompute"]
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {
-        **{key: (path, set_by[key]) for key, path in _local_paths(recipe).items()},
+        **{key: (path, set_by[key]) for key, path in local_paths(recipe).items()},
         **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},
         "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
         "speed.storage": (setup.storage.value, by("speed.base", "launch", setup.storage)),
@@ -99,7 +99,7 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
             recipe.origin.set_by.get("train.learning_rate", "default"),
         ),
     ]
-    paths = _local_paths(recipe)
+    paths = local_paths(recipe)
     rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
     screen.table("plan", ("what", "value", "why"), rows)
     held = [f"held out: {remark}" for remark in held_out.remarks()]
@@ -173,7 +173,7 @@ def show_next(screen: Screen, recipe: Recipe, folder: RunFolder) -> None:
     screen.say(f"  less {path}/log.txt")
 
 
-def _local_paths(recipe: Recipe) -> dict[str, Any]:
+def local_paths(recipe: Recipe) -> dict[str, Any]:
     """The recipe's files and folders on this machine, as absolute paths."""
     named = {
         "model.name": recipe.model.name,

@@ -40,6 +40,10 @@ def test_the_surface() -> None:
         "evaluate": sorted([*common, "run", "overrides", "--tasks"]),
         "merge": sorted([*common, "run", "overrides", "--dtype", "--quantize", "--output"]),
         "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),
+        "compare": sorted(
+            [*common, "what", "overrides", "--adapters", "--seeds", "--budget", "--output", "--assert-equal"]
+        ),
+        "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
         "recipes": sorted([*common, "--copy", "name"]),
         "doctor": sorted([*common, "recipe", "overrides"]),
     }

@@ -18,18 +18,19 @@ PACKAGE = ROOT / "finetune"
 # modules named before it. Only `train` (and what drives it) sees everything.
 LAYERS = (
     ("errors",),
-    ("strict_yaml", "upstream", "renames", "sections"),
+    ("strict_yaml", "upstream", "renames", "sections", "arguments"),
     ("adapter_types",),
     ("adapter_conflicts", "qat"),
     ("recipe_errors",),
     ("recipe", "receipts", "hardware", "modules", "adapter_init", "hub"),
-    ("run_folder", "screen", "adapter_source"),
+    ("run_folder", "screen", "adapter_source", "plots"),
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped"),
-    ("summary", "paired", "scoring", "tasks", "quantize", "card"),
+    ("summary", "paired", "scoring", "tasks", "quantize", "card", "differences"),
     ("harness", "check"),
     ("evaluate", "validate"),
-    ("verify", "proof", "loraplus", "publish"),
-    ("train", "merge", "doctor", "launch"),
+    ("verify", "proof", "loraplus", "publish", "compare_table"),
+    ("train", "merge", "doctor", "launch", "chat"),
+    ("compare",),
     ("cli",),
     ("__main__",),
 )
@@ -81,7 +82,8 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
                 if any(re.fullmatch(r"(finetune\.)?Recipe( \| None)?", a) for a in annotations):
                     takers.add(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
     drivers = {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli"}
-    assert takers <= drivers | {"merge", "proof", "publish", "card"}
+    sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
+    assert takers <= drivers | sees_all
 
 
 def test_files_and_functions_fit_a_screen() -> None:

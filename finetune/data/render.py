@@ -147,6 +147,7 @@ class _Refused(Exception):
 
 
 def _serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; with its end, this one ends too
     answers_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing but answers goes to the parent
     from transformers.utils.chat_template_utils import render_jinja_template

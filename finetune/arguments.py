@@ -1,0 +1,77 @@
+"""Values on the command line, and what goes with what there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def count(text: str) -> int:
+    """A number of rows, 0 or more."""
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
+def at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def at_least_zero(text: str) -> float:
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise ValueError
+    return number
+
+
+def seconds(text: str) -> float:
+    """A time: 90s, 30m, 2h or 1h30m."""
+    found = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())
+    parts = [float(part or 0) for part in found.groups()] if found and text else [0.0, 0.0, 0.0]
+    if not sum(parts):
+        raise ValueError
+    return parts[0] * 3600 + parts[1] * 60 + parts[2]
+
+
+def second_run(options: argparse.Namespace) -> str:
+    """The second of two run folders."""
+    given = {"--adapters": options.adapters, "--seeds": options.seeds, "--budget": options.budget}
+    given["--output"] = options.output
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        what = f"{', '.join(wrong)}: for a recipe, and this is a folder"
+        raise UserError(Problem(what, where=options.what, fix="finetune compare RECIPE --adapters lora,dora"))
+    if len(options.overrides) != 1 or "=" in options.overrides[0]:
+        found = " ".join(options.overrides) or "nothing beside it"
+        raise UserError(
+            Problem(
+                "one run folder is compared with another", found=found, fix="finetune compare RUN_A RUN_B"
+            )
+        )
+    return options.overrides[0]
+
+
+def compare_problems(options: argparse.Namespace) -> list[Problem]:
+    """What does not go with a recipe."""
+    problems = []
+    if options.adapters is None and Path(options.what).exists():
+        problems.append(Problem("say which adapter types", fix="--adapters lora,dora,ia3"))
+    if options.assert_equal:
+        fix = "finetune compare RUN_A RUN_B --assert-equal"
+        problems.append(Problem("--assert-equal is for two run folders", fix=fix))
+    return problems
+
+
+def compare_again(options: argparse.Namespace) -> list[str]:
+    """The command line again, for the processes that it is launched in."""
+    named = [(f"--{name}", getattr(options, name)) for name in ("adapters", "seeds", "output")]
+    named.append(("--budget", f"{options.budget}s" if options.budget else None))
+    flat = [text for name, value in named if value is not None for text in (name, str(value))]
+    return [options.what, *options.overrides, *flat]

@@ -1,0 +1,298 @@
+"""Plots as SVG texts that stand in a page or in a file of their own, light or dark as the reader's screen is.
+
+matplotlib draws them; the same numbers give the same text. No http, no script, no id that another plot has.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+
+    Numbers = Sequence[float | None]
+
+WIDTH, HEIGHT = 4.3, 2.9  # inches of 72 units: about a phone's width, so that text is readable there
+MOST_POINTS = 800  # of a line; of more, the least and the greatest of each stretch are drawn
+LOG_FROM, LOG_TO = 30, 1e12  # times as much: a log axis
+GREATEST = 1e30  # what is greater is left out like what is not finite: axes overflow long before fp64 does
+COLOURS = {  # name -> light, dark; the SVG's own style sheet has them
+    "ink": ("#22262b", "#e4e3df"),
+    "soft": ("#646a72", "#9aa1a9"),
+    "grid": ("#e3e0d9", "#2c3238"),
+    "1": ("#1f8a64", "#45b78b"),
+    "2": ("#3566c4", "#7ba3f0"),
+    "3": ("#b9610c", "#f0a75c"),
+    "4": ("#8348b8", "#c096ea"),
+    "5": ("#bf3344", "#f08490"),
+    "6": ("#0f8394", "#4fc4d4"),
+    "7": ("#75731a", "#c9c660"),
+    "8": ("#a8447f", "#e68fc2"),
+}
+STAND_INS = {name: f"#0000{0xA0 + index:02x}" for index, name in enumerate(COLOURS)}  # while it is drawn
+SERIES = [STAND_INS[str(number)] for number in range(1, 9)]
+MARKERS = "osD^vPX*"
+SVG = "{http://www.w3.org/2000/svg}"
+LINK = "{http://www.w3.org/1999/xlink}href"
+
+
+class Curve(NamedTuple):
+    label: str
+    x: Numbers
+    y: Numbers
+    """`None`, NaN and infinite values are gaps."""
+    style: Literal["line", "faint", "points"] = "line"
+
+
+class Point(NamedTuple):
+    label: str
+    x: float
+    x_err: float | tuple[float, float] | None
+    """Half the width of the error bar, or its two parts (below, above)."""
+    y: float
+    y_err: float | tuple[float, float] | None
+
+
+def curves(
+    lines: Sequence[Curve],
+    ylabel: str,
+    xlabel: str = "step",
+    *,
+    alt: str = "",
+    zero: bool = False,
+    mark: tuple[float, str] | None = None,
+) -> str:
+    """Lines over a shared x axis.
+
+    Args:
+        alt: what is read aloud; "ylabel over xlabel" if empty.
+        zero: the y axis begins at zero; else it is a log axis where values span LOG_FROM times or more.
+        mark: an x value, and what is said of it.
+    """
+    figure, axes = _axes(xlabel, ylabel)
+    drawn = [(curve, *_finite(curve.x, curve.y)) for curve in lines]
+    drawn = [(curve, x, y) for curve, x, y in drawn if np.isfinite(y).any()]
+    if zero and drawn:
+        axes.set_ylim(0, 1.08 * max(float(np.nanmax(y)) for *_, y in drawn) or 1)
+    elif _is_wide([y for _, _, y in drawn]):
+        _log(axes.yaxis, axes.set_yscale)
+    for index, (curve, x, y) in enumerate(drawn):
+        alone = np.isfinite(y).sum() < 3  # a line through one point can't be seen
+        shown = {"marker": "o" if alone or curve.style == "points" else "", "markersize": 4}
+        faint = curve.style == "faint"
+        shown |= {"alpha": 0.45 if faint else 1, "linewidth": 0.9 if faint else 1.7}
+        colour = STAND_INS["soft"] if faint else SERIES[index % len(SERIES)]
+        axes.plot(*_thinned(x, y), color=colour, label=curve.label, **shown)
+    if mark and drawn:
+        axes.axvline(mark[0], color=STAND_INS["soft"], linewidth=1, linestyle=(0, (3, 3)), label=mark[1])
+    _finish(axes, drawn, named=len(drawn) > 1 or bool(mark))
+    return _svg(figure, alt or f"{ylabel} over {xlabel}")
+
+
+def scatter(
+    points: Sequence[Point | tuple[str, float, Any, float, Any]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    alt: str = "",
+    front: Sequence[str] = (),
+) -> str:
+    """Named points with error bars, one marker and colour each; the x axis may be a log one.
+
+    Args:
+        points: those with a coordinate that is no finite number are left out.
+        front: labels of the points that a line joins, such as a Pareto front.
+    """
+    figure, axes = _axes(xlabel, ylabel)
+    shown = [Point(*point) for point in points]
+    shown = [point for point in shown if _drawable(point.x) and _drawable(point.y)]
+    if _is_wide([np.array([point.x for point in shown])]):
+        _log(axes.xaxis, axes.set_xscale)
+    joined = sorted((point.x, point.y) for point in shown if point.label in front)
+    if len(joined) > 1:
+        axes.plot(*zip(*joined, strict=True), color=STAND_INS["soft"], linewidth=1, linestyle=(0, (3, 3)))
+    for index, point in enumerate(shown):
+        errors = {"xerr": _error(point.x_err), "yerr": _error(point.y_err)}
+        marker = MARKERS[(index + index // len(SERIES)) % len(MARKERS)]
+        look: dict[str, Any] = {"fmt": marker, "color": SERIES[index % len(SERIES)], "markersize": 7}
+        axes.errorbar([point.x], [point.y], **errors, **look, elinewidth=1.2, capsize=3, label=point.label)
+    axes.margins(0.12)
+    _finish(axes, shown, named=True)
+    return _svg(figure, alt or f"{ylabel} against {xlabel}")
+
+
+def smoothed(values: Numbers) -> list[float]:
+    """The mean round each value: a thirtieth of all to either side, fewer at the ends.
+
+    Values that are not finite stay gaps.
+    """
+    _, y = _finite(range(len(values)), values)
+    known, places = np.isfinite(y), np.arange(len(y))
+    reach = np.minimum(np.minimum(places, places[::-1]), min(len(y) // 30, 50))
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, y, 0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    first, last = places - reach, places + reach + 1
+    means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
+    return np.where(known, means, np.nan).tolist()
+
+
+def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, HEIGHT))  # margins are our own: a layout engine draws it three times
+    axes = figure.add_subplot()
+    figure.patch.set_visible(False)
+    axes.patch.set_visible(False)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(STAND_INS["soft"])
+    axes.set_xlabel(xlabel, color=STAND_INS["soft"], parse_math=False)
+    axes.set_title(ylabel, loc="left", color=STAND_INS["ink"], fontsize=11, parse_math=False)
+    axes.tick_params(colors=STAND_INS["soft"], length=0, labelsize=10)
+    axes.tick_params(axis="x", length=3)
+    axes.grid(axis="y", color=STAND_INS["grid"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_formatter(FuncFormatter(_number))
+    return figure, axes
+
+
+def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool) -> None:
+    """Margins, and the legend under the plot; or, where there is nothing to draw, that."""
+    handles, labels = axes.get_legend_handles_labels() if named else ([], [])
+    columns = max(1, min(3, 48 // (max(map(len, labels), default=0) + 5)))
+    legend_rows = -(-len(labels) // columns)
+    height = 72 * HEIGHT + 14 * max(0, legend_rows - 2)  # a long legend makes the figure longer, not flatter
+    below = 33 + 14 * legend_rows  # the axis and its name, then the legend
+    figure: Any = axes.figure
+    figure.set_figheight(height / 72)
+    figure.subplots_adjust(left=0.145, right=0.985, top=1 - 23 / height, bottom=below / height)
+    if not drawn:
+        axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=STAND_INS["soft"])
+        axes.set_xticks([])
+        axes.set_yticks([])
+    elif labels:
+        look: dict[str, Any] = {"frameon": False, "fontsize": 10, "labelcolor": STAND_INS["ink"]}
+        look |= {"handlelength": 1.2, "columnspacing": 1.2, "borderpad": 0, "handletextpad": 0.5}
+        look |= {"labelspacing": 0.25, "borderaxespad": 0.2}
+        legend = figure.legend(handles, labels, loc="lower left", ncols=columns, **look)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+
+def _finite(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
+    """As fp64, with NaN for what is no finite number or too great to draw; points without x are left out."""
+    places, values = (np.array([math.nan if v is None else v for v in each], dtype=float) for each in (x, y))
+    places, values = (np.where(np.abs(each) < GREATEST, each, math.nan) for each in (places, values))
+    return places[np.isfinite(places)], values[np.isfinite(places)]
+
+
+def _drawable(value: float) -> bool:
+    return abs(value) < GREATEST
+
+
+def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest value of each stretch, and each gap."""
+    if len(y) <= MOST_POINTS:
+        return x, y
+    kept: set[int] = {0, len(y) - 1}
+    for stretch in np.array_split(np.arange(len(y)), MOST_POINTS // 2):
+        values = y[stretch]
+        known = stretch[np.isfinite(values)]
+        if len(known):
+            kept |= {int(known[np.argmin(y[known])]), int(known[np.argmax(y[known])])}
+        if len(known) < len(stretch):
+            kept.add(int(stretch[~np.isfinite(values)][0]))
+    order = sorted(kept)
+    return x[order], y[order]
+
+
+def _is_wide(values: list[np.ndarray]) -> bool:
+    """Whether all are positive and span so much that a linear axis would hide most of them."""
+    known = np.concatenate([each[np.isfinite(each)] for each in values]) if values else np.array([])
+    if not len(known) or known.min() * LOG_TO <= known.max():
+        return False
+    return bool(known.min() * LOG_FROM < known.max())
+
+
+def _log(axis: Any, set_scale: Any) -> None:
+    set_scale("log")
+    axis.set_major_locator(LogLocator(numticks=6))
+    axis.set_major_formatter(FuncFormatter(_number))
+    axis.set_minor_formatter(NullFormatter())
+    axis.set_tick_params(which="minor", length=0)
+
+
+def _number(value: float, _: Any = None) -> str:
+    """12,000, 0.25 or 4e-5, as a person writes it."""
+    text = f"{value:,.5g}" if 1e-4 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
+    return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+
+
+def _error(error: Any) -> Any:
+    """What matplotlib takes: one number, or a column of two; none where it is not known."""
+    parts = [error, error] if not isinstance(error, tuple | list) else error
+    known = all(part is not None and _drawable(part) for part in parts)
+    return [[max(0.0, float(part))] for part in parts] if known else None
+
+
+def _svg(figure: Figure, alt: str) -> str:
+    """The figure as an <svg> element that brings its colours along."""
+    file = io.BytesIO()
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "same numbers, same text"}
+    settings |= {"font.family": ["sans-serif"], "font.sans-serif": ["DejaVu Sans"]}
+    with matplotlib.rc_context(settings):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # metadata has the time and http
+        FigureCanvasSVG(figure).print_svg(file, metadata=nothing)
+    root = ElementTree.fromstring(file.getvalue())
+    own = "p" + sha256(file.getvalue()).hexdigest()[:8]
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(SVG)
+        if LINK in element.attrib:
+            element.set("href", element.attrib.pop(LINK))
+    _keep_ids(root, own)
+    for style in root.findall("defs/style"):
+        style.text = _sheet(own)
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    root.attrib |= {"xmlns": SVG[1:-1], "class": f"plot {own}", "role": "img", "aria-label": alt}
+    text = ElementTree.tostring(root, encoding="unicode")
+    for name, stand_in in STAND_INS.items():
+        text = text.replace(stand_in, f"var(--{name})" if not name.isdigit() else f"var(--series-{name})")
+    return text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
+
+
+def _keep_ids(root: ElementTree.Element, own: str) -> None:
+    """Only ids that something refers to, and each with the plot's own prefix."""
+    given = [element for element in root.iter() if "id" in element.attrib]
+    everything = " ".join(value for element in root.iter() for value in element.attrib.values())
+    for element in given:
+        name = element.attrib.pop("id")
+        if f"#{name}" in everything:
+            element.set("id", f"{own}-{name}")
+    for element in root.iter():
+        for key, value in element.attrib.items():
+            if key == "href" or "url(#" in value:
+                element.set(key, value.replace("#", f"#{own}-", 1))
+
+
+def _sheet(own: str) -> str:
+    """The plot's colours, light and dark; and matplotlib's rule for lines, for this plot alone."""
+
+    def named(shade: int) -> str:
+        pairs = ((f"series-{name}" if name.isdigit() else name, c[shade]) for name, c in COLOURS.items())
+        return "".join(f"--{name}:{colour};" for name, colour in pairs)
+
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ .{own} {{ {named(1)} }} }}"
+    return f".{own} {{ {named(0)} }} .{own} * {{ stroke-linejoin: round; stroke-linecap: butt }} {dark}"
