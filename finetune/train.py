@@ -6,11 +6,10 @@ run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
@@ -36,6 +35,7 @@ from finetune import (
     validate,
     verify,
 )
+from finetune.batch import Batch, count_steps, split_batch
 from finetune.data.prepare import held_out
 from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
@@ -57,12 +57,6 @@ if TYPE_CHECKING:
     from finetune.sections import Adapter, Data, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
-
-
-class Batch(NamedTuple):
-    effective: int  # sequences an optimizer step, over all processes
-    per_device: int
-    accumulation: int
 
 
 def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
@@ -130,15 +124,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         del trainer, adapted, base
         evaluate.release()
 
-        def same_as_live(reopened: Any) -> None:
-            verify.check_reopened(live, reopened, folder, ledger)
-
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
-        result = evaluate.run(folder.path, inspect=same_as_live)
-        for watched in validating:
-            watched.add_receipt(result["tuned"]["loss"], ledger)
+        result = reopen_and_evaluate(folder, live, validating, ledger)
         summary.show_result(screen, recipe, folder, ledger, result)
-        ledger.check()
     return folder
 
 
@@ -148,46 +136,6 @@ def prepare_in_turn(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
         return check.prepare_data(recipe)
     with PartialState().local_main_process_first():
         return check.prepare_data(recipe)
-
-
-def split_batch(train: Train, processes: int) -> Batch:
-    """Sequences of a forward pass and passes of a step, from the effective batch size.
-
-    Raises:
-        UserError: an effective batch that can't be split over the processes as stated (exit 2).
-    """
-    effective, stated = train.effective_batch_size, train.per_device_train_batch_size
-    unit = processes * (stated or 1)
-    if effective % unit:
-        low, high = effective // unit * unit, (effective // unit + 1) * unit
-        what = f"can't be split over {processes} processes x {stated or 1} rows"
-        expected = f"{low} or {high}" if low else str(high)
-        raise UserError(Problem(what, "train.effective_batch_size", found=str(effective), expected=expected))
-    share = effective // processes
-    per_device = stated or max(size for size in range(1, 9) if share % size == 0)
-    return Batch(effective, per_device, share // per_device)
-
-
-def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
-    """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares).
-
-    Args:
-        rows: `None` if they are streamed.
-    """
-    if rows is None:
-        if train.max_steps is None:
-            what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
-            raise UserError(Problem(what, "train.max_steps", fix=fix))
-        return train.max_steps
-    if rows < batch.effective:
-        what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
-        raise UserError(Problem(what, "train.effective_batch_size", found=str(batch.effective), fix=fix))
-    whole = math.floor if train.passed_on().get("dataloader_drop_last") else math.ceil
-    micro_batches = math.ceil(whole(rows / batch.per_device) / processes)
-    steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
-    if train.max_steps is not None:
-        return train.max_steps
-    return math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
 
 
 def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
@@ -355,6 +303,21 @@ def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, in
         adapter_init.save(adapted, target, initial)
         tokenizer.save_pretrained(str(target))
     state.wait_for_everyone()
+
+
+def reopen_and_evaluate(
+    folder: RunFolder, live: verify.Live, validating: list[validate.Validate], ledger: Ledger
+) -> dict[str, Any]:
+    """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
+
+    def same_as_live(reopened: Any) -> None:
+        verify.check_reopened(live, reopened, folder, ledger)
+
+    result = evaluate.run(folder.path, inspect=same_as_live)
+    for validation in validating:
+        validation.add_receipt(result["tuned"]["loss"], ledger)
+    ledger.check()
+    return result
 
 
 def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolder:

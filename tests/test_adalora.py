@@ -238,6 +238,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     from transformers import set_seed
 
     from finetune import adapters, callbacks, check, hardware, model, recipe, train
+    from finetune.batch import split_batch
     from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
@@ -247,7 +248,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     given += [f"adapter.orth_reg_every={every}"]
     loaded = recipe.load(QUICKSTART, given)
     setup = hardware.choose(attention="sdpa", base="auto", adapter_type="adalora")
-    batch = train.split_batch(loaded.train, setup.launch.processes)
+    batch = split_batch(loaded.train, setup.launch.processes)
     arguments = train.training_arguments(loaded.train, loaded.data, setup, batch)
     arguments.output_dir = str(folder)
     set_seed(loaded.train.seed)

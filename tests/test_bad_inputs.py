@@ -257,9 +257,9 @@ def test_50_a_folder_of_another_run_is_left_alone(train, tmp_path, capsys) -> No
 
 
 def test_58_a_batch_that_processes_can_t_share() -> None:
+    from finetune.batch import split_batch
     from finetune.errors import UserError
     from finetune.sections import Train
-    from finetune.train import split_batch
 
     assert split_batch(Train(effective_batch_size=48), 2) == (48, 8, 3)
     assert split_batch(Train(effective_batch_size=6, per_device_train_batch_size=3), 2) == (6, 3, 1)

@@ -22,7 +22,7 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat"),
     ("recipe_errors",),
-    ("recipe", "receipts", "hardware", "modules", "adapter_init", "hub"),
+    ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub"),
     ("run_folder", "screen", "adapter_source", "plots"),
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped"),
     ("summary", "paired", "scoring", "tasks", "quantize", "card", "differences"),

@@ -1,0 +1,57 @@
+"""How many sequences a step takes, split over processes and passes, and how many steps a run has."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from finetune.sections import Train
+
+
+class Batch(NamedTuple):
+    effective: int  # sequences an optimizer step, over all processes
+    per_device: int
+    accumulation: int
+
+
+def split_batch(train: Train, processes: int) -> Batch:
+    """Sequences of a forward pass and passes of a step, from the effective batch size.
+
+    Raises:
+        UserError: an effective batch that can't be split over the processes as stated (exit 2).
+    """
+    effective, stated = train.effective_batch_size, train.per_device_train_batch_size
+    unit = processes * (stated or 1)
+    if effective % unit:
+        low, high = effective // unit * unit, (effective // unit + 1) * unit
+        what = f"can't be split over {processes} processes x {stated or 1} rows"
+        expected = f"{low} or {high}" if low else str(high)
+        raise UserError(Problem(what, "train.effective_batch_size", found=str(effective), expected=expected))
+    share = effective // processes
+    per_device = stated or max(size for size in range(1, 9) if share % size == 0)
+    return Batch(effective, per_device, share // per_device)
+
+
+def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
+    """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares).
+
+    Args:
+        rows: `None` if they are streamed.
+    """
+    if rows is None:
+        if train.max_steps is None:
+            what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
+            raise UserError(Problem(what, "train.max_steps", fix=fix))
+        return train.max_steps
+    if rows < batch.effective:
+        what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
+        raise UserError(Problem(what, "train.effective_batch_size", found=str(batch.effective), fix=fix))
+    whole = math.floor if train.passed_on().get("dataloader_drop_last") else math.ceil
+    micro_batches = math.ceil(whole(rows / batch.per_device) / processes)
+    steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
+    if train.max_steps is not None:
+        return train.max_steps
+    return math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
