@@ -30,8 +30,10 @@ from finetune import (
     loraplus,
     model,
     qat,
+    report,
     run_folder,
     summary,
+    trackers,
     upstream,
     validate,
     verify,
@@ -100,7 +102,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             attention.prove_apart(adapted, length, setup.attention.value, ledger)
 
     folder = start_folder(recipe, setup, arguments)
-    with recording(screen, ledger, folder, setup):
+    with recording(screen, ledger, folder, setup), trackers.running(arguments, folder) as tracked:
         choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
         if setup.launch.main:
@@ -114,14 +116,13 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         validating = validation(recipe, tokenizer, adapted, metrics)
         watching = [first_step, metrics, *validating]
         trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
-        trainer.first_step = first_step
+        tracked.follow(trainer)
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         train(trainer, recipe.adapter, validating, ledger)
-        screen.stop()
 
         live = verify.remember(adapted, dataset, setup.hardware.device == "cpu" and not compiled)
         save(adapted, tokenizer, folder, initial)
@@ -129,12 +130,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         trainer.accelerator.free_memory()
         del trainer, adapted, base
         evaluate.release()
-
-        def same_as_live(reopened: Any) -> None:
-            verify.check_reopened(live, reopened, folder, ledger)
-
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
-        result = evaluate.run(folder.path, inspect=same_as_live)
+        result = evaluate.run(folder.path, inspect=lambda it: verify.check_reopened(live, it, folder, ledger))
         for watched in validating:
             watched.add_receipt(result["tuned"]["loss"], ledger)
         summary.show_result(screen, recipe, folder, ledger, result)
@@ -278,6 +275,7 @@ def build_trainer(
         optimizers=(loraplus.optimizer(adapted, arguments, ratio) if ratio else None, None),
     )
     trainer.remove_callback(PrinterCallback)
+    (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
     for name, parameter in adapters.trainable(adapted).items():
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
     if allocates:
@@ -364,6 +362,7 @@ def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolde
         broadcast_object_list(name)
     folder = run_folder.create(name[0]) if setup.launch.main else run_folder.RunFolder(Path(name[0]))
     arguments.output_dir = str(folder.staging)
+    arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder
 
 
@@ -398,6 +397,7 @@ def recording(screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup) -
     finally:
         if setup.launch.main:
             folder.write("receipts.json", ledger.as_json())
+            report.after(folder.path, screen)
         screen.close()
 
 
