@@ -56,6 +56,9 @@ class Metrics(TrainerCallback):
         self.idle_since = self.logged_at = time.perf_counter()
         self.screen.start(state.max_steps)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.screen.stop()
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.waited += time.perf_counter() - self.idle_since
 
@@ -82,10 +85,12 @@ class Metrics(TrainerCallback):
             "step_seconds": seconds,
             "mfu": self._mfu(rate),
             "data_wait": self.waited / (seconds * steps),
-            **memory(self.hardware),
+            **(held := memory(self.hardware)),
         }
         if "orthogonality" in logs:
             record["orthogonality"] = logs["orthogonality"]
+        ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *held)
+        logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
         self.append(record)
         used = record["gpu_memory_gib"] or record["host_memory_gib"]
         line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used:.1f} GiB"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_source, adapter_types, hardware, hub, model, modules, qat, tasks
+from finetune import adapter_source, adapter_types, hardware, hub, model, modules, qat, tasks, upstream
 from finetune.data import bundled, load
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Source
 
 if TYPE_CHECKING:
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
     from finetune.data.prepare import Prepared
     from finetune.recipe import Recipe
+
+TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
+    "azure_ml": ("azureml", "azureml-core"),
+    "comet_ml": ("comet_ml", "comet-ml"),
+    "flyte": ("flytekit", "flytekit"),
+    "kubeflow": ("transformers", "transformers"),  # needs none: it is a server that the job runs under
+}
 
 
 def run(recipe: Recipe) -> list[str]:
@@ -29,11 +36,11 @@ def run(recipe: Recipe) -> list[str]:
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
     packages: list[Problem] = []
-    for look in (_model, _data, _adapter, _tasks, _publish):
+    for look in (_model, _data, _adapter, _tasks, _trackers, _publish):
         try:
             notes += look(recipe)
         except UserError as error:
-            problems += error.problems
+            (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
     asked = (
         recipe.speed.base if recipe.speed.base != "auto" else adapter_types.find(recipe.adapter.type).storage
     )
@@ -94,6 +101,33 @@ def _tasks(recipe: Recipe) -> list[str]:
     if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
         raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
     return []
+
+
+def _trackers(recipe: Recipe) -> list[str]:
+    """What `train.report_to` names must exist and be installed."""
+    key, asked = "train.report_to", recipe.train.passed_on().get("report_to", "none")
+    asked = asked if isinstance(asked, list) else [asked]
+    if asked in (["none"], []):
+        return []
+    known = upstream.trackers()
+    if asked == ["all"]:
+        found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))
+        return [f"{key}: all that are installed: {', '.join(found) or 'none'}"]
+    unknown = [str(name) for name in asked if name not in known]
+    if unknown:
+        expected = f"none, all, {', '.join(sorted(known))}"
+        texts = [{"found": name, "expected": expected, "fix": nearest(name, known)} for name in unknown]
+        raise UserError(*(Problem("no such tracker", key, **said) for said in texts))
+    missing = [name for name in asked if not _tracker_installed(name)]
+    if missing:
+        packages = " ".join(TRACKERS.get(name, (name, name))[1] for name in missing)
+        problem = Problem("not installed", key, found=", ".join(missing), fix=f"pip install {packages}")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return []
+
+
+def _tracker_installed(name: str) -> bool:
+    return upstream.installed(TRACKERS.get(name, (name, name))[0])
 
 
 def _adapter(recipe: Recipe) -> list[str]:

@@ -220,6 +220,17 @@ def chat(options: argparse.Namespace) -> None:
     talk.run(run.path, Console(highlight=False), options.overrides, prompt=options.prompt, **given)
 
 
+def report(options: argparse.Namespace) -> None:
+    """Write a page about a run: verdict, base against tuned, curves, receipts, data, recipe."""
+    from finetune import report as reporting
+    from finetune.screen import Screen
+
+    path = options.run if os.path.exists(options.run) else opened(options).path  # a part of a run is enough
+    page, verdict = reporting.run(path, options.output)
+    screen = Screen(quiet=options.quiet)
+    screen.say(f"{verdict.title}. {verdict.why}", *verdict.doubts, f"wrote {page}")
+
+
 def recipes(options: argparse.Namespace) -> None:
     """List the shipped recipes, or copy one to change it."""
     from finetune import shipped
@@ -307,6 +318,7 @@ def parser() -> argparse.ArgumentParser:
         ("--repo", {"metavar": "ID", "help": "organisation/name: publish.repo"}),
         ("--public", {"action": "store_true", "help": "publish.private=false"}),
     )
+    add(report, RUN, ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}))
     add(
         compare,
         ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),

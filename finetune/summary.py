@@ -168,6 +168,7 @@ def show_next(screen: Screen, recipe: Recipe, folder: RunFolder) -> None:
     path = shlex.quote(str(folder.path))
     other = "ia3" if recipe.adapter.type != "ia3" else "lora"
     screen.say("", Text(f"the run is in {folder.path}", style="bold"), "next:")
+    screen.say(f"  open {path}/report.html in a browser")
     screen.say(f"  finetune evaluate {path}")
     screen.say(f"  finetune train {shlex.quote(str(recipe.origin.path))} adapter.type={other}")
     screen.say(f"  less {path}/log.txt")

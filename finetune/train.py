@@ -29,8 +29,10 @@ from finetune import (
     loraplus,
     model,
     qat,
+    report,
     run_folder,
     summary,
+    trackers,
     upstream,
     validate,
     verify,
@@ -94,7 +96,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             attention.prove_apart(adapted, length, setup.attention.value, ledger)
 
     folder = start_folder(recipe, setup, arguments)
-    with recording(screen, ledger, folder, setup):
+    with recording(screen, ledger, folder, setup), trackers.running(arguments, folder) as tracked:
         choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
         if setup.launch.main:
@@ -108,14 +110,13 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         validating = validation(recipe, tokenizer, adapted, metrics)
         watching = [first_step, metrics, *validating]
         trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
-        trainer.first_step = first_step
+        tracked.follow(trainer)
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         train(trainer, recipe.adapter, validating, ledger)
-        screen.stop()
 
         live = verify.remember(adapted, dataset, setup.hardware.device == "cpu" and not compiled)
         save(adapted, tokenizer, folder, initial)
@@ -123,7 +124,6 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         trainer.accelerator.free_memory()
         del trainer, adapted, base
         evaluate.release()
-
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         result = reopen_and_evaluate(folder, live, validating, ledger)
         summary.show_result(screen, recipe, folder, ledger, result)
@@ -226,6 +226,7 @@ def build_trainer(
         optimizers=(loraplus.optimizer(adapted, arguments, ratio) if ratio else None, None),
     )
     trainer.remove_callback(PrinterCallback)
+    (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
     for name, parameter in adapters.trainable(adapted).items():
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
     if allocates:
@@ -327,6 +328,7 @@ def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolde
         broadcast_object_list(name)
     folder = run_folder.create(name[0]) if setup.launch.main else run_folder.RunFolder(Path(name[0]))
     arguments.output_dir = str(folder.staging)
+    arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder
 
 
@@ -361,6 +363,7 @@ def recording(screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup) -
     finally:
         if setup.launch.main:
             folder.write("receipts.json", ledger.as_json())
+            report.after(folder.path, screen)
         screen.close()
 
 

@@ -84,6 +84,16 @@ def peft_types() -> dict[str, tuple[Source, ...]]:
     }
 
 
+@cache
+def trackers() -> frozenset[str]:
+    """The names that `report_to` may hold."""
+    for node in _tree("transformers", "integrations/integration_utils.py").body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTEGRATION_TO_CALLBACK":
+            assert isinstance(node.value, ast.Dict)
+            return frozenset(ast.literal_eval(key) for key in node.value.keys if key)
+    raise AssertionError("transformers has no INTEGRATION_TO_CALLBACK: upstream.py must follow it")
+
+
 def installed(package: str) -> bool:
     """Whether `import package` would find something; nothing is imported."""
     return importlib.util.find_spec(package) is not None

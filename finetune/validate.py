@@ -38,6 +38,7 @@ class Validate(TrainerCallback):
         self.best_step = self.times = self.without_better = 0
         self.best_loss = math.nan
         self.weights: dict[str, Any] = {}
+        self.unsaid: dict[str, float] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -47,6 +48,7 @@ class Validate(TrainerCallback):
         found = self.measure(model)
         model.train(training)
         self.times += 1
+        self.unsaid, control.should_log = found, True
         value = found[f"eval_{self.settings.best}"]
         higher = self.settings.best != "loss" and not _lower_is_better(self.settings.best)
         better = self.best is None or (value > self.best if higher else value < self.best)
@@ -63,6 +65,11 @@ class Validate(TrainerCallback):
         self.metrics.pause(seconds)
         if state.is_world_process_zero:
             self.write(step, state.epoch, found, seconds)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Trackers, which come later, hear it with the step's loss."""
+        logs.update(self.unsaid)
+        self.unsaid = {}
 
     def measure(self, model: Any) -> dict[str, float]:
         """Held-out loss, and what `eval.best` needs beside it; random generators stay as they are."""

@@ -44,6 +44,7 @@ def test_the_surface() -> None:
             [*common, "what", "overrides", "--adapters", "--seeds", "--budget", "--output", "--assert-equal"]
         ),
         "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
+        "report": sorted([*common, "--output", "run"]),
         "recipes": sorted([*common, "--copy", "name"]),
         "doctor": sorted([*common, "recipe", "overrides"]),
     }

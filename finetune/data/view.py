@@ -187,24 +187,35 @@ def cut(tokens: int) -> str:
 def summary(screen: Screen, prepared: Prepared) -> None:
     """The audit as a table, and a line for each thing that happened to some rows."""
     screen.table("data", ("what", "value", ""), facts(prepared))
-    screen.say("", *(f"{'left out' if left_out else 'note'}: {said}" for left_out, said in remarks(prepared)))
-    if not remarks(prepared):
+    remarked = remarks(prepared.report)
+    screen.say("", *(f"{'left out' if left_out else 'note'}: {said}" for left_out, said in remarked))
+    if not remarked:
         screen.say("fine: every row is trained on as it is")
 
 
-def remarks(prepared: Prepared) -> list[tuple[bool, str]]:
+def remarks(reports: dict[str, Report]) -> list[tuple[bool, str]]:
     """Whether rows are left out, and what is said of them; those that are come first."""
     found = [
         (kind in LEFT_OUT, remark if split == "train" else f"held out: {remark}")
-        for split, report in prepared.report.items()
+        for split, report in reports.items()
         for kind, remark in report.noted()
     ]
     return sorted(found, key=lambda remark: not remark[0])
 
 
 def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
-    """What, how much, and more about it."""
-    report, held_out = prepared.report["train"], prepared.report["validation"]
+    """What, how much, and more about it; and how it was prepared."""
+    report, found = prepared.report["train"], described(prepared.report)
+    if prepared.path is None:
+        seen = f"the first {report.seen:,}" if report.seen else "all"
+        return [*found, ("prepared", "while training", f"{seen} rows were looked at")]
+    when = "found in the cache, made in" if prepared.cached else "just now, in"
+    return [*found, ("prepared", f"{when} {report.seconds:.1f} s", str(prepared.path))]
+
+
+def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
+    """What the audit found: what, how much, and more about it."""
+    report, held_out = reports["train"], reports["validation"]
     by = ", ".join(f"{who} {tokens:,}" for who, tokens in report.trained_by.items())
     found = [
         ("rows", f"{report.kept:,} of {report.rows:,}", f"{report.dropped:,} left out"),
@@ -227,12 +238,7 @@ def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
     found += [("format", name, source) for source, name in report.formats.items()]
     more = f"{held_out.tokens:,} tokens, {held_out.trained_tokens:,} with loss ({share(held_out)})"
     more = more if held_out.rows else "nothing to evaluate on"
-    found.append(("held out", f"{held_out.kept:,} of {held_out.rows:,} rows", more))
-    if prepared.path is None:
-        seen = f"the first {report.seen:,}" if report.seen else "all"
-        return [*found, ("prepared", "while training", f"{seen} rows were looked at")]
-    when = "found in the cache, made in" if prepared.cached else "just now, in"
-    return [*found, ("prepared", f"{when} {report.seconds:.1f} s", str(prepared.path))]
+    return [*found, ("held out", f"{held_out.kept:,} of {held_out.rows:,} rows", more)]
 
 
 def mix(report: Report) -> list[tuple[str, float, dict[str, float]]]:
@@ -278,7 +284,7 @@ def write_html(
     )
     page.filters |= {"visible": visible, "cut": cut, "share": share}
     given = {"title": Path(recipe_name).stem, "recipe": recipe_name, "max_length": max_length}
-    given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared)}
+    given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared.report)}
     given |= {"mix": mix(report), "fills": _fills(prepared)}
     given |= {"rows": rows, "extent": _extent(prepared, len(rows))}
     path.write_text(page.get_template("view.html.jinja").render(given), encoding="utf-8")
