@@ -271,10 +271,7 @@ def parser() -> argparse.ArgumentParser:
         data,
         RECIPE,
         OVERRIDES,
-        (
-            "--show",
-            {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20 on the page"},
-        ),
+        ("--show", {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20"}),
         ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
