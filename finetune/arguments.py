@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import Problem, UserError
 
@@ -75,3 +75,31 @@ def compare_again(options: argparse.Namespace) -> list[str]:
     named.append(("--budget", f"{options.budget}s" if options.budget else None))
     flat = [text for name, value in named if value is not None for text in (name, str(value))]
     return [options.what, *options.overrides, *flat]
+
+
+COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
+    ("overrides", {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"}),
+    (
+        "--adapters",
+        {"metavar": "TYPES", "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own"},
+    ),
+    ("--seeds", {"metavar": "N", "type": at_least_one, "help": "runs of each type: 3"}),
+    (
+        "--budget",
+        {"metavar": "TIME", "type": seconds, "help": "for all runs: 30m, 2h, shared evenly"},
+    ),
+    ("--output", {"metavar": "DIR", "help": "runs/compare-RECIPE; started again, it goes on there"}),
+    ("--assert-equal", {"action": "store_true", "help": "exit 4 unless both runs learnt the same"}),
+)
+CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--prompt", {"metavar": "TEXT", "help": "ask this, and end"}),
+    (
+        "--max-new-tokens",
+        {"metavar": "N", "type": at_least_one, "default": 512, "help": "longest answer: 512"},
+    ),
+    (
+        "--temperature",
+        {"metavar": "T", "type": at_least_zero, "default": 0.0, "help": "0, which is greedy"},
+    ),
+)

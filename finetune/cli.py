@@ -282,10 +282,7 @@ def parser() -> argparse.ArgumentParser:
         data,
         RECIPE,
         OVERRIDES,
-        (
-            "--show",
-            {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20 on the page"},
-        ),
+        ("--show", {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20"}),
         ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
@@ -319,36 +316,8 @@ def parser() -> argparse.ArgumentParser:
         ("--public", {"action": "store_true", "help": "publish.private=false"}),
     )
     add(report, RUN, ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}))
-    add(
-        compare,
-        ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
-        ("overrides", {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"}),
-        (
-            "--adapters",
-            {"metavar": "TYPES", "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own"},
-        ),
-        ("--seeds", {"metavar": "N", "type": arguments.at_least_one, "help": "runs of each type: 3"}),
-        (
-            "--budget",
-            {"metavar": "TIME", "type": arguments.seconds, "help": "for all runs: 30m, 2h, shared evenly"},
-        ),
-        ("--output", {"metavar": "DIR", "help": "runs/compare-RECIPE; started again, it goes on there"}),
-        ("--assert-equal", {"action": "store_true", "help": "exit 4 unless both runs learnt the same"}),
-    )
-    add(
-        chat,
-        RUN,
-        OVERRIDES,
-        ("--prompt", {"metavar": "TEXT", "help": "ask this, and end"}),
-        (
-            "--max-new-tokens",
-            {"metavar": "N", "type": arguments.at_least_one, "default": 512, "help": "longest answer: 512"},
-        ),
-        (
-            "--temperature",
-            {"metavar": "T", "type": arguments.at_least_zero, "default": 0.0, "help": "0, which is greedy"},
-        ),
-    )
+    add(compare, *arguments.COMPARE)
+    add(chat, RUN, OVERRIDES, *arguments.CHAT)
     add(
         recipes,
         ("name", {"metavar": "NAME", "nargs": "?"}),
