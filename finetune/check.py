@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_source, adapter_types, hardware, hub, model, modules, qat, tasks, upstream
+from finetune import adapter_source, adapter_types, hardware, hub, model, modules, qat, upstream
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Source
@@ -45,7 +45,7 @@ def run(recipe: Recipe) -> list[str]:
         recipe.speed.base if recipe.speed.base != "auto" else adapter_types.find(recipe.adapter.type).storage
     )
     missing = hardware.missing_package(asked)
-    lacking = (missing, recipe.speed.qat and qat.missing(), tasks.missing(recipe.eval))
+    lacking = (missing, recipe.speed.qat and qat.missing())
     packages += [problem for problem in lacking if problem]
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
@@ -96,8 +96,11 @@ def _data(recipe: Recipe) -> list[str]:
 
 
 def _tasks(recipe: Recipe) -> list[str]:
-    """The files of `eval.tasks`."""
-    tasks.check(recipe.eval)
+    """The files and packages of `eval.tasks`."""
+    if recipe.eval.tasks:
+        from finetune import tasks  # most recipes have none, and its imports take a tenth of a second
+
+        tasks.check(recipe.eval)
     if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
         raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
     return []

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from finetune import hardware, harness, model, paired, qat, run_folder, scoring, shipped, tasks
 from finetune.data import load, prepare
 from finetune.data.formats import Example
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,8 +67,6 @@ def run(
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides)
     tasks.check(recipe.eval)
-    if lacking := tasks.missing(recipe.eval):
-        raise UserError(lacking, code=Exit.ENVIRONMENT)
     texts = general_texts(recipe.eval)
     tuned: Any = reopen(folder, recipe)
     if inspect:

@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 from finetune import recipe_errors, strict_yaml
 from finetune.data import load
 from finetune.data.formats import BadRow
-from finetune.errors import Problem, UserError
+from finetune.errors import Exit, Problem, UserError
 from finetune.sections import Section, Source
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ NEEDS = {  # beside `prompt`
 
 
 def check(settings: Eval) -> None:
-    """Look at the task files of `eval.tasks` and at each row of theirs.
+    """Look at the task files of `eval.tasks`, at each row of theirs, and at the packages they need.
 
     Raises:
-        UserError: everything that is wrong with them (exit 2).
+        UserError: everything that is wrong with them (exit 2), or a package is missing (3).
     """
     problems = []
     for name in filter(is_file, settings.tasks):
@@ -90,15 +90,13 @@ def check(settings: Eval) -> None:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-
-
-def missing(settings: Eval) -> Problem | None:
-    """The package that `eval.tasks` needs and that is not installed."""
+    lacking = None
     if settings.tasks and find_spec("lm_eval") is None:
-        return Problem("needs lm-eval", "eval.tasks", fix="pip install 'finetune-toolkit[eval]'")
-    if settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
-        return Problem("needs vLLM", "eval.engine", fix="pip install vllm, or eval.engine: hf")
-    return None
+        lacking = Problem("needs lm-eval", "eval.tasks", fix="pip install 'finetune-toolkit[eval]'")
+    elif settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
+        lacking = Problem("needs vLLM", "eval.engine", fix="pip install vllm, or eval.engine: hf")
+    if lacking:
+        raise UserError(lacking, code=Exit.ENVIRONMENT)
 
 
 def is_file(name: str) -> bool:
