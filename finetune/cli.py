@@ -223,12 +223,9 @@ def chat(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     """Write a page about a run: verdict, base against tuned, curves, receipts, data, recipe."""
     from finetune import report as reporting
-    from finetune.screen import Screen
 
     path = options.run if os.path.exists(options.run) else opened(options).path  # a part of a run is enough
-    page, verdict = reporting.run(path, options.output)
-    screen = Screen(quiet=options.quiet)
-    screen.say(f"{verdict.title}. {verdict.why}", *verdict.doubts, f"wrote {page}")
+    reporting.show(*reporting.run(path, options.output), quiet=options.quiet)
 
 
 def recipes(options: argparse.Namespace) -> None:

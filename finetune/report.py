@@ -19,11 +19,10 @@ from finetune.data.audit import Report
 from finetune.errors import Problem, UserError
 from finetune.plots import Curve, curves, smoothed
 from finetune.report_scores import Verdict, number, share
+from finetune.screen import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from finetune.screen import Screen
 
 FILES = {  # what a run leaves, and what can't be said without it
     "recipe.resolved.yaml": "what was asked for",
@@ -98,6 +97,10 @@ def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdi
         said = error.strerror or str(error)
         raise UserError(Problem("can't be written", where=str(target), found=said)) from error
     return target, verdict
+
+
+def show(page: Path, verdict: Verdict, *, quiet: bool) -> None:
+    Screen(quiet=quiet).say(f"{verdict.title}. {verdict.why}", *verdict.doubts, f"wrote {page}")
 
 
 def after(path: Path, screen: Screen) -> None:
