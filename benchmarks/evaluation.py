@@ -262,7 +262,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
-        print(tables(json.loads(RESULTS.read_text(encoding="utf-8"))))
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+        print(real_table(results), speed_table(results), sep="\n\n")
         return
     folder = options.keep or Path(tempfile.mkdtemp(prefix="finetune-evaluation-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -288,8 +289,47 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def tables(results: dict[str, Any]) -> str:
-    return json.dumps(results, indent=1)
+def real_table(results: dict[str, Any]) -> str:
+    """Base against tuned of a real model on two real sets, with what it forgot."""
+    head = [
+        "| tuned on | asked | rows | base | tuned | difference, 95 % | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines = []
+    for name, title in (("sms", "SMS spam"), ("commonsense", "commonsense")):
+        found = results["real"][name]
+        rows = (
+            [("held-out loss", "loss", found), ("exact match", "exact_match", found)] if found["base"] else []
+        )
+        rows += [(f"{task} {one['main']}", one["main"], one) for task, one in found["tasks"].items()]
+        for asked, key, one in rows:
+            if asked.endswith("_choice acc"):
+                continue  # of the speed part
+            form = "{:.3f}" if key == "loss" else "{:.1%}"
+            change = one["difference"][key]
+            base, tuned, value, low, high = (
+                form.format(number)
+                for number in (
+                    one["base"][key],
+                    one["tuned"][key],
+                    *(change[x] for x in ("value", "low", "high")),
+                )
+            )
+            said = f"{value} ({low} to {high}) | {change['verdict']}"
+            lines.append(f"| {title} | {asked} | {change['rows']} | {base} | {tuned} | {said} |")
+    return "\n".join([*head, *lines])
+
+
+def speed_table(results: dict[str, Any]) -> str:
+    """Both commands on the same questions."""
+    lines = ["| model | device | questions | command | wall time | samples/s |", "|---|---|---|---|---|---|"]
+    for part in (part for name, part in results.items() if name.startswith("speed")):
+        for name, taken in part["seconds"].items():
+            rate = part["samples_per_second"][name]
+            how = "`finetune evaluate`, once" if name == "finetune" else "`lm_eval run`, twice"
+            where = f"| {part['model']} | {part['device']} | {part['questions']:,}"
+            lines.append(f"{where} | {how} | {taken:.0f} s | {rate:.1f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
