@@ -13,6 +13,7 @@ from finetune import cli, recipe
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^    ((?:finetune|accelerate|make) [^#\n]*)", README, re.MULTILINE)
+SHORT = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=2", "eval.max_new_tokens=4"]
 
 
 def test_the_commands_are_there() -> None:
@@ -24,13 +25,15 @@ def test_the_commands_are_there() -> None:
 @pytest.mark.parametrize("command", [c.strip() for c in COMMANDS if c.startswith("finetune")])
 def test_a_finetune_command_runs(command: str, train, small, tmp_path, capsys) -> None:
     words = shlex.split(command)[1:]
-    if words[0] in ("evaluate", "merge"):
+    if words[0] in ("evaluate", "merge", "report", "chat", "publish"):
         words[1] = str(train().path)
+        words += ["eval.limit=4"] if words[0] == "evaluate" else []
+    elif words[0] == "compare":
+        words += [*SHORT, *small, "eval.general=false", "--output", str(tmp_path / "compare")]
     elif words[0] == "recipes" and "--copy" in words:
         words[-1] = str(tmp_path / words[-1])
     elif words[0] == "train":
-        short = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=2"]
-        words += [*short, *small, "eval.max_new_tokens=4", f"train.output_dir={tmp_path}/run"]
+        words += [*SHORT, *small, f"train.output_dir={tmp_path}/run"]
         if "--accelerate" in words:
             done = subprocess.run(
                 [sys.executable, "-m", "finetune", *words], capture_output=True, check=False
@@ -71,12 +74,33 @@ def test_the_tables_are_what_was_measured(page: str) -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         import data
+        import evaluation
         import quickstart
     finally:
         sys.path.pop(0)
     text = (ROOT / page).read_text()
+    if page == "README.md":
+        results = json.loads(evaluation.RESULTS.read_text())
+        assert evaluation.real_table(results) in text, "evaluation.py --table"
     assert quickstart.table(json.loads(quickstart.RESULTS.read_text())) in text, "quickstart.py --table"
     assert data.table(json.loads(data.RESULTS.read_text())) in text, "data.py --table"
+
+
+def test_the_speed_of_evaluation_is_what_was_measured() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import evaluation
+    finally:
+        sys.path.pop(0)
+    results = json.loads(evaluation.RESULTS.read_text())
+    found = [part for name, part in results.items() if name.startswith("speed")]
+    assert found and evaluation.speed_table(results) in (ROOT / "benchmarks" / "README.md").read_text()
+    for part in found:
+        rates = part["samples_per_second"]
+        assert rates["finetune"] >= rates["lm_eval"]
+        assert part["accuracy"]["finetune"] == part["accuracy"]["lm_eval"]
+    verdicts = results["verdicts"]
+    assert verdicts["noise called worse"] == verdicts["untrained called same"] == verdicts["of"] == 20
 
 
 def test_the_adapters_tables_are_what_was_measured() -> None:
