@@ -322,7 +322,7 @@ def _earlier(folder: RunFolder, now: dict[str, Any]) -> dict[str, Any]:
 
 def files_hashed(settings: Eval) -> dict[str, str]:
     """Hash of each local file that the evaluation was given, by name: runs with other ones don't compare."""
-    named = [name for name in settings.tasks if tasks.is_file(name)]
+    named = [str(tasks.SHIPPED.get(name, name)) for name in settings.tasks if tasks.is_file(name)]
     named += [str(Path(name).parent / task.data) for name in named if (task := tasks.read(name)) is not None]
     named += [settings.general] if isinstance(settings.general, str) else []
     return {Path(name).name: load.sha256(Path(name)) for name in named if Path(name).is_file()}

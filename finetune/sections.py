@@ -229,7 +229,7 @@ class Train(Section):
 
 class Eval(Section):
     tasks: list[str] = []
-    """lm-eval's tasks by name, or task files: `[arc_easy, examples/general/knowledge.yaml]`."""
+    """lm-eval's tasks by name, the shipped `general_knowledge`, or task files: `[arc_easy, my/task.yaml]`."""
     limit: int | None = Field(default=None, ge=1)
     """Rows of each task; `null`: all."""
     num_fewshot: int | None = Field(default=None, ge=0)

@@ -7,7 +7,8 @@
     choices: "{{ choices }}"
     answer: "{{ gold }}"
 
-`eval.tasks` takes such files, lm-eval's own YAML files, and the names of lm-eval's tasks. No torch here.
+`eval.tasks` takes such files, lm-eval's own YAML files, the names of lm-eval's tasks, and `general_knowledge`,
+a local task that ships. No torch here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, ValidationError
 
-from finetune import recipe_errors, strict_yaml
+from finetune import recipe_errors, shipped, strict_yaml
 from finetune.data import load
 from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from finetune.sections import Eval
 
 SUFFIXES = (".yaml", ".yml")
+SHIPPED = {"general_knowledge": shipped.folder("examples") / "general" / "knowledge.yaml"}
 
 
 class Task(Section):
@@ -101,7 +103,7 @@ def check(settings: Eval) -> None:
 
 def is_file(name: str) -> bool:
     """Whether an entry of `eval.tasks` is a file, not a name that lm-eval knows."""
-    return name.endswith(SUFFIXES)
+    return name.endswith(SUFFIXES) or name in SHIPPED
 
 
 def read(path: str) -> Task | None:
@@ -110,6 +112,7 @@ def read(path: str) -> Task | None:
     Raises:
         UserError: no such file, or what is wrong in it, located (exit 2).
     """
+    path = str(SHIPPED.get(path, path))
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -152,7 +155,7 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
     Raises:
         UserError: unreadable rows, columns that are not there, answers that are none of the choices (exit 2).
     """
-    beside = Path(path).parent / task.data
+    beside = Path(SHIPPED.get(path, path)).parent / task.data
     name = str((beside if beside.exists() or not Path(task.data).exists() else Path(task.data)).absolute())
     found, problems = [], []
     for row in load.read(Source(name=name), f"task {task.task}"):

@@ -53,7 +53,7 @@ def test_every_kind_of_task_gives_lm_evals_own_numbers(train, two_layers, task_f
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    named = json.dumps([*task_files, KNOWLEDGE])
+    named = json.dumps([*task_files, "general_knowledge"])
     run = train(f"model.name={two_layers}", f"eval.tasks={named}", "eval.limit=12", "eval.general=true")
     found = run.read("eval.json")
     assert set(found["tasks"]) == {
