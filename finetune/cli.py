@@ -147,11 +147,16 @@ def evaluate(options: argparse.Namespace) -> None:
         launch.if_needed(["evaluate", str(run.path), *options.overrides, *flags(options)])
     quieten_libraries()
     from finetune import evaluate as evaluation
+    from finetune import report as reporting
     from finetune import summary
+    from finetune.scoring import memory_errors
 
-    result = evaluation.run(run.path, options.overrides)
-    main_process = os.environ.get("RANK", "0") == "0"
-    summary.show_scores(Screen(quiet=options.quiet or not main_process), result)
+    with memory_errors():
+        result = evaluation.run(run.path, options.overrides)
+    if os.environ.get("RANK", "0") == "0":
+        screen = Screen(quiet=options.quiet)
+        summary.show_scores(screen, result)
+        reporting.after(run.path, screen)
 
 
 def merge(options: argparse.Namespace) -> None:

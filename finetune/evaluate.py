@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import time
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
 
-from finetune import hardware, harness, model, paired, qat, run_folder, scoring, shipped, tasks
+from finetune import hardware, harness, model, qat, results, run_folder, scoring, shipped, tasks
 from finetune.data import load, prepare
 from finetune.data.formats import Example
 from finetune.errors import Problem, UserError
+from finetune.results import Measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,21 +30,10 @@ if TYPE_CHECKING:
     from finetune.data.prepare import HeldOut
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
-    from finetune.scoring import Score
     from finetune.sections import Eval
 
-GENERAL = "general_text"
-WORST = 20
-
-
-@dataclass
-class Measured:
-    """What one model, base or tuned, did on everything it was asked."""
-
-    held_out: Score | None
-    general: Score | None
-    tasks: dict[str, Any]
-    seconds: float
+OTHER = "eval.other.json"  # of rows that the run did not hold out
+CHOSEN = "these rows also chose the weights (eval.every): the held-out figures flatter them a little"
 
 
 def run(
@@ -66,7 +54,9 @@ def run(
     """
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides)
+    PartialState(cpu=hardware.detect().device == "cpu")  # the first one decides for the process
     tasks.check(recipe.eval)
+    harness.check(recipe.eval)
     texts = general_texts(recipe.eval)
     tuned: Any = reopen(folder, recipe)
     if inspect:
@@ -77,22 +67,23 @@ def run(
     def measured(asked: Any) -> Measured:
         return measure(asked, tokenizer, rows, texts, recipe)
 
-    after = measured(tuned)
+    after, before = measured(tuned), None
     if base_stands(tuned):
         with tuned.disable_adapter():
             before = measured(tuned)
-    else:
-        del tuned
-        release()
+    tuned = None
+    release()
+    if not before:
         before = measured(open_base(recipe))
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
-        release()
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
-    result = report(rows, before, after, recipe, notes)
-    result["tasks"] = {**_earlier(folder, result["tasks"]), **result["tasks"]}
-    result["verdict"] = verdict(result)
+    result = results.content(rows, before, after, recipe, notes)
+    result["settings"]["model"] = f"{recipe.model.name} {recipe.model.revision or ''}".strip()
+    name = OTHER if overridden(recipe) else "eval.json"  # what was held out in the run stays the run's result
+    result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}
+    result["verdict"] = results.verdict(result)
     if PartialState().is_main_process:
-        folder.write("eval.json", result)
+        folder.write(name, result)
     return result
 
 
@@ -110,9 +101,10 @@ def measure(asked: Any, tokenizer: Any, rows: list[HeldOut], texts: list[str], r
 def by_vllm(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """`eval.tasks` of base and tuned by vLLM, which serves the adapter as it was saved."""
     rank = getattr(recipe.adapter, "r", None)
-    if folder.weights != folder.adapter or recipe.adapter.type not in ("lora", "qlora", "rslora"):
+    plain = recipe.adapter.type in ("lora", "rslora") and recipe.speed.base in ("auto", "bf16")
+    if folder.weights != folder.adapter or not plain:
         fix = "eval.engine: hf; or merge it first"
-        what = f"vLLM serves LoRA, not {recipe.adapter.type}"
+        what = f"vLLM serves LoRA on a base in bf16, not {recipe.adapter.type} on {recipe.speed.base}"
         raise UserError(Problem(what, "eval.engine", fix=fix))
     engine = harness.vllm(recipe.model.name, recipe.model.revision, str(folder.adapter), rank or 8)
     after = harness.run(engine, tokenizer, recipe.eval)
@@ -126,20 +118,36 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     Returns:
         The rows, and what is worth knowing of them.
     """
-    kept = folder.path / run_folder.HELD_OUT
-    overridden = any(
-        who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items()
-    )
-    if kept.exists() and not overridden:
+    kept, other = folder.path / run_folder.HELD_OUT, overridden(recipe)
+    chosen = recipe.eval.every and recipe.eval.keep_best and "/" not in recipe.eval.best
+    notes = [CHOSEN] if chosen and not other else []
+    if kept.exists() and not other:
         lines = kept.read_text(encoding="utf-8").splitlines()
         examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in map(json.loads, lines)]
-        return prepare.encode_held_out(examples, recipe.data, tokenizer), []
-    notes = check_unchanged(load.fingerprints(recipe.data, held_out=True), folder, overridden)
+        return prepare.encode_held_out(examples, recipe.data, tokenizer), notes
+    notes += check_unchanged(load.fingerprints(recipe.data, held_out=True), folder, other)
     rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)
-    if PartialState().is_main_process and not overridden:
+    if PartialState().is_main_process and not other:
         lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
         folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))
     return rows, notes
+
+
+def overridden(recipe: Recipe) -> bool:
+    """Whether other data was asked for than the run's own."""
+    return any(who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items())
+
+
+def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """Tasks of an earlier evaluation on the same base that were not asked again."""
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if earlier.get("settings", {}).get("model") != now["settings"]["model"]:
+        return {}
+    gone = {*now["tasks"], results.GENERAL}  # the general text is asked each time, or not wanted
+    return {name: task for name, task in earlier["tasks"].items() if name not in gone}
 
 
 def general_texts(settings: Eval) -> list[str]:
@@ -148,7 +156,7 @@ def general_texts(settings: Eval) -> list[str]:
         return []
     path = shipped.folder("examples") / "general" / "text.jsonl"
     name = str(path) if settings.general is True else settings.general
-    source = tasks.Task(task=GENERAL, data=name, kind="perplexity", prompt="{{ text }}")
+    source = tasks.Task(task=results.GENERAL, data=name, kind="perplexity", prompt="{{ text }}")
     return [row["prompt"] for row in tasks.documents(source, str(Path(name)))]
 
 
@@ -165,12 +173,11 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool 
         A note on rows that the recipe of the run did not name.
     """
     recorded = folder.read("data_report.json")["train"]["sources"]
-    changed = [path for path, digest in hashes.items() if recorded.get(path, digest) != digest]
-    if changed and not overridden:
-        what, fix = "the data changed since the run", "put the file back as it was"
-        raise UserError(*(Problem(what, where=path, fix=fix) for path in changed))
     other = [path for path, digest in hashes.items() if digest not in recorded.values()]
-    return [f"{path} is not what the run held out" for path in other if overridden]
+    if other and not overridden:
+        fix = "put the file back as it was, or name another: data.validation=..."
+        raise UserError(*(Problem("the data changed since the run", where=path, fix=fix) for path in other))
+    return [f"{path} is not what the run held out" for path in other]
 
 
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
@@ -203,167 +210,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def report(
-    rows: list[HeldOut], before: Measured, after: Measured, recipe: Recipe, notes: list[str]
-) -> dict[str, Any]:
-    """The content of eval.json, less its verdict."""
-    settings = recipe.eval
-    result: dict[str, Any] = {
-        "base": {},
-        "tuned": {},
-        "difference": {},
-        "tasks": {},
-        "sources": [],
-        "samples": [],
-        "worst": [],
-    }
-    if before.held_out and after.held_out:
-        base, tuned = before.held_out, after.held_out
-        result |= {"base": base.as_json(), "tuned": tuned.as_json(), "difference": differences(base, tuned)}
-        result["sources"] = by_source(rows, base, tuned)
-        result["samples"] = [_sample(rows, base, tuned, i) for i in range(min(settings.samples, len(rows)))]
-        result["worst"] = worst(rows, base, tuned)
-    if before.general and after.general:
-        result["tasks"][GENERAL] = _general(before.general, after.general)
-    forgetting = {
-        task.task
-        for task in map(tasks.read, filter(tasks.is_file, settings.tasks))
-        if task and task.forgetting
-    }
-    result["tasks"] |= harness.compare(before.tasks, after.tasks, forgetting)
-    result["settings"] = {
-        "rows": len(rows),
-        "batch_size": settings.batch_size,
-        "max_new_tokens": settings.max_new_tokens,
-        "general": settings.general,
-        "data": files_hashed(settings),
-        "lm_eval": version("lm-eval") if settings.tasks else None,
-        "processes": PartialState().num_processes,
-        "seconds": {"base": before.seconds, "tuned": after.seconds},
-        "notes": notes,
-    }
-    return result
-
-
-def differences(base: Score, tuned: Score) -> dict[str, Any]:
-    """tuned - base of loss (nats a token) and of exact match, paired by row."""
-    found = {
-        "loss": paired.difference(base.losses, tuned.losses, higher_is_better=False, weights=base.tokens)
-    }
-    if base.hits is not None and tuned.hits is not None:
-        found["exact_match"] = paired.difference(base.hits, tuned.hits, higher_is_better=True)
-    return found
-
-
-def by_source(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]]:
-    """The same for the rows of each file or Hub set."""
-    sources: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        name = re.sub(r"(:\d+|\[\d+\]|!.*)$", "", row.example.where)
-        sources.setdefault(name, []).append(index)
-    found = []
-    for name, indices in sources.items():
-        pair = base.part(indices), tuned.part(indices)
-        scores = {"base": pair[0].as_json(), "tuned": pair[1].as_json(), "difference": differences(*pair)}
-        found.append({"source": name, "rows": len(indices), **scores})
-    return found
-
-
-def worst(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]]:
-    """The rows on which tuned has the highest loss a token."""
-
-    def loss(score: Score, index: int) -> float:
-        return score.losses[index] / max(score.tokens[index], 1)
-
-    order = sorted(range(len(rows)), key=lambda index: -loss(tuned, index))[:WORST]
-    return [
-        {
-            "where": rows[index].example.where,
-            **_sample(rows, base, tuned, index),
-            "base_loss": loss(base, index),
-            "tuned_loss": loss(tuned, index),
-        }
-        for index in order
-    ]
-
-
-def _sample(rows: list[HeldOut], base: Score, tuned: Score, index: int) -> dict[str, Any]:
-    """A row with what base and tuned answered."""
-    row = rows[index].example
-    prompt = row.messages[:-1] if row.messages else row.prompt or ""
-    answers = {"reference": row.answer, "base": base.answers[index], "tuned": tuned.answers[index]}
-    return {"prompt": prompt, **answers}
-
-
-def _general(base: Score, tuned: Score) -> dict[str, Any]:
-    found = paired.difference(base.losses, tuned.losses, higher_is_better=False, weights=base.tokens)
-    return {
-        "base": {"loss": base.loss},
-        "tuned": {"loss": tuned.loss},
-        "difference": {"loss": found},
-        "rows": len(base.losses),
-        "higher_is_better": {"loss": False},
-        "main": "loss",
-        "forgetting": True,
-        "settings": {},
-    }
-
-
-def _earlier(folder: RunFolder, now: dict[str, Any]) -> dict[str, Any]:
-    """Tasks of an earlier evaluation that were not asked again."""
-    try:
-        earlier = folder.read("eval.json").get("tasks", {})
-    except (OSError, ValueError):
-        return {}
-    return {name: task for name, task in earlier.items() if name not in now}
-
-
-def files_hashed(settings: Eval) -> dict[str, str]:
-    """Hash of each local file that the evaluation was given, by name: runs with other ones don't compare."""
-    named = [str(tasks.SHIPPED.get(name, name)) for name in settings.tasks if tasks.is_file(name)]
-    named += [str(Path(name).parent / task.data) for name in named if (task := tasks.read(name)) is not None]
-    named += [settings.general] if isinstance(settings.general, str) else []
-    return {Path(name).name: load.sha256(Path(name)) for name in named if Path(name).is_file()}
-
-
-def verdict(result: dict[str, Any]) -> dict[str, Any]:
-    """One word for the whole, with the numbers, and which general abilities got worse.
-
-    Answers count before loss, held-out rows before tasks; a task of `forgetting` never makes it better.
-    """
-    said, words = [], []
-    names = {"exact_match": "exact match", "loss": "held-out loss"}
-    for metric, name in names.items():
-        if metric in result["difference"]:
-            word = result["difference"][metric]["verdict"]
-            words.append(word)
-            before, after = result["base"][metric], result["tuned"][metric]
-            said.append(f"{name} {_number(metric, before)} -> {_number(metric, after)} ({word})")
-    forgot = []
-    for name, task in result["tasks"].items():
-        metric, found = task["main"], task["difference"].get(task["main"])
-        if found is None:
-            continue
-        if task["forgetting"]:
-            forgot += [name] if found["verdict"] == "worse" else []
-        else:
-            words.append(found["verdict"])
-            before, after = task["base"][metric], task["tuned"][metric]
-            numbers = f"{_number(metric, before)} -> {_number(metric, after)}"
-            said.append(f"{name} {metric} {numbers} ({found['verdict']})")
-    decided = [word for word in words if word != "same"]
-    word = decided[0] if decided else ("same" if words else "unknown")
-    why = ", ".join(said) or "nothing was held out: data.validation or eval.tasks"
-    return {"word": word, "why": why, "forgot": forgot}
-
-
-def _number(metric: str, value: float) -> str:
-    """A loss or perplexity as it is, a share in per cent."""
-    return (
-        f"{value:.3f}" if "loss" in metric or "perplexity" in metric or "bits" in metric else f"{value:.1%}"
-    )
 
 
 def _saved(folder: RunFolder) -> Any:

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import re
+import statistics
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,13 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from finetune import hardware, paired, scoring, tasks
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from finetune.sections import Eval
 
-BOOTSTRAP = 1000  # of standard errors that have no formula (perplexities)
 SEED = 1234  # lm-eval's own, of few-shot examples
 # What lm-eval warns of that is as it should be here: we hand it a loaded model and our own rows
 EXPECTED = re.compile(
@@ -39,6 +39,57 @@ PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
     "bits_per_byte": lambda mean: -mean / math.log(2),
     "perplexity": lambda mean: np.exp(-mean),
 }
+
+
+def check(settings: Eval) -> None:
+    """Find every task and its rows before any weight is loaded.
+
+    Raises:
+        UserError: no such task, one that runs code, or fewer rows than processes (2); no way to its data (3).
+    """
+    names = [str(tasks.file(name)) if tasks.is_file(name) else name for name in settings.tasks]
+    local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
+    counts = {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
+    theirs = [name for name, given in zip(names, settings.tasks, strict=True) if not local.get(given)]
+    if theirs:
+        from lm_eval.tasks import TaskManager
+
+        known = not all(tasks.is_file(name) for name in theirs)
+        with heard():
+            loaded = _loaded(TaskManager(include_defaults=known), theirs)
+        for name, task in loaded.items():
+            if getattr(task, "UNSAFE_CODE", False):
+                fix = "lm-eval's own command, with --confirm_run_unsafe_code, where that is safe"
+                raise UserError(Problem(f"{name} runs code that the model wrote", "eval.tasks", fix=fix))
+            counts[name] = len(task.eval_docs)
+    ranks = PartialState().num_processes
+    few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
+    if few:
+        what, fix = (
+            f"fewer rows than the {ranks} processes",
+            "one process: CUDA_VISIBLE_DEVICES=0, or more rows",
+        )
+        raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
+
+
+def _loaded(manager: Any, names: list[str]) -> dict[str, Any]:
+    """lm-eval's tasks by name, its errors as ours."""
+    known = set(manager.all_tasks)
+    for name in names:
+        if not tasks.is_file(name) and name not in known:
+            fix = (
+                nearest(name, known) or "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
+            )
+            raise UserError(Problem("no such task", "eval.tasks", found=name, fix=fix))
+    try:
+        return manager.load(names)["tasks"]
+    except (ConnectionError, OSError) as error:
+        said = str(error).splitlines()[0]
+        fix = "check the network, or use a local task file"
+        problem = Problem("a task's data can't be loaded", "eval.tasks", found=said, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(Problem("lm-eval refuses a task", "eval.tasks", found=str(error))) from error
 
 
 def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> dict[str, Any]:
@@ -90,28 +141,19 @@ def _evaluate(
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size)
         random = SEED if seeded else None
         with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
-            try:
-                found = simple_evaluate(
-                    engine,
-                    tasks=specs,
-                    task_manager=TaskManager(include_defaults=not own),  # its 14,000 tasks take 6 s to list
-                    num_fewshot=settings.num_fewshot,
-                    limit=settings.limit,
-                    apply_chat_template=chat,
-                    bootstrap_iters=BOOTSTRAP,
-                    random_seed=0 if seeded else None,
-                    numpy_random_seed=random,
-                    torch_random_seed=random,
-                    fewshot_random_seed=SEED,
-                )
-            except KeyError as error:
-                fix = "`lm_eval --tasks list` names them all; a file of your own ends in .yaml"
-                raise UserError(Problem(f"no such task: {error}", "eval.tasks", fix=fix)) from error
-            except (ConnectionError, FileNotFoundError) as error:
-                said = str(error).splitlines()[0]
-                fix = "check the network, or use a local task file"
-                problem = Problem("a task's data can't be loaded", "eval.tasks", found=said, fix=fix)
-                raise UserError(problem, code=Exit.ENVIRONMENT) from error
+            found = simple_evaluate(
+                engine,
+                tasks=specs,
+                task_manager=TaskManager(include_defaults=not own),  # its 14,000 tasks take 6 s to list
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                apply_chat_template=chat,
+                bootstrap_iters=0,  # it would fork a process for each core, beside a GPU; see `_stderr`
+                random_seed=0 if seeded else None,
+                numpy_random_seed=random,
+                torch_random_seed=random,
+                fewshot_random_seed=SEED,
+            )
     box = [_collected(found, settings, chat, batch_size) if found else None]
     if PartialState().num_processes > 1:
         broadcast_object_list(box)
@@ -167,12 +209,19 @@ def heard() -> Iterator[None]:
     finally:
         logger.handlers, logger.propagate = before, propagates
     for message, times in said.items():
-        if not EXPECTED.search(message):
+        if PartialState().is_main_process and not EXPECTED.search(message):
             print(f"note: lm-eval, {times} times: {message}", file=sys.stderr)
 
 
-def one(results: dict[str, Any], task: str, metric: str) -> float:
-    """One metric of one task.
+def of_task(settings: Eval, task: str) -> Eval:
+    """The settings with that task alone; with all, if it is part of a group."""
+    named = {name: tasks.read(name) if tasks.is_file(name) else None for name in settings.tasks}
+    chosen = [name for name, local in named.items() if task in (name, local.task if local else "")]
+    return settings.model_copy(update={"tasks": chosen or settings.tasks})
+
+
+def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
+    """One metric of one task, and whether more of it is better.
 
     Raises:
         UserError: no such task or metric (exit 2).
@@ -181,11 +230,11 @@ def one(results: dict[str, Any], task: str, metric: str) -> float:
     if f"{task}/{metric}" not in names:
         expected = ", ".join(["loss", "exact_match", *names])
         raise UserError(Problem("no such metric", "eval.best", found=f"{task}/{metric}", expected=expected))
-    return float(results[task]["metrics"][metric])
+    return float(results[task]["metrics"][metric]), results[task]["higher_is_better"][metric] is not False
 
 
 def _collected(found: Any, settings: Eval, chat: bool, batch_size: int) -> dict[str, Any]:
-    """lm-eval's results by task, less what only repeats its input."""
+    """lm-eval's results by task, with what its rows hold of scores and of what was asked."""
     collected = {}
     for name, results in found["results"].items():
         samples = sorted(
@@ -241,15 +290,25 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
             Problem(what, found=f"{len(asked[0])} and {len(asked[1])} prompts"), code=Exit.ARTEFACT
         )
     better = after["higher_is_better"]
-    differences = {metric: _difference(metric, *pairs[0], better[metric] is not False) for metric in better}
+    sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}
+    differences = {}
+    for metric in better:
+        found = _difference(metric, *pairs[0], better[metric] is not False)
+        change = after["metrics"][metric] - before["metrics"][metric]
+        if found and math.isclose(
+            found["value"], change, rel_tol=1e-6, abs_tol=1e-9
+        ):  # else no mean over rows
+            differences[metric] = found
+            for side, rows in zip(("base", "tuned"), pairs[0], strict=True):
+                sides[side][f"{metric}_stderr"] = _stderr(metric, rows)
     documents = {(row["task"], row["doc_id"]) for row in pairs[0][1]}
     return {
-        "base": before["metrics"],
-        "tuned": after["metrics"],
-        "difference": {metric: found for metric, found in differences.items() if found},
+        **sides,
+        "difference": differences,
         "rows": len(documents),
         "higher_is_better": better,
         "main": next(iter(better), None),
+        "asked": not any(name in other["subtasks"] for other in tuned.values()),
         "forgetting": forgetting,
         "settings": after["settings"],
     }
@@ -261,22 +320,38 @@ def _rows(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return own + [row for part in results[name]["subtasks"] for row in _rows(results, part)]
 
 
+def _values(metric: str, rows: Any) -> tuple[list[float], list[float] | None] | None:
+    """A metric's value of each row, and what each counts; `None`: it is not a mean over rows."""
+    name, _, wanted = metric.partition(",")
+    values = [row[name] for row in rows if name in row and row["filter"] == (wanted or "none")]
+    if name in PERPLEXITIES:
+        pairs = [value if isinstance(value, (tuple, list)) else (value, 1) for value in values]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if values and all(isinstance(value, (int, float)) for value in values):
+        return values, None
+    return None
+
+
 def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> dict[str, Any] | None:
     """The paired difference of a mean over rows, or of a perplexity; `None`: a metric of another kind."""
-    name, _, wanted = metric.partition(",")
-    values = [
-        [row[name] for row in rows if name in row and row["filter"] == (wanted or "none")]
-        for rows in (base, tuned)
-    ]
-    if not values[0] or len(values[0]) != len(values[1]):
+    before, after = _values(metric, base), _values(metric, tuned)
+    if not before or not after or len(before[0]) != len(after[0]):
         return None
-    if name in PERPLEXITIES:
-        pairs = [
-            [value if isinstance(value, (tuple, list)) else (value, 1) for value in side] for side in values
-        ]
-        (before, weights), (after, _) = (tuple(zip(*side, strict=True)) for side in pairs)
-        of = PERPLEXITIES[name]
-        return paired.difference(before, after, higher_is_better=False, weights=weights, of=of)
-    if not all(isinstance(value, (int, float)) for side in values for value in side):
+    of = PERPLEXITIES.get(metric.partition(",")[0])
+    if of:
+        weights = before[1]
+        return paired.difference(before[0], after[0], higher_is_better=False, weights=weights, of=of)
+    return paired.difference(before[0], after[0], higher_is_better=higher_is_better)
+
+
+def _stderr(metric: str, rows: Any) -> float | None:
+    """The standard error of a metric, of a mean by its formula, of a perplexity by bootstrap."""
+    values, weights = _values(metric, rows) or ([], None)
+    of = PERPLEXITIES.get(metric.partition(",")[0])
+    if len(values) < 2:
         return None
-    return paired.difference(values[0], values[1], higher_is_better=higher_is_better)
+    return (
+        paired.standard_error(values, weights, of)
+        if of
+        else statistics.stdev(values) / math.sqrt(len(values))
+    )

@@ -66,3 +66,17 @@ def _resampled(before: Any, after: Any, counts: Any, of: Callable[[Any], Any]) -
         weight = counts[drawn].sum(axis=1)
         found.append(of(after[drawn].sum(axis=1) / weight) - of(before[drawn].sum(axis=1) / weight))
     return np.concatenate(found)
+
+
+def standard_error(
+    values: Sequence[float], weights: Sequence[float] | None, of: Callable[[Any], Any]
+) -> float:
+    """Of one model's metric, by the same draws: the deviation of the metric over them."""
+    found = np.asarray(values, float)
+    counts = np.ones(len(found)) if weights is None else np.asarray(weights, float)
+    random, step = np.random.default_rng(0), max(1, AT_ONCE // len(found))
+    drawn = []
+    for start in range(0, ITERATIONS, step):
+        rows = random.integers(len(found), size=(min(step, ITERATIONS - start), len(found)))
+        drawn.append(of(found[rows].sum(axis=1) / counts[rows].sum(axis=1)))
+    return float(np.std(np.concatenate(drawn)))

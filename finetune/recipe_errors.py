@@ -122,6 +122,10 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     if isinstance(best, str) and "/" not in best and best not in ("loss", "exact_match"):
         expected = "loss, exact_match, or task/metric such as arc_easy/acc"
         problem("eval.best", "no such metric", found=best, expected=expected)
+    elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
+        problem(
+            "eval.best", "needs its task in eval.tasks", found=best, fix=f"tasks: [{best.rpartition('/')[0]}]"
+        )
     effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
     if all(type(n) is int and n > 0 for n in (effective, stated)) and effective % stated:
         low, high = effective // stated * stated, (effective // stated + 1) * stated

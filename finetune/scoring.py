@@ -49,9 +49,9 @@ class Score:
     """Sum of the negative log-likelihoods of a row's tokens, nats."""
     tokens: list[int]
     answers: list[str]
-    hits: list[bool] | None = None
+    hits: list[bool | None] | None = None
     """Whether the answer is the reference; `None` for plain text, which asks nothing."""
-    ends: list[bool] | None = None
+    ends: list[bool | None] | None = None
     """Whether the answer ends by itself, not at `eval.max_new_tokens`."""
 
     @property
@@ -61,7 +61,8 @@ class Score:
 
     def as_json(self) -> dict[str, float | None]:
         """The metrics, with the standard errors that come of these rows being a sample."""
-        shares = [sum(of) / len(of) if of else None for of in (self.hits, self.ends)]
+        asked = [[one for one in of or () if one is not None] for of in (self.hits, self.ends)]
+        shares = [sum(of) / len(of) if of else None for of in asked]
         found = {"loss": self.loss, "exact_match": shares[0], "ended": shares[1]}
         rows = len(self.losses)
         if rows > 1:  # of a ratio of sums: Cochran, Sampling Techniques, 1977, equation 2.45
@@ -69,8 +70,8 @@ class Score:
                 (loss - self.loss * n) ** 2 for loss, n in zip(self.losses, self.tokens, strict=True)
             )
             found["loss_stderr"] = math.sqrt(beside * rows / (rows - 1)) / max(sum(self.tokens), 1)
-        if rows > 1 and shares[0] is not None:
-            found["exact_match_stderr"] = math.sqrt(shares[0] * (1 - shares[0]) / (rows - 1))
+        if len(asked[0]) > 1 and shares[0] is not None:
+            found["exact_match_stderr"] = math.sqrt(shares[0] * (1 - shares[0]) / (len(asked[0]) - 1))
         return found
 
     def part(self, indices: list[int]) -> Score:
@@ -98,22 +99,31 @@ def score(
     """
     state = PartialState()
     mine = list(range(state.process_index, len(rows), state.num_processes))
-    own = [rows[index] for index in mine]
-    asked = answers and any(row.example.messages or row.example.prompt is not None for row in rows)
     encoder = chat.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
-    references = [reference(row, tokenizer, data.train_on) for row in rows] if asked else []
+    asked = [index for index, row in enumerate(rows) if answers and asks(row)]
+    references = {index: reference(rows[index], tokenizer, data.train_on) for index in asked}
+    own = [index for index in mine if index in references]
     with inference(model):
-        losses = row_losses(model, [row.documents for row in own], tokenizer.pad_token_id, settings)
-        said = [("", False)] * len(own)
+        losses = row_losses(
+            model, [rows[index].documents for index in mine], tokenizer.pad_token_id, settings
+        )
+        said: list[tuple[str, bool]] = []
         if asked:
-            longest = max(len(tokens) for _, tokens in references)
-            said = generate(model, encoder, [row.example for row in own], longest, settings)
-    found = dict(gather_object(list(zip(mine, zip(losses, said, strict=True), strict=True))))
-    ordered = [found[index] for index in range(len(rows))]
-    sums, counts = [loss for (loss, _), _ in ordered], [count for (_, count), _ in ordered]
-    texts, ends = [text for _, (text, _) in ordered], [ended for _, (_, ended) in ordered]
-    hits = [text == wanted for text, (wanted, _) in zip(texts, references, strict=True)] if asked else None
-    return Score(sums, counts, texts, hits, ends if asked else None)
+            longest = max(len(tokens) for _, tokens in references.values())
+            said = generate(model, encoder, [rows[index].example for index in own], longest, settings)
+    found = dict(gather_object(list(zip(mine, losses, strict=True))))
+    answered = dict(gather_object(list(zip(own, said, strict=True))))
+    order = range(len(rows))
+    texts = [answered[index][0] if index in answered else "" for index in order]
+    hits = [texts[index] == references[index][0] if index in answered else None for index in order]
+    ends = [answered[index][1] if index in answered else None for index in order]
+    sums, counts = [found[index][0] for index in order], [found[index][1] for index in order]
+    return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
+
+
+def asks(row: HeldOut) -> bool:
+    """Whether there is something to answer; plain text asks nothing."""
+    return bool(row.example.messages) or row.example.prompt is not None
 
 
 def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:

@@ -152,15 +152,19 @@ def show_scores(screen: Screen, result: dict[str, Any]) -> None:
         screen.table("", ("", ""), rows)
 
 
+def number(metric: str, value: float) -> str:
+    """A score as it is said: a share in per cent, all else (losses, perplexities, BLEU) as it is."""
+    share = metric.partition(",")[0] in ("exact_match", "ended", "acc", "acc_norm", "f1")
+    return f"{value:.1%}" if share else f"{value:.4f}"
+
+
 def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
-    """A metric's base, tuned and difference; shares in per cent."""
-    share = key in ("exact_match", "ended") or key.startswith(("acc", "exact_match"))
-    form = "{:.1%}" if share else "{:.4f}"
-    base, tuned = (form.format(scores[side][key]) for side in ("base", "tuned"))
+    """A metric's base, tuned and difference."""
+    base, tuned = (number(key, scores[side][key]) for side in ("base", "tuned"))
     found = scores["difference"].get(key)
     if found is None:
         return name, base, tuned, "", ""
-    low, value, high = (form.format(found[part]) for part in ("low", "value", "high"))
+    low, value, high = (number(key, found[part]) for part in ("low", "value", "high"))
     return name, base, tuned, f"{value} ({low} to {high})", found["verdict"]
 
 

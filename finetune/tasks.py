@@ -7,8 +7,8 @@
     choices: "{{ choices }}"
     answer: "{{ gold }}"
 
-`eval.tasks` takes such files, lm-eval's own YAML files, the names of lm-eval's tasks, and `general_knowledge`,
-a local task that ships. No torch here.
+`eval.tasks` takes such files, lm-eval's own YAML files, the names of lm-eval's tasks, and one that ships,
+`general_knowledge`. No torch here.
 """
 
 from __future__ import annotations
@@ -106,13 +106,24 @@ def is_file(name: str) -> bool:
     return name.endswith(SUFFIXES) or name in SHIPPED
 
 
+def file(name: str) -> Path:
+    """The file of an entry that is one."""
+    return SHIPPED.get(name, Path(name))
+
+
+def rows_file(task: Task, name: str) -> Path:
+    """The rows of a task: beside its file, or from the working directory."""
+    beside = file(name).parent / task.data
+    return (beside if beside.exists() or not Path(task.data).exists() else Path(task.data)).absolute()
+
+
 def read(path: str) -> Task | None:
     """The local task of a YAML file; `None`: it is one of lm-eval's own kind.
 
     Raises:
         UserError: no such file, or what is wrong in it, located (exit 2).
     """
-    path = str(SHIPPED.get(path, path))
+    path = str(file(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -155,8 +166,7 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
     Raises:
         UserError: unreadable rows, columns that are not there, answers that are none of the choices (exit 2).
     """
-    beside = Path(SHIPPED.get(path, path)).parent / task.data
-    name = str((beside if beside.exists() or not Path(task.data).exists() else Path(task.data)).absolute())
+    name = str(rows_file(task, path))
     found, problems = [], []
     for row in load.read(Source(name=name), f"task {task.task}"):
         if isinstance(row, BadRow):
@@ -179,8 +189,15 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
 
 def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     document: dict[str, Any] = {"prompt": str(_rendered(task.prompt, row))}
-    if task.answer is not None:
-        answer = _rendered(task.answer, row)
+    answer = _rendered(task.answer, row) if task.answer is not None else ""
+    if answer is None:
+        raise ValueError("the answer is null")
+    if task.kind == "json_match":
+        wanted = json.loads(answer) if isinstance(answer, str) else answer
+        if not isinstance(wanted, (dict, list)):
+            raise ValueError(f"the answer is {wanted!r}, not a JSON object or list")
+        document["answer"] = json.dumps(wanted)
+    elif task.answer is not None:
         document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
     if task.kind == "multiple_choice":
         asked: Any = task.choices
@@ -188,15 +205,17 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(listed, list) or len(listed) < 2:
             raise ValueError(f"choices give {listed!r}, not a list of two or more")
         document["choices"] = [str(choice) for choice in listed]
-        document["answer"] = _index(document["answer"], document["choices"])
+        document["answer"] = _index(answer, document["choices"])
     return document
 
 
-def _index(answer: str, choices: list[str]) -> int:
-    """The right choice's index, from the index itself or the choice's text."""
-    if answer in choices:
+def _index(answer: Any, choices: list[str]) -> int:
+    """The right choice's index: a number is the index itself, a text is the choice or its index."""
+    if type(answer) is int and 0 <= answer < len(choices):
+        return answer
+    if isinstance(answer, str) and answer in choices:
         return choices.index(answer)
-    if answer.isdigit() and int(answer) < len(choices):
+    if isinstance(answer, str) and answer.isdigit() and int(answer) < len(choices):
         return int(answer)
     raise ValueError(f"answer {answer!r} is none of the choices, nor an index of them")
 
@@ -267,7 +286,7 @@ def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str
             "max_gen_toks": task.max_new_tokens,
             "do_sample": False,
             "temperature": 0.0,
-            "eos_token_id": stops,
+            **({"eos_token_id": stops} if stops else {}),
         },
         "process_results": lambda row, answers: {"exact_match": right(task, answers[0], row["answer"])},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],

@@ -26,6 +26,7 @@ from finetune import (
     check,
     evaluate,
     hardware,
+    harness,
     loraplus,
     model,
     qat,
@@ -75,6 +76,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
     batch = split_batch(recipe.train, setup.launch.processes)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
+    harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
     tokenizer, prepared = prepare_in_turn(recipe)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from finetune import adapters, harness, scoring
+from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from finetune.callbacks import Metrics
@@ -34,6 +35,7 @@ class Validate(TrainerCallback):
         """Args: not_before: a step before which nothing is the best: AdaLoRA is still over its budget."""
         self.rows, self.tokenizer, self.data, self.settings = rows, tokenizer, data, settings
         self.metrics, self.screen, self.not_before = metrics, metrics.screen, not_before
+        self.higher = settings.best == "exact_match"  # more of it is better; a task says so itself
         self.best: float | None = None
         self.best_step = self.times = self.without_better = 0
         self.best_loss = math.nan
@@ -50,8 +52,10 @@ class Validate(TrainerCallback):
         self.times += 1
         self.unsaid, control.should_log = found, True
         value = found[f"eval_{self.settings.best}"]
-        higher = self.settings.best != "loss" and not _lower_is_better(self.settings.best)
-        better = self.best is None or (value > self.best if higher else value < self.best)
+        first = self.best is None and not math.isnan(value)
+        better = first or (
+            self.best is not None and (value > self.best if self.higher else value < self.best)
+        )
         if step >= self.not_before:
             self.without_better = 0 if better else self.without_better + 1
             if better:
@@ -77,11 +81,16 @@ class Validate(TrainerCallback):
         score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
         found = {"eval_loss": score.loss}
         if asks:
-            found["eval_exact_match"] = score.as_json()["exact_match"] or 0.0
+            share = score.as_json()["exact_match"]
+            if share is None:
+                what, fix = "no held-out row asks for an answer", "eval.best: loss"
+                raise UserError(Problem(what, "eval.best", fix=fix))
+            found["eval_exact_match"] = share
         if "/" in self.settings.best:
             task, _, metric = self.settings.best.rpartition("/")
-            results = harness.run(model, self.tokenizer, self.settings, seeded=False)
-            found[f"eval_{self.settings.best}"] = harness.one(results, task, metric)
+            asked = harness.of_task(self.settings, task)
+            results = harness.run(model, self.tokenizer, asked, seeded=False)
+            found[f"eval_{self.settings.best}"], self.higher = harness.one(results, task, metric)
         return found
 
     def keep(self, model: Any) -> None:
@@ -116,7 +125,3 @@ class Validate(TrainerCallback):
             asked = f"step {self.best_step}, held-out loss {self.best_loss:.6f}"
             how = "held-out loss of the saved weights, reopened"
             ledger.add("best weights kept", asked, f"{loss:.6f}", how, ok=ok)
-
-
-def _lower_is_better(best: str) -> bool:
-    return any(word in best for word in ("perplexity", "bits_per_byte", "loss", "brier"))

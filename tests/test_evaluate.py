@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import DATA, ROOT, metrics, receipts
 
-from finetune import cli, evaluate, recipe, scoring, tasks
+from finetune import cli, evaluate, recipe, results, scoring, tasks
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 
@@ -101,6 +101,15 @@ def test_what_an_answer_must_be_to_be_right() -> None:
     assert right("regex_match", "The total is 42 or 43", "42", r"is (\d+)") == 1.0
 
 
+def test_a_number_is_an_index_and_a_text_a_choice() -> None:
+    asked = {"task": "t", "data": "d", "kind": "multiple_choice", "prompt": "?", "choices": "{{ c }}"}
+    task = tasks.Task.model_validate({**asked, "answer": "{{ a }}"})
+    numbers = ["4", "3", "2", "1"]
+    for answer, index in ((1, 1), ("1", 3), ("4", 0)):
+        assert tasks._document(task, {"c": numbers, "a": answer})["answer"] == index
+    assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
+
+
 def test_shipped_tasks_are_whole() -> None:
     asked = tasks.read(KNOWLEDGE)
     assert asked
@@ -143,6 +152,8 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         (CHOICE.replace("options", "right"), ("not a list of two or more",)),
         (CHOICE.replace("right", "question"), ("none of the choices",)),
         (CHOICE + "chioces: a\n", ("unknown key", "choices")),
+        ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
+        ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
         ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),
     ],
 )
@@ -180,7 +191,7 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
 
     rows = [json.loads(line) for line in (DATA / "train.jsonl").read_text().splitlines()[:96]]
     for index, row in enumerate(rows):
-        row["messages"][-1]["content"] = f"{hash(('q', index)) % 10**12:x} zqx vjk"
+        row["messages"][-1]["content"] = f"{index * 7919 % 10007:x} zqx vjk"
     noise = tmp_path / "noise.jsonl"
     noise.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     asked = [f"data.name={noise}", "train.max_steps=12", "train.learning_rate=1e-2"]
@@ -201,7 +212,25 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
 
 def test_a_verdict_needs_something_to_judge() -> None:
     empty: dict[str, Any] = {"difference": {}, "tasks": {}}
-    assert evaluate.verdict(empty)["word"] == "unknown"
+    assert results.verdict(empty)["word"] == "unknown"
+
+
+def test_a_verdict_is_of_what_was_asked() -> None:
+    """Subtasks of a group don't decide; a task that got worse is not called better."""
+
+    def task(word: str, asked: bool = True, forgetting: bool = False) -> dict[str, Any]:
+        scores = {"base": {"acc": 0.5}, "tuned": {"acc": 0.3}, "difference": {"acc": {"verdict": word}}}
+        return {**scores, "main": "acc", "asked": asked, "forgetting": forgetting}
+
+    loss = {"base": {"loss": 1.0}, "tuned": {"loss": 0.9}, "difference": {"loss": {"verdict": "better"}}}
+    nothing: dict[str, Any] = {"difference": {}}
+    assert results.verdict({**loss, "tasks": {"a": task("same")}})["word"] == "better"
+    assert results.verdict({**loss, "tasks": {"a": task("worse")}})["word"] == "mixed"
+    assert results.verdict({**nothing, "tasks": {"a": task("worse"), "b": task("better")}})["word"] == "mixed"
+    part = {"part": task("worse", asked=False), "group": task("same")}
+    assert results.verdict({**nothing, "tasks": part})["word"] == "same"
+    forgot = results.verdict({**loss, "tasks": {"a": task("worse", forgetting=True)}})
+    assert forgot["word"] == "better" and forgot["forgot"] == ["a"]
 
 
 def test_sources_are_told_apart(train, two_layers, tmp_path) -> None:
@@ -246,7 +275,8 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(train, tw
     asked = [f"model.name={tmp_path / 'base2'}", f"data.validation={other}"]
     assert cli.main(["evaluate", str(moved.path), *asked]) == 0
     assert "is not what the run held out" in capsys.readouterr().out
-    assert moved.read("eval.json")["settings"]["rows"] == 10
+    assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
+    assert moved.read("eval.other.json")["settings"]["rows"] == 10
 
 
 def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_layers) -> None:
@@ -293,6 +323,7 @@ def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) ->
         (["eval.every=5", "data.validation=null"], "needs held-out rows"),
         (["eval.patience=2"], "needs eval.every"),
         (["eval.every=5", "eval.best=accuracy"], "task/metric"),
+        (["eval.every=5", "eval.best=arc/acc"], "needs its task in eval.tasks"),
         (["eval.batch_size=atuo"], "auto"),
         (["eval.general=nowhere.jsonl"], "no such file"),
     ],
@@ -337,6 +368,40 @@ def test_two_processes_give_the_numbers_of_one(train, two_layers, task_files) ->
         assert after["tasks"][name]["rows"] == before["tasks"][name]["rows"]
     assert after["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"], rel=1e-6)
     assert after["samples"] == before["samples"]
+
+
+def test_tasks_are_found_before_weights_are_read(two_layers, tmp_path, capsys, small, monkeypatch) -> None:
+    from finetune import model
+
+    def never(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(model, "load", never)
+    asked = [f"model.name={two_layers}", "eval.tasks=[arc_eazy]", f"train.output_dir={tmp_path / 'run'}"]
+    assert cli.main(["train", "recipes/quickstart.yaml", *asked, *small, "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "no such task" in said and "arc_easy" in said
+
+
+def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None:
+    from finetune import harness
+
+    def row(index: int, right: float) -> dict[str, Any]:
+        return {"doc_id": index, "filter": "none", "prompt_hash": "a", "acc": right}
+
+    def side(values: list[float], said: float) -> dict[str, Any]:
+        rows = [row(index, value) for index, value in enumerate(values)]
+        common = {"higher_is_better": {"acc": True}, "settings": {}}
+        part = {**common, "rows": rows, "subtasks": [], "metrics": {"acc": sum(values) / len(values)}}
+        return {"part": part, "group": {**common, "rows": [], "subtasks": ["part"], "metrics": {"acc": said}}}
+
+    base, tuned = side([0.0] * 10, 0.0), side([1.0] * 9 + [0.0], 0.9)
+    found = harness.compare(base, tuned, set())
+    assert found["group"]["difference"]["acc"]["verdict"] == "better" and found["group"]["asked"]
+    assert not found["part"]["asked"]
+    assert found["part"]["tuned"]["acc_stderr"] == pytest.approx(0.1)
+    weighted = harness.compare(base, side([1.0] * 9 + [0.0], 0.7), set())
+    assert weighted["group"]["difference"] == {}
 
 
 def test_a_task_may_not_differ_between_base_and_tuned() -> None:

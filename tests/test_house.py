@@ -27,6 +27,7 @@ LAYERS = (
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped", "trackers"),
     ("summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("harness", "check"),
+    ("results",),
     ("evaluate", "validate"),
     ("verify", "proof", "loraplus", "publish", "compare_table", "report"),
     ("train", "merge", "doctor", "launch", "chat"),
