@@ -167,7 +167,7 @@ def metadata(
         base_model_relation=relation if base.on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        datasets=[source for source in sources if is_hub_data(source)] or None,
+        datasets=hub_data(sources) or None,
         tags=tags,
         model_name=name,
         eval_results=measured(results) or None,
@@ -175,8 +175,10 @@ def metadata(
     )
 
 
-def is_hub_data(source: str) -> bool:
-    return source.count("/") == 1 and not local_path(source)
+def hub_data(sources: Iterable[str]) -> list[str]:
+    """The ids of the Hub sets among `sources`, whose names go on with subset and split: `load.hub_name`."""
+    ids = dict.fromkeys(source.partition(" ")[0] for source in sources)
+    return [name for name in ids if name.count("/") == 1 and not local_path(name)]
 
 
 def measured(results: dict[str, Any]) -> list[EvalResult]:
