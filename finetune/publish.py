@@ -134,7 +134,8 @@ def run(
         repo, notes = section.repo, []
         if repo and not dry_run:
             repo, notes = hub.prepare(repo, private=section.private, revision=section.revision)
-        written = card.make(staged, recipe, base, kind, repo or f"organisation/{folder.path.resolve().name}")
+        name = repo or f"organisation/{folder.path.resolve().name}"
+        written = card.make(staged, recipe, base, kind, name, merge_report(folder, weights))
         written.save(staged / "README.md")
         files["README.md"] = staged / "README.md"
         for note in [*notes, *say_of(base, section, files)]:
@@ -161,6 +162,12 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
         names = ", ".join(path.name for path in found)
         raise UserError(Problem(what, where=str(folder.path), found=names, fix=fix))
     return "merged", plain[0]
+
+
+def merge_report(folder: RunFolder, weights: Path) -> dict[str, Any]:
+    """What merge.json says of these weights; of others nothing."""
+    reports = card.read(folder.path, "merge.json")
+    return next((report for name, report in reports.items() if folder.path / name == weights), {})
 
 
 def stage(

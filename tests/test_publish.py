@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DATA, MODEL, QUICKSTART, ROOT, receipts
+from conftest import MODEL, QUICKSTART, ROOT, receipts
 from hub_server import TOKEN, Hub, serve
 
 from finetune import cli
@@ -282,24 +282,6 @@ def test_a_secret_stops_it(secret, hub: Hub, trained, capsys, monkeypatch, tmp_p
     assert not list(tmp_path.glob("finetune-publish-*"))
 
 
-def test_of_this_machine_s_paths_only_names_are_said() -> None:
-    from finetune.publish import without_paths
-
-    known = {"/data/my set/train.jsonl": "train.jsonl", "/home/jane": "~", "/": ""}
-    said = {
-        "sources": [{"source": "/data/my set/train.jsonl"}],
-        "data": {"/x/y/task.yaml": "1"},
-        "how": "of /a/b/c (x/y), https://h.co/a/b, 3 tokens/s, /home/jane/d/e, </s>",
-        "worst": [{"where": "/data/my set/train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
-    }
-    assert without_paths(said, known) == {
-        "sources": [{"source": "train.jsonl"}],
-        "data": {"task.yaml": "1"},
-        "how": "of c (x/y), https://h.co/a/b, 3 tokens/s, e, </s>",
-        "worst": [{"where": "train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
-    }
-
-
 def test_data_sets_of_the_hub_are_named_by_id(hub: Hub, trained) -> None:
     from huggingface_hub import ModelCard
 
@@ -310,35 +292,6 @@ def test_data_sets_of_the_hub_are_named_by_id(hub: Hub, trained) -> None:
     folder.write("data_report.json", report)
     publish(folder, "--repo", "me/notes")
     assert ModelCard(hub.repos["me/notes"].files["README.md"].decode()).data.datasets == [source.name]
-
-
-def test_held_out_rows_from_elsewhere_are_known_by_the_file_s_name(hub, trained, tmp_path, capsys) -> None:
-    folder, secret = trained(), tmp_path / "acme secret, (new)" / "other.jsonl"
-    secret.parent.mkdir()
-    secret.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[20:23]))
-    assert cli.main(["evaluate", str(folder.path), f"data.validation={secret}"]) == 0
-    assert "acme" in (folder.path / "eval.json").read_text()
-    publish(folder, "--repo", "me/notes")
-    files = hub.repos["me/notes"].files
-    assert not [name for name, content in files.items() if b"acme" in content or b"secret" in content]
-    result = json.loads(files["eval.json"])
-    assert {row["where"] for row in result["worst"]} == {f"other.jsonl:{line}" for line in (1, 2, 3)}
-    assert [part["source"] for part in result["sources"]] == ["other.jsonl"]
-    assert result["settings"]["notes"] == ["other.jsonl is not what the run held out"]
-
-
-def test_files_of_one_name_stay_apart(trained, tmp_path, capsys) -> None:
-    folder, files = trained(), [tmp_path / name / "train.jsonl" for name in "ab"]
-    report, result = folder.read("data_report.json"), folder.read("eval.json")
-    report["train"]["sources"] = {str(path): path.parent.name * 64 for path in files}
-    folder.write("data_report.json", report)
-    folder.write("eval.json", {**result, "worst": [{"where": f"{path}:1"} for path in files]})
-    publish(folder, "--dry-run", f"data.name=[{files[0]},{files[1]}]")
-    staged = Path(re.search(r"(\S+finetune-publish-\S+)", capsys.readouterr().out)[1])
-    report, result = (json.loads((staged / name).read_text()) for name in ("data_report.json", "eval.json"))
-    assert report["train"]["sources"] == {"train.jsonl": "a" * 64, "train.jsonl (2)": "b" * 64}
-    assert [row["where"] for row in result["worst"]] == ["train.jsonl:1", "train.jsonl (2):1"]
-    shutil.rmtree(staged)
 
 
 def test_a_card_that_the_hub_refuses(hub: Hub, trained, capsys) -> None:
