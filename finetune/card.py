@@ -27,6 +27,7 @@ LICENCES = {  # what a LICENSE file begins with -> the Hub's name of it
     r"\s*Apache License\s+Version 2\.0": "apache-2.0",
     r"\s*(The )?MIT License": "mit",
 }
+HELD_OUT = {"loss": "held-out loss", "exact_match": "exact match", "ended": "ends by itself"}
 Table = list[tuple[Any, ...]]
 
 
@@ -108,25 +109,33 @@ def _licence_of_card(path: Path) -> dict[str, str]:
     )
 
 
-def make(staged: Path, recipe: Recipe, base: Base, kind: str, repo: str) -> ModelCard:
+def make(
+    staged: Path, recipe: Recipe, base: Base, kind: str, repo: str, merge: dict[str, Any] | None = None
+) -> ModelCard:
     """The card of what lies in `staged`.
 
     Args:
         kind: adapter | model | merged.
         repo: its repository, or what stands for it.
+        merge: what `finetune merge` reported of these weights, if they are merged.
     """
+    merge = merge or {}
     name = repo.rpartition("/")[2]
     config = read(staged, "adapter_config.json") if kind == "adapter" else {}
     results, report = read(staged, "eval.json"), read(staged, "data_report.json")
-    data = metadata(recipe, base, kind, name, results, report)
+    of = "" if kind != "merged" else "tuned model" if recipe.adapter.type == "full" else "adapter"
+    stored = after_merging(merge)
+    data = metadata(recipe, base, kind, name, report, measured(results, of, stored))
     parts = [
         f"# {name}",
         summary(recipe, base, kind, report),
-        verdict(results.get("verdict", {})),
+        verdict(results.get("verdict", {}), of),
         "## Use",
         usage(recipe, base, kind, repo, config),
+        by_torchao(merge),
         "## Results",
-        scores(results, report),
+        scores_of_stored(stored, of),
+        scores(results, report, of),
         "## Training",
         training(staged, recipe, report),
         "## Receipts",
@@ -152,7 +161,7 @@ def read(folder: Path, name: str) -> Any:
 
 
 def metadata(
-    recipe: Recipe, base: Base, kind: str, name: str, results: dict[str, Any], report: dict[str, Any]
+    recipe: Recipe, base: Base, kind: str, name: str, report: dict[str, Any], found: list[EvalResult]
 ) -> ModelCardData:
     """What the Hub reads: base, licence, library, data sets, results in its model-index."""
     adapter = kind == "adapter"
@@ -167,31 +176,49 @@ def metadata(
         base_model_relation=relation if base.on_hub else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        datasets=[source for source in sources if is_hub_data(source)] or None,
+        datasets=hub_data(sources) or None,
         tags=tags,
         model_name=name,
-        eval_results=measured(results) or None,
+        eval_results=found or None,
         **licence,
     )
 
 
-def is_hub_data(source: str) -> bool:
-    return source.count("/") == 1 and not local_path(source)
+def hub_data(sources: Iterable[str]) -> list[str]:
+    """The ids of the Hub sets among `sources`, whose names go on with subset and split: `load.hub_name`."""
+    ids = dict.fromkeys(source.partition(" ")[0] for source in sources)
+    return [name for name in ids if name.count("/") == 1 and not local_path(name)]
 
 
-def measured(results: dict[str, Any]) -> list[EvalResult]:
-    """The tuned model's results; the name of each says what the base had."""
-    found = []
+def after_merging(merge: dict[str, Any]) -> dict[str, Any]:
+    """`before` and `after`: the held-out scores that merge.json has of weights stored anew, if any."""
+    found = merge.get("scores", {})
+    after = found.get("quantized") or found.get("merged")
+    return {"before": found.get("tuned", {}), "after": after} if after else {}
+
+
+def measured(results: dict[str, Any], of_merged: str, stored: dict[str, Any]) -> list[EvalResult]:
+    """The model's results; the name of each says what the base had, and whose it is if not these weights'.
+
+    Args:
+        of_merged: what was evaluated, where what is published was made of it.
+        stored: scores of what is published: `after_merging`.
+    """
+    found, before = [], f" of the {of_merged} before merging" if of_merged else ""
     for key, title in (("loss", "held-out loss, nats a token"), ("exact_match", "exact match")):
         value = results.get("tuned", {}).get(key)
+        said = f"{title}{before} ({_beside(results, key)})"
+        if stored:
+            value = stored["after"].get(key)
+            said = f"{title} ({of_merged} before merging {number(stored['before'].get(key))})"
         if value is not None:
-            said = f"{title} ({_beside(results, key)})"
             found.append(_result("held-out", "held-out rows", key, value, said))
     for task, of in results.get("tasks", {}).items():
         metric = of.get("main") or next((m for m in of.get("tuned", {}) if not m.endswith("_stderr")), None)
         value = of.get("tuned", {}).get(metric)
         if value is not None:
-            found.append(_result(task, task, str(metric), value, f"{metric} ({_beside(of, metric)})"))
+            said = f"{metric}{before} ({_beside(of, metric)})"
+            found.append(_result(task, task, str(metric), value, said))
     return found
 
 
@@ -222,7 +249,9 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
     what = {
         "adapter": f"A PEFT adapter ({method}) for {on}",
         "model": f"{on}, all of its weights fine-tuned",
-        "merged": f"{on} with a PEFT adapter ({method}) merged into it",
+        "merged": f"{on}, all of its weights fine-tuned, then quantised"
+        if method == "full"
+        else f"{on} with a PEFT adapter ({method}) merged into it",
     }[kind]
     lines = [f"{what}; supervised fine-tuning on {rows or 'some'} rows."]
     if not base.on_hub:
@@ -235,10 +264,11 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
     return "\n".join(lines)
 
 
-def verdict(said: dict[str, Any]) -> str:
+def verdict(said: dict[str, Any], of_merged: str) -> str:
     """Better or worse, why, and what was forgotten."""
+    before = f"The {of_merged}, before merging: " if of_merged else ""
     forgot = f"; forgot: {', '.join(said['forgot'])}" if said.get("forgot") else ""
-    return f"**{said['word']}**: {said['why']}{forgot}" if said.get("why") else ""
+    return f"{before}**{said['word']}**: {said['why']}{forgot}" if said.get("why") else ""
 
 
 def usage(recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, Any]) -> str:
@@ -261,6 +291,14 @@ def usage(recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, An
     note = f"In training the base was held in {stored}." if stored not in ("auto", "bf16") else ""
     code = "\n".join(["```python", *head, *lines, "```"])
     return "\n\n".join(part for part in (code, note if kind == "adapter" else "", serve) if part)
+
+
+def by_torchao(merge: dict[str, Any]) -> str:
+    """What opens quantised weights."""
+    if not merge.get("quantized"):
+        return ""
+    how = merge.get("storage", merge["quantized"])
+    return f"The weights are quantised by torchao ({how}); to open them, also `pip install torchao`."
 
 
 def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
@@ -286,15 +324,20 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
     return f"vLLM:\n\n```sh\n{line}\n```"
 
 
-def scores(results: dict[str, Any], report: dict[str, Any]) -> str:
+def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
+    """The weights that are published beside those they were made of, where both were measured."""
+    if not stored:
+        return ""
+    before, after = stored["before"], stored["after"]
+    rows = [(title, number(before.get(key)), number(after.get(key))) for key, title in HELD_OUT.items()]
+    return "These weights, on held-out rows:\n\n" + table(("", f"{of_merged} before", "these weights"), rows)
+
+
+def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> str:
     """Base against tuned, with the interval of the difference where there is one."""
     rows: Table = []
     base, tuned = results.get("base", {}), results.get("tuned", {})
-    for key, title in (
-        ("loss", "held-out loss"),
-        ("exact_match", "exact match"),
-        ("ended", "ends by itself"),
-    ):
+    for key, title in HELD_OUT.items():
         if tuned.get(key) is not None:
             difference = interval(results.get("difference", {}).get(key))
             rows.append((title, number(base.get(key)), number(tuned[key]), difference))
@@ -307,9 +350,13 @@ def scores(results: dict[str, Any], report: dict[str, Any]) -> str:
                 rows.append((f"{task}: {metric}", number(before), shown, interval(difference)))
     if not rows:
         return "Nothing was held out, so nothing was measured."
-    held_out = report.get("validation", {}).get("kept", 0)
-    said = f"On {held_out} held-out rows; answers are greedy.\n\n" if held_out else ""
-    return said + table(("", "base", "tuned", "difference, 95 % interval"), rows)
+    settings = results.get("settings", {})
+    held_out = settings.get("rows", report.get("validation", {}).get("kept", 0))
+    said = [f"Base and {of_merged}, as measured before merging."] if of_merged else []
+    said += [f"On {held_out} held-out rows; answers are greedy."] if held_out else []
+    said += [f"Note: {note}." for note in settings.get("notes", [])]
+    columns = ("", "base", of_merged or "tuned", "difference, 95 % interval")
+    return "\n\n".join([*filter(None, [" ".join(said)]), table(columns, rows)])
 
 
 def training(staged: Path, recipe: Recipe, report: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from finetune.recipe import local_path
 from finetune.sections import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from finetune.card import Base
     from finetune.recipe import Recipe
@@ -51,6 +52,7 @@ CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
 NAMES_BASE = ("base_model_name_or_path", "tokenizer_name_or_path", "_name_or_path", "name_or_path")
 _PATH = re.compile(r"(?<![\w:/.<~])~?/(?:[^\s/\"',;:()<>]+/)+(?=[^\s/])")  # the `/home/a/` of `/home/a/b`
 _FILE = re.compile(r"(?:[\w.-]+/)+(?=[\w-]+\.\w)")  # the `a/` of `a/b.jsonl`, in a comment
+_PLACE = re.compile(r"(:\d+|\[\d+\]|!.*)$")  # of a row in its file
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 
 
@@ -132,7 +134,8 @@ def run(
         repo, notes = section.repo, []
         if repo and not dry_run:
             repo, notes = hub.prepare(repo, private=section.private, revision=section.revision)
-        written = card.make(staged, recipe, base, kind, repo or f"organisation/{folder.path.resolve().name}")
+        name = repo or f"organisation/{folder.path.resolve().name}"
+        written = card.make(staged, recipe, base, kind, name, merge_report(folder, weights))
         written.save(staged / "README.md")
         files["README.md"] = staged / "README.md"
         for note in [*notes, *say_of(base, section, files)]:
@@ -159,6 +162,12 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
         names = ", ".join(path.name for path in found)
         raise UserError(Problem(what, where=str(folder.path), found=names, fix=fix))
     return "merged", plain[0]
+
+
+def merge_report(folder: RunFolder, weights: Path) -> dict[str, Any]:
+    """What merge.json says of these weights; of others nothing."""
+    reports = card.read(folder.path, "merge.json")
+    return next((report for name, report in reports.items() if folder.path / name == weights), {})
 
 
 def stage(
@@ -202,19 +211,46 @@ def write_json(path: Path, content: Any, *, indent: int) -> None:
 def local_names(folder: RunFolder, recipe: Recipe, base: Base) -> dict[str, str]:
     """Path of this machine -> what is said of it instead: its name; of the base what it is on the Hub."""
     data, report = recipe.data, card.read(folder.path, "data_report.json")
-    sources = data.name if isinstance(data.name, list) else [data.name]
-    paths = [source.name if isinstance(source, Source) else source for source in sources]
-    paths += [data.validation, data.chat_template, data.cache, recipe.adapter.source, recipe.train.output_dir]
-    paths += [
+    paths: list[str | None] = [
         key for split in report.values() for part in ("sources", "formats") for key in split.get(part, ())
     ]
-    named = {path: Path(path).name for path in paths if path and "/" in path and local_path(path)}
+    sources = data.name if isinstance(data.name, list) else [data.name]
+    paths += [source.name if isinstance(source, Source) else source for source in sources]
+    paths += evaluated_files(card.read(folder.path, "eval.json"))
+    paths += [data.validation, data.chat_template, data.cache, recipe.adapter.source, recipe.train.output_dir]
+    named = last_names([path for path in paths if path and "/" in path and local_path(path)])
     named |= {str(path): folder.path.absolute().name for path in (folder.path, folder.path.absolute())}
     if local_path(recipe.model.name):
         config = card.read(folder.adapter, "adapter_config.json")
         of_adapter = config.get("base_model_name_or_path") or recipe.model.name
         named |= {path: base.name for path in (recipe.model.name, of_adapter) if "/" in path}
     return {str(Path.home()): "~", str(Path.cwd()): ".", **named}
+
+
+def evaluated_files(results: dict[str, Any]) -> list[str]:
+    """The files that eval.json speaks of, which an override of `finetune evaluate` may have named."""
+    places = [row.get("where", "") for row in results.get("worst", [])]
+    places += [part.get("source", "") for part in results.get("sources", [])]
+    files = list(dict.fromkeys(_PLACE.sub("", place) for place in places))
+    return files + [str(Path(file).expanduser().resolve()) for file in files]  # as its notes have them
+
+
+def last_names(paths: Iterable[str]) -> dict[str, str]:
+    """Path -> its last name, numbered where another file has that name."""
+    names: dict[str, str] = {}
+    of_file: dict[Path, str] = {}
+    for path in paths:
+        file = Path(path).expanduser().resolve()
+        if file not in of_file and not Path(path).is_absolute():  # it may be relative to another folder
+            file = next((known for known in of_file if str(known).endswith(f"/{Path(path)}")), file)
+        names[path] = of_file.setdefault(file, numbered(Path(path).name, of_file.values()))
+    return names
+
+
+def numbered(name: str, taken: Collection[str]) -> str:
+    """`train.jsonl`, or `train.jsonl (2)` and so on if that is taken."""
+    names = chain([name], (f"{name} ({number})" for number in count(2)))
+    return next(free for free in names if free not in taken)
 
 
 def without_paths(value: Any, known: dict[str, str], *, free: bool = False) -> Any:
@@ -224,10 +260,11 @@ def without_paths(value: Any, known: dict[str, str], *, free: bool = False) -> A
         free: text of the data, in which only `known` paths are replaced.
     """
     if isinstance(value, dict):
-        return {
-            without_paths(key, known): without_paths(item, known, free=free or key in ("samples", "worst"))
-            for key, item in value.items()
-        }
+        clean: dict[str, Any] = {}
+        for key, item in value.items():
+            name = numbered(without_paths(key, known), clean)
+            clean[name] = without_paths(item, known, free=free or key in ("samples", "worst"))
+        return clean
     if isinstance(value, list):
         return [without_paths(item, known, free=free) for item in value]
     if not isinstance(value, str):

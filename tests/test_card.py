@@ -7,8 +7,15 @@ import pytest
 from huggingface_hub import ModelCard
 
 from finetune import card, recipe
-from finetune.sections import Publish
+from finetune.data.load import hub_name
+from finetune.sections import Publish, Source
 
+SETS = [
+    Source(name="org/set", split="train"),
+    Source(name="org/set", subset="fr", split="train"),
+    Source(name="org/a", split="test"),
+]
+SOURCES = {hub_name(source): "abc" for source in SETS} | {"train.jsonl": "d"}
 LORA = {"peft_type": "LORA", "r": 16, "bias": "none"}
 RESULTS = {
     "base": {"loss": 1.9, "exact_match": None, "ended": None},
@@ -34,7 +41,9 @@ RESULTS = {
 def made(recipe_file, tmp_path):
     """`made(kind, results, **publish)`: the card of a run whose base is a folder, or `base=` on the Hub."""
 
-    def make(kind: str = "adapter", results=None, config=None, base: str = "{model}", **publish) -> ModelCard:
+    def make(
+        kind: str = "adapter", results=None, config=None, base: str = "{model}", merge=None, **publish
+    ) -> ModelCard:
         text = f"model: {{name: '{base}'}}\ndata: {{name: '{{data}}'}}\nadapter: {{type: lora}}\n"
         loaded = recipe.load(recipe_file(text + f"publish: {json.dumps(publish)}\n"))
         staged = tmp_path / "staged"
@@ -43,12 +52,12 @@ def made(recipe_file, tmp_path):
             "eval.json": results or {},
             "adapter_config.json": config or LORA,
             "receipts.json": [{"option": "a|b", "asked": "1", "got": "2\n3", "how": "x", "ok": False}],
-            "data_report.json": {"train": {"sources": {"org/set": "abc", "train.jsonl": "d"}, "kept": 9}},
+            "data_report.json": {"train": {"sources": SOURCES, "kept": 9}, "validation": {"kept": 50}},
         }.items():
             (staged / name).write_text(json.dumps(content))
         (staged / "recipe.resolved.yaml").write_text("model: {}\n")
         found = card.find_base(loaded, config or LORA, online=False)
-        return card.make(staged, loaded, found, kind, "org/tuned")
+        return card.make(staged, loaded, found, kind, "org/tuned", merge)
 
     return make
 
@@ -59,7 +68,7 @@ def test_what_the_hub_reads(made) -> None:
     assert again.data.to_dict() == written.data.to_dict(), "the metadata comes back as it was written"
     assert again.data.base_model == "org/base" and again.data.base_model_relation == "adapter"
     assert again.data.library_name == "peft" and again.data.license == "mit"
-    assert again.data.datasets == ["org/set"], "a local file is no data set of the Hub"
+    assert again.data.datasets == ["org/set", "org/a"], "ids alone, once, and no local file"
     assert "base_model:adapter:org/base" in again.data.tags
     loss, accuracy = again.data.eval_results
     assert (loss.metric_type, loss.metric_value) == ("loss", 0.3)
@@ -68,17 +77,16 @@ def test_what_the_hub_reads(made) -> None:
 
 
 def test_what_people_read(made) -> None:
-    text = made(results=RESULTS, base="org/base").text
+    written = made(results=RESULTS, base="org/base")
+    text = written.text
+    assert written.data.license == "other"
     assert "**better**: Held-out loss fell from 1.9 to 0.3 | nats.; forgot: general_text" in text
     assert "| held-out loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
     assert "| arc: acc | 0.25 | 0.5 ± 0.02 | 0.25 [0.2, 0.3] better |" in text
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
     assert 'PeftModel.from_pretrained(base, "org/tuned")' in text
     assert "--enable-lora --max-lora-rank 16 --lora-modules tuned=org/tuned" in text
-    assert (
-        "licence of the base is not known" in text
-        and "license: other" in str(ModelCard(text)) + "license: other"
-    )
+    assert "licence of the base is not known" in text
 
 
 def test_an_older_run_without_results(made) -> None:
@@ -92,6 +100,36 @@ def test_a_model_needs_no_base(made) -> None:
     assert written.data.library_name == "transformers" and written.data.base_model_relation == "finetune"
     assert 'AutoModelForCausalLM.from_pretrained("org/tuned")' in written.text and "Peft" not in written.text
     assert "vllm serve org/tuned" in written.text
+
+
+def test_a_merge_without_scores_shows_the_adapter_s_as_such(made) -> None:
+    written = made("merged", RESULTS, base="org/base", merge={"quantized": None, "scores": {}})
+    assert "| base | adapter |" in written.text and "as measured before merging" in written.text
+    assert "The adapter, before merging: **better**" in written.text and "torchao" not in written.text
+    for result in written.data.eval_results:
+        assert "of the adapter before merging (base" in result.metric_name
+
+
+def test_quantised_weights_have_scores_of_their_own(made) -> None:
+    scores = {"tuned": {"loss": 0.31, "exact_match": None}, "quantized": {"loss": 0.45, "exact_match": None}}
+    merge = {"quantized": "int8", "storage": "int8, a scale for each output", "scores": scores}
+    written = made("merged", RESULTS, base="org/base", merge=merge)
+    loss, accuracy = written.data.eval_results
+    assert loss.metric_value == 0.45
+    assert loss.metric_name == "held-out loss, nats a token (adapter before merging 0.31)"
+    assert accuracy.metric_name.startswith("acc of the adapter before merging")
+    assert "| held-out loss | 0.31 | 0.45 |" in written.text
+    assert "pip install torchao" in written.text and "int8, a scale for each output" in written.text
+
+
+def test_the_rows_are_those_that_were_evaluated(made) -> None:
+    notes = ["other.jsonl is not what the run held out"]
+    text = made(results={**RESULTS, "settings": {"rows": 7, "notes": notes}}).text
+    assert "On 7 held-out rows" in text and "Note: other.jsonl is not what the run held out." in text
+
+
+def test_an_older_evaluation_does_not_say_its_rows(made) -> None:
+    assert "On 50 held-out rows" in made(results=RESULTS).text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What was published is used from there: opened as a run, trained on, merged; and a folder that moved."""
+"""What was published names no path of this machine, and is used from there: opened, trained on, merged."""
 
 import json
 import shutil
@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from conftest import DATA, MODEL, receipts
 from hub_server import Hub
+from huggingface_hub import ModelCard
 
 from finetune import cli, run_folder
 from finetune.errors import UserError
+from finetune.publish import without_paths
 from finetune.run_folder import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
@@ -75,6 +77,50 @@ def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch
     assert opened.weights == opened.model and (opened.model / "model.safetensors").exists()
 
 
+def test_of_this_machine_s_paths_only_names_are_said() -> None:
+    known = {"/data/my set/train.jsonl": "train.jsonl", "/home/jane": "~", "/": ""}
+    said = {
+        "sources": [{"source": "/data/my set/train.jsonl"}],
+        "data": {"/x/y/task.yaml": "1"},
+        "how": "of /a/b/c (x/y), https://h.co/a/b, 3 tokens/s, /home/jane/d/e, </s>",
+        "worst": [{"where": "/data/my set/train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
+    }
+    assert without_paths(said, known) == {
+        "sources": [{"source": "train.jsonl"}],
+        "data": {"task.yaml": "1"},
+        "how": "of c (x/y), https://h.co/a/b, 3 tokens/s, e, </s>",
+        "worst": [{"where": "train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
+    }
+
+
+def test_held_out_rows_from_elsewhere_are_known_by_the_file_s_name(hub: Hub, trained, tmp_path) -> None:
+    folder, secret = trained(), tmp_path / "acme secret, (new)" / "other.jsonl"
+    secret.parent.mkdir()
+    secret.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[20:23]))
+    assert cli.main(["evaluate", str(folder.path), f"data.validation={secret}"]) == 0
+    assert "acme" in (folder.path / "eval.json").read_text()
+    publish(folder)
+    files = hub.repos["me/notes"].files
+    assert not [name for name, content in files.items() if b"acme" in content or b"secret" in content]
+    result = json.loads(files["eval.json"])
+    assert {row["where"] for row in result["worst"]} == {f"other.jsonl:{line}" for line in (1, 2, 3)}
+    assert [part["source"] for part in result["sources"]] == ["other.jsonl"]
+    assert result["settings"]["notes"] == ["other.jsonl is not what the run held out"]
+
+
+def test_files_of_one_name_stay_apart(hub: Hub, trained, tmp_path) -> None:
+    folder, files = trained(), [tmp_path / name / "train.jsonl" for name in "ab"]
+    report, result = folder.read("data_report.json"), folder.read("eval.json")
+    report["train"]["sources"] = {str(path): path.parent.name * 64 for path in files}
+    folder.write("data_report.json", report)
+    folder.write("eval.json", {**result, "worst": [{"where": f"{path}:1"} for path in files]})
+    publish(folder, f"data.name=[{files[0]},{files[1]}]")
+    there = hub.repos["me/notes"].files
+    report, result = json.loads(there["data_report.json"]), json.loads(there["eval.json"])
+    assert report["train"]["sources"] == {"train.jsonl": "a" * 64, "train.jsonl (2)": "b" * 64}
+    assert [row["where"] for row in result["worst"]] == ["train.jsonl:1", "train.jsonl (2):1"]
+
+
 def test_merged_says_what_makes_it(trained, capsys) -> None:
     folder = trained()
     command = ["publish", str(folder.path), "--merged", "--dry-run"]
@@ -85,6 +131,19 @@ def test_merged_says_what_makes_it(trained, capsys) -> None:
     folder.write("merge.json", {"merged-int8": {}, "merged-int4": {}})
     assert cli.main(command) == 2
     assert "merged-int8, merged-int4" in capsys.readouterr().err
+
+
+def test_a_quantised_model_s_card_has_its_own_scores(hub: Hub, trained, monkeypatch) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setattr("finetune.proof.PROBE_ROWS", 2)
+    folder = trained()
+    assert cli.main(["merge", str(folder.path), "--quantize", "int8", "--quiet"]) == 0
+    publish(folder, "--merged")
+    written = ModelCard(hub.repos["me/notes"].files["README.md"].decode())
+    scores = folder.read("merge.json")["merged-int8"]["scores"]
+    loss = next(result for result in written.data.eval_results if result.metric_type == "loss")
+    assert loss.metric_value == scores["quantized"]["loss"] != scores["tuned"]["loss"]
+    assert "pip install torchao" in written.text
 
 
 def test_what_is_not_published_there(hub: Hub, capsys, tmp_path, monkeypatch) -> None:

@@ -16,7 +16,9 @@ from conftest import MODEL, QUICKSTART, ROOT, receipts
 from hub_server import TOKEN, Hub, serve
 
 from finetune import cli
+from finetune.data.load import hub_name
 from finetune.run_folder import RunFolder
+from finetune.sections import Source
 
 # huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
@@ -104,7 +106,7 @@ def test_again_sends_only_what_is_missing(hub: Hub, trained, capsys) -> None:
     sent = [
         json.loads(line) for body in hub.bodies if b'"key": "header"' in body for line in body.splitlines()
     ]
-    assert {line["value"].get("path") for line in sent[1:]} == {"eval.json", "README.md"} - {"README.md"}
+    assert [line["value"].get("path") for line in sent[1:]] == ["eval.json"], "no card: it says the same"
     assert repo.files["picture.png"] == b"of the owner" and "picture.png" in capsys.readouterr().out
     assert json.loads(repo.files["eval.json"])["samples"] == []
 
@@ -280,22 +282,16 @@ def test_a_secret_stops_it(secret, hub: Hub, trained, capsys, monkeypatch, tmp_p
     assert not list(tmp_path.glob("finetune-publish-*"))
 
 
-def test_of_this_machine_s_paths_only_names_are_said() -> None:
-    from finetune.publish import without_paths
+def test_data_sets_of_the_hub_are_named_by_id(hub: Hub, trained) -> None:
+    from huggingface_hub import ModelCard
 
-    known = {"/data/my set/train.jsonl": "train.jsonl", "/home/jane": "~", "/": ""}
-    said = {
-        "sources": [{"source": "/data/my set/train.jsonl"}],
-        "data": {"/x/y/task.yaml": "1"},
-        "how": "of /a/b/c (x/y), https://h.co/a/b, 3 tokens/s, /home/jane/d/e, </s>",
-        "worst": [{"where": "/data/my set/train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
-    }
-    assert without_paths(said, known) == {
-        "sources": [{"source": "train.jsonl"}],
-        "data": {"task.yaml": "1"},
-        "how": "of c (x/y), https://h.co/a/b, 3 tokens/s, e, </s>",
-        "worst": [{"where": "train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
-    }
+    folder = trained()
+    report = folder.read("data_report.json")
+    source = Source(name="HuggingFaceH4/no_robots", subset="en", split="train")
+    report["train"]["sources"] |= {hub_name(source): "1" * 40}
+    folder.write("data_report.json", report)
+    publish(folder, "--repo", "me/notes")
+    assert ModelCard(hub.repos["me/notes"].files["README.md"].decode()).data.datasets == [source.name]
 
 
 def test_a_card_that_the_hub_refuses(hub: Hub, trained, capsys) -> None:
