@@ -237,6 +237,19 @@ def test_two_runs_that_differ(done, capsys) -> None:
     assert cli.main(["compare", a, b]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
+def test_runs_on_the_hub(hub, trained, tmp_path, monkeypatch, capsys) -> None:
+    """RUN_A as well as RUN_B."""
+    folder = trained()
+    assert cli.main(["publish", str(folder.path), "--repo", "me/notes", "--quiet"]) == 0
+    pinned = f"me/notes@{folder.read('publish.json')['commit']}"
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare", pinned, pinned, "--assert-equal"]) == 0, capsys.readouterr().err
+    assert "learnt the same, to the bit" in capsys.readouterr().out
+    assert cli.main(["compare", "me/notes@" + "0" * 40, pinned]) == 3
+    assert "no such repository or revision" in capsys.readouterr().err
+
+
 def test_one_changed_number_is_found(done, capsys) -> None:
     from safetensors.torch import load_file, save_file
 
