@@ -109,10 +109,8 @@ def run(
         for line in lines():
             if line in ("/quit", "/exit"):
                 break
-            if line:
-                said = command(talk, line) if line.startswith("/") else answer(talk, line)
-                if said:
-                    console.print(said, markup=False, soft_wrap=True)
+            if line and (said := reply(talk, line)):
+                console.print(said, markup=False, soft_wrap=True)
 
 
 def lines() -> Iterator[str]:
@@ -128,6 +126,19 @@ def lines() -> Iterator[str]:
         except (EOFError, KeyboardInterrupt):
             print()
             return
+
+
+def reply(talk: Talk, line: str) -> str:
+    """Do what a line asks for; returns what is left to say of it. An error does not end the talk."""
+    try:
+        if line.startswith("/"):
+            return command(talk, line)
+        answer(talk, line)
+    except KeyboardInterrupt:
+        return "stopped; this answer is not kept"
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def command(talk: Talk, line: str) -> str:
@@ -148,32 +159,30 @@ def command(talk: Talk, line: str) -> str:
     return HELP
 
 
-def answer(talk: Talk, text: str) -> str:
-    """Let each voice that is asked answer, as it goes; returns what went wrong, or nothing."""
+def answer(talk: Talk, text: str) -> None:
+    """Let each voice that is asked answer, as it goes; all that is said is shown already.
+
+    Raises:
+        UserError: as of `respond`; nothing of it is kept.
+    """
     voices = [voice for voice in talk.voices if voice.name in talk.asked]
     said = {voice.name: "" for voice in voices}
     asked = {"role": "user", "content": text}
     given = [{"role": "system", "content": talk.system}] if talk.system else []
     live = Live(console=talk.console, refresh_per_second=8) if talk.console.is_terminal else None
-    try:
-        with live or contextlib.nullcontext():
-            for voice in voices:
+    with live or contextlib.nullcontext():
+        for voice in voices:
 
-                def heard(so_far: str, name: str = voice.name) -> None:
-                    said[name] = so_far
-                    if live:
-                        live.update(side_by_side(said))
+            def heard(so_far: str, name: str = voice.name) -> None:
+                said[name] = so_far
+                if live:
+                    live.update(side_by_side(said))
 
-                said[voice.name] = respond(talk, voice, [*given, *voice.history, asked], heard)
-                if not live:
-                    talk.console.print(f"{voice.name}: {said[voice.name]}", markup=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        return "stopped; this answer is not kept"
-    except UserError as error:
-        return str(error)
+            said[voice.name] = respond(talk, voice, [*given, *voice.history, asked], heard)
+            if not live:
+                talk.console.print(f"{voice.name}: {said[voice.name]}", markup=False, soft_wrap=True)
     for voice in voices:
         voice.history += [asked, {"role": "assistant", "content": said[voice.name]}]
-    return ""
 
 
 def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Callable[[str], None]) -> str:
@@ -188,7 +197,10 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     (ids,) = talk.encoder.prompts([row])
     longest = voice.weights.config.get_text_config().max_position_embeddings
     if len(ids) >= longest:
-        found, fix = f"{len(ids)} tokens of at most {longest}", "/reset"
+        found, fix = (
+            f"{len(ids)} tokens of at most {longest}",
+            "/reset" if voice.history else "a shorter text",
+        )
         raise UserError(Problem("the talk has become too long for the model", found=found, fix=fix))
     drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
     config = GenerationConfig(

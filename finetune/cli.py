@@ -188,7 +188,8 @@ def compare(options: argparse.Namespace) -> None:
     """Compare adapter types on one recipe, or two finished runs."""
     from finetune.screen import quieten_libraries
 
-    if Path(options.what).is_dir():
+    what = Path(options.what)
+    if what.is_dir() or ("@" in options.what and not what.exists()):  # or a run on the Hub
         other = arguments.second_run(options)
         from finetune import differences
         from finetune.screen import Screen

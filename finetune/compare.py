@@ -8,6 +8,10 @@ DIR/aside/            what stood in a run's place: unfinished, or of another rec
 
 Started again, it goes on: a finished run of the same recipe on the same data is kept.
 
+A run that fails is a row of the table, and the next one is made. With several processes only
+if all of them say the same of it: otherwise some may wait for others in the middle of training, and the
+comparison ends.
+
 Each run reads the base again, which costs little: 8 billion parameters whose file is in the page cache take
 3.3 s onto an H100. A copy of a model in host memory takes 2.5 s there, and 13 s and 16 GB to keep.
 """
@@ -27,9 +31,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
-from finetune import adapter_types, check, compare_table, evaluate, hardware, scoring, train
+from finetune import adapter_types, check, compare_table, evaluate, hardware, ranks, scoring, train
 from finetune.compare_table import MARK
 from finetune.data import load as data_files
 from finetune.errors import Exit, Problem, UserError, nearest
@@ -92,11 +95,13 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         The content of compare.json.
 
     Raises:
-        UserError: what is wrong with any of the recipes, before anything is trained; no run finished (5).
+        UserError: what is wrong with any of the recipes, before anything is trained; no run finished, or one
+            failed on some processes only (5).
     """
     jobs = plan(asked)
     start(asked.folder)
     state = PartialState(cpu=hardware.detect().device == "cpu")
+    ranks.failures()
     screen = Screen(quiet=quiet or not state.is_main_process)
     introduce(jobs, asked, screen)
     failed = {}
@@ -114,11 +119,12 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
             screen.say(f"{head} running; its log is {job.folder.path}/log.txt")
             reason = run_one(job)
             failed |= {job.name: reason} if reason else {}
-            screen.say(f"{head} " + (f"FAILED: {reason}" if reason else compare_table.line(job.folder)))
+            if state.is_main_process:
+                screen.say(f"{head} " + (f"FAILED: {reason}" if reason else compare_table.line(job.folder)))
         if state.is_main_process:
             compare_table.write(asked.folder, settings, failed)
         state.wait_for_everyone()
-    found = compare_table.collect(asked.folder, settings, failed)
+    found = ranks.from_main(lambda: compare_table.collect(asked.folder, settings, failed))
     if not found["runs"]:
         problems = [Problem(f"{name} failed", found=reason) for name, reason in failed.items()]
         raise UserError(*problems, code=Exit.TRAINING)
@@ -260,19 +266,27 @@ def make_way(job: Job, screen: Screen, head: str) -> bool:
             path.rename(aside)
             why = "is of another recipe or other data" if finished else "was not finished"
             screen.say(f"{head} what is there {why}; moved to {aside}")
-    return from_main(todo)
+    return ranks.from_main(lambda: todo)
 
 
 def run_one(job: Job) -> str:
-    """Train and evaluate; why it failed, or the empty string."""
+    """Train and evaluate; why it failed, or the empty string.
+
+    Raises:
+        UserError: it failed, and not on all processes in the same way (exit 5).
+    """
     before, started = clear_memory(), time.monotonic()
     try:
         with scoring.memory_errors():
             train.run(job.recipe, quiet=True)
-    except UserError as error:
-        return "; ".join(": ".join(filter(None, (p.key, p.what, p.found))) for p in error.problems)
     except Exception as error:  # a library's, or a bug of ours: the other runs are worth having all the same
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        reason = why(error)
+        if not ranks.shared(reason):
+            who = f"process {PartialState().process_index}"
+            what = f"{job.name} failed on {who}, and not on all in the same way: the comparison ends"
+            fix = "the same command again, which keeps finished runs, or --adapters without this type"
+            raise UserError(Problem(what, found=reason, fix=fix), code=Exit.TRAINING) from error
+        return reason
     if PartialState().is_main_process:
         seconds = time.monotonic() - started
         mark = {"identity": job.identity, "seconds": seconds, "host_memory_before_gib": before}
@@ -281,15 +295,16 @@ def run_one(job: Job) -> str:
     return ""
 
 
-def from_main(value: Any) -> Any:
-    """Rank 0's value, for all ranks."""
-    held = [value]
-    if PartialState().num_processes > 1:
-        broadcast_object_list(held)
-    return held[0]
+def why(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, UserError):
+        return "; ".join(": ".join(filter(None, (p.key, p.what, p.found))) for p in error.problems)
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def clear(place: Path) -> None:
+    """Delete a folder that no process reads any more."""
+    PartialState().wait_for_everyone()
     if PartialState().is_main_process:
         shutil.rmtree(place, ignore_errors=True)
     PartialState().wait_for_everyone()
@@ -310,7 +325,8 @@ def within(budget: float, jobs: list[Job], asked: Asked, screen: Screen) -> tupl
     """The runs with as many steps as fit into equal shares of the budget, and why runs can't be made."""
     place = RunFolder(asked.folder)
     question = {"budget_seconds": budget, "runs": [job.identity for job in jobs]}
-    known = from_main(place.read("budget.json") if (asked.folder / "budget.json").exists() else {})
+    kept = asked.folder / "budget.json"
+    known = ranks.from_main(lambda: place.read(kept.name) if kept.exists() else {})
     if any(known.get(key) != value for key, value in question.items()):
         known = question | measure(budget, jobs, asked, screen)
         if PartialState().is_main_process:
@@ -342,12 +358,13 @@ def measure(budget: float, jobs: list[Job], asked: Asked, screen: Screen) -> dic
         if reason:
             failed[job.entrant.type] = reason
             continue
-        steps = compare_table.step_lines(pilot.folder)
+        steps = ranks.from_main(lambda folder=pilot.folder: compare_table.step_lines(folder))
         seconds[job.entrant.type] = statistics.median(line["step_seconds"] for line in steps[-PILOT_TIMED:])
         if besides is None:
-            besides = pilot.folder.read(MARK)["seconds"] - sum(line["step_seconds"] for line in steps)
+            whole = ranks.from_main(lambda folder=pilot.folder: folder.read(MARK)["seconds"])
+            besides = whole - sum(line["step_seconds"] for line in steps)
     clear(place)
-    seconds, besides, spent = from_main((seconds, besides, time.monotonic() - started))
+    spent = ranks.from_main(lambda: time.monotonic() - started)
     runs = sum(job.entrant.type in seconds for job in jobs)
     slowest = max(seconds.values(), default=0.0)
     share = (budget - spent) / max(runs, 1) - (besides or 0.0)

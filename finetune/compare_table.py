@@ -90,9 +90,9 @@ def row(folder: RunFolder) -> dict[str, Any]:
 
 
 def main_metric(result: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-    """What is ranked by: the first task that is not about forgetting, exact match, or held-out loss."""
+    """What is ranked by: the first task asked for by name, but for forgetting; exact match; held-out loss."""
     for name, task in result.get("tasks", {}).items():
-        if not task.get("forgetting"):
+        if task.get("asked", True) and not task.get("forgetting"):  # a group's subtasks stand before it
             main = task["main"]
             return f"{name} {main}", task["tuned"].get(main), task["higher_is_better"][main]
     tuned = result.get("tuned", {})

@@ -70,6 +70,7 @@ class Run:
     checks: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations during training."""
     evaluation: dict[str, Any] = field(default_factory=dict)
+    saved: bool = True
     error: str = ""
     """What ended a run that has no weights."""
 
@@ -131,10 +132,10 @@ def read(path: Path) -> Run:
         except FileNotFoundError:
             found.missing.append(f"{name} is not there: {FILES[name]}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
-            found.missing.append(
-                f"{name} can't be read: {FILES[name]} ({' '.join(str(error).split())[:120]})"
-            )
-    if not (path / "adapter").exists() and not (path / "model").exists():
+            said = " ".join(str(error).split())[:120]
+            found.missing.append(f"{name} can't be read: {FILES[name]} ({said})")
+    found.saved = (path / "adapter").exists() or (path / "model").exists()
+    if not found.saved:
         found.missing.append("adapter/ and model/ are not there: what was trained")
         found.error = _last_error(path / "log.txt")
     return found
@@ -158,9 +159,13 @@ def _read_recipe(found: Run, text: str) -> None:
 
 def _read_data(found: Run, text: str) -> None:
     known = {each.name for each in fields(Report)}
-    for split, report in json.loads(text).items():
-        found.data[split] = Report(**{key: value for key, value in report.items() if key in known})
-    found.data.setdefault("validation", Report())
+    splits = {
+        split: Report(**{key: value for key, value in report.items() if key in known})
+        for split, report in json.loads(text).items()
+    }
+    if "train" not in splits:
+        raise ValueError("nothing of the training data is in it")
+    found.data.update({"validation": Report()} | splits)
 
 
 def _read_metrics(found: Run, text: str) -> None:
@@ -191,7 +196,7 @@ def _last_error(log: Path) -> str:
 def judge(run: Run) -> Verdict:
     """Whether it worked; what throws doubt on that is said beside it."""
     failed = sum(not receipt["ok"] for receipt in run.receipts)
-    if any("adapter/ and model/" in each for each in run.missing):
+    if not run.saved:
         ended = f"It ended after step {run.steps[-1]['step']:.0f}." if run.steps else "No step was logged."
         title = "It failed: nothing was saved" if run.error else "It did not finish, or is still running"
         return Verdict("bad" if run.error else "unknown", title, f"{ended}\n{run.error}".strip(), [])
@@ -308,15 +313,12 @@ def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         found.append(("the learning rate is 0: nothing can be learnt", f"{again} train.learning_rate=2e-4"))
     elif slower and (verdict.kind == "bad" or (losses and not losses[1] < losses[0])):
         found.append(("a lower learning rate, if the loss rose or jumped", slower))
-    if verdict.kind == "same":
+    if verdict.kind == "same" and rate:
         found.append(
             ("more steps, or a higher learning rate", f"{again} train.learning_rate={number(rate * 3)}")
         )
-    if (
-        verdict.kind == "unknown"
-        and not run.get("data.validation")
-        and not run.get("data.validation_fraction")
-    ):
+    held_out = run.get("data.validation") or run.get("data.validation_fraction")
+    if verdict.kind == "unknown" and not held_out:
         found.append(("hold rows out, to know", f"{again} data.validation_fraction=0.02"))
     if verdict.kind != "bad" or run.evaluation:
         found.append(("measure it again, from the folder alone", f"finetune evaluate {name}"))

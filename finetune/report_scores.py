@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NAMES = {"loss": "held-out loss", "exact_match": "exact match", "ended": "stopped by itself"}
-SHARES = {"exact_match", "ended", "acc", "acc_norm", "f1"}  # shown in percent
+SHARES = {"exact_match", "ended", "acc", "acc_norm", "f1", "em"}  # shown in percent, where they are 1 at most
 TITLES = {
     "better": ("good", "It worked: better than its base"),
     "same": ("same", "No different from its base"),
@@ -137,7 +137,7 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
 
 
 def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | None, note: str) -> Row:
-    text, by = (share, points) if key in SHARES else (number, number)
+    text, by = (share, points) if _is_share(key, base, tuned) else (number, number)
 
     def side(scores: Any) -> str:
         error = scores.get(f"{key}_stderr")
@@ -151,6 +151,12 @@ def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | No
     known = base.get(key) is not None and tuned.get(key) is not None
     value = signed(tuned[key] - base[key], by) if known else ""
     return Row(name, side(base), side(tuned), value, "", "", note)
+
+
+def _is_share(key: str, base: dict[str, Any], tuned: dict[str, Any]) -> bool:
+    """Of `exact_match,strict-match` the filter does not matter; some tasks give f1 from 0 to 100."""
+    values = [scores[key] for scores in (base, tuned) if scores.get(key) is not None]
+    return key.partition(",")[0] in SHARES and all(value <= 1 for value in values)
 
 
 def signed(value: float, text: Any) -> str:

@@ -140,8 +140,10 @@ def test_plain_text_is_the_prompt_itself(run, talk, tmp_path) -> None:
 def test_a_talk_that_is_too_long(run, talk) -> None:
     folder = run()
     said = talk(folder, "word " * 3000, "Hello", "--max-new-tokens", "4")
-    assert "too long for the model" in said[0] and said[0].endswith("/reset")
+    assert "too long for the model" in said[0] and said[0].endswith("a shorter text")
     assert said[1].startswith("base: "), "the long one is not in the history"
+    asked_once = talk(folder, "--prompt", "word " * 2999 + "word", code=2)
+    assert asked_once == said[:1], "the error is said, and is the command's"
 
 
 def test_temperature_draws(run, talk) -> None:

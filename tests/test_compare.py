@@ -1,12 +1,15 @@
 """Comparing: adapter types on one recipe, and two runs with each other."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import QUICKSTART, metrics
+from conftest import QUICKSTART, ROOT, metrics
 
 from finetune import cli, compare, compare_table, differences
 from finetune.recipe import load as load_recipe
@@ -130,6 +133,53 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(run, tmp_path) -> None:
     assert "full-seed42 failed" in said
 
 
+RANKS = """
+import sys, types
+from accelerate import PartialState
+from finetune import compare, ranks
+from finetune.errors import Problem, UserError
+
+def training(recipe, quiet):
+    if sys.argv[1] == "all" or state.process_index == 0:
+        raise UserError(Problem("gradients of step 1 are not finite"))
+    state.wait_for_everyone()
+
+state = PartialState(cpu=True)
+ranks.AGREEMENT_SECONDS = 2
+ranks.failures()
+compare.train = types.SimpleNamespace(run=training)
+folder = compare.RunFolder(compare.Path(sys.argv[2]))
+reason = compare.run_one(compare.Job(None, 1, None, folder, "x"))
+state.wait_for_everyone()
+print(f"went on: {reason}|", flush=True)
+"""
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_of_several_processes_all_end_unless_all_failed_alike(who, tmp_path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "ranks.py"), who, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    if who == "all":
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("went on: gradients of step 1 are not finite|") == 2
+    else:
+        assert done.returncode != 0 and "went on" not in done.stdout
+        assert "failed on process 0, and not on all in the same way" in done.stderr
+
+
+def test_ranked_by_the_first_task_that_was_asked_for() -> None:
+    def task(value: float, **more: bool) -> dict:
+        return {"main": "acc", "tuned": {"acc": value}, "higher_is_better": {"acc": True}, **more}
+
+    tasks = {"text": task(0.1, asked=True, forgetting=True), "mmlu_law": task(0.2, asked=False)}
+    tasks |= {"mmlu": task(0.3, asked=True), "arith": task(0.4, asked=True)}
+    assert compare_table.main_metric({"tasks": tasks}) == ("mmlu acc", 0.3, True)
+    assert compare_table.main_metric({"tasks": {"older": task(0.5), **tasks}}) == ("older acc", 0.5, True)
+
+
 def test_a_run_on_other_hardware_never_wins(done, run) -> None:
     winner = found(done)["winner"]["run"]
     folder = RunFolder(done / winner)
@@ -185,6 +235,19 @@ def test_two_runs_that_differ(done, capsys) -> None:
     )
     assert said.err.startswith("error: the runs have other losses")
     assert cli.main(["compare", a, b]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
+def test_runs_on_the_hub(hub, trained, tmp_path, monkeypatch, capsys) -> None:
+    """RUN_A as well as RUN_B."""
+    folder = trained()
+    assert cli.main(["publish", str(folder.path), "--repo", "me/notes", "--quiet"]) == 0
+    pinned = f"me/notes@{folder.read('publish.json')['commit']}"
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare", pinned, pinned, "--assert-equal"]) == 0, capsys.readouterr().err
+    assert "learnt the same, to the bit" in capsys.readouterr().out
+    assert cli.main(["compare", "me/notes@" + "0" * 40, pinned]) == 3
+    assert "no such repository or revision" in capsys.readouterr().err
 
 
 def test_one_changed_number_is_found(done, capsys) -> None:

@@ -22,7 +22,7 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat"),
     ("recipe_errors",),
-    ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub"),
+    ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks"),
     ("run_folder", "screen", "adapter_source", "plots"),
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped", "trackers"),
     ("summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),

@@ -309,6 +309,36 @@ def test_one_part_alone_is_a_page(name: str, folder: RunFolder) -> None:
     assert page.open == [] and page.said().count("is not there") == len(report.FILES) - 1
 
 
+@pytest.mark.parametrize("word", ["better", "same", "worse", "unknown"])
+def test_weights_and_an_evaluation_alone_are_a_page(word: str, folder: RunFolder) -> None:
+    change(folder, verdict={"word": word, "why": "because", "forgot": []})
+    for other in folder.path.iterdir():
+        if other.name not in ("eval.json", "adapter"):
+            shutil.rmtree(other) if other.is_dir() else other.unlink()
+    page = page_of(folder)
+    assert page.open == [] and "because" in page.said() and "learning_rate=" not in page.said()
+
+
+@pytest.mark.parametrize("name", [name for name in report.FILES if name.endswith(".json")])
+def test_a_part_with_nothing_in_it(name: str, folder: RunFolder) -> None:
+    (folder.path / name).write_text("[]" if name == "receipts.json" else "{}")
+    page = page_of(folder)
+    assert page.open == []
+    assert ("data_report.json can't be read" in page.said()) == (name == "data_report.json")
+
+
+def test_what_is_shown_in_percent(folder: RunFolder) -> None:
+    def task(key: str, base: float, tuned: float) -> dict:
+        sides = {"base": {key: base}, "tuned": {key: tuned}}
+        return {**sides, "difference": {key: difference(tuned - base, 0.01, "better")}, "main": key}
+
+    tasks = {"gsm8k": task("exact_match,strict-match", 0.25, 0.5), "wmt": task("bleu", 23.4, 25.0)}
+    change(folder, tasks=tasks | {"squad": task("f1", 0.9, 61.5)})
+    said = page_of(folder).said()
+    assert "25.0% 50.0%" in said and "23.4 25" in said and "0.9 61.5" in said
+    assert "2340" not in said and "6150" not in said
+
+
 def test_what_is_no_run_folder(tmp_path: Path, capsys) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
