@@ -12,6 +12,7 @@ TITLES = {
     "better": ("good", "It worked: better than its base"),
     "same": ("same", "No different from its base"),
     "worse": ("bad", "Worse than its base"),
+    "mixed": ("mixed", "Better in some, worse in other ways"),
     "unknown": ("unknown", "Not known whether it is better"),
 }
 LEAST = 0.01  # a change of the loss, as a share, that is worth a word where no interval was computed
