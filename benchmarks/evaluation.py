@@ -176,6 +176,7 @@ def speed(assets: Path, folder: Path, base: Path, limit: int | None) -> dict[str
             'doc_to_choice: "{{ options }}"\ndoc_to_target: "{{ right }}"\n'
             "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
         )
+    dtype = "float32" if device() == "CPU" else "bfloat16"  # as `finetune` loads it there
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     started = time.perf_counter()
     own = [sys.executable, "-m", "finetune", "evaluate", str(run), "--tasks", *map(str, ours)]
@@ -189,7 +190,7 @@ def speed(assets: Path, folder: Path, base: Path, limit: int | None) -> dict[str
     started = time.perf_counter()
     for which in ("", f",peft={run / 'adapter'}"):
         names = ",".join(f"{name}_choice" for name in SETS)
-        asked = f"pretrained={base},tokenizer={run / 'adapter'}{which}"
+        asked = f"pretrained={base},dtype={dtype},tokenizer={run / 'adapter'}{which}"
         target = folder / f"lm_eval{bool(which)}"
         line = [
             sys.executable,

@@ -36,7 +36,7 @@ SLOW = {
     "a power in C": (
         "{{ 10 ** (10 ** 8) % 7 }}",
         "more than 5 s or 256 MB",
-        15,
+        40,
     ),  # 6 s of the processor's time
 }
 QUICK = {
@@ -69,7 +69,7 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def attack(template: str, says: str, seconds: float = 9) -> None:
+def attack(template: str, says: str, seconds: float = 20) -> None:
     """An error for the row, in time and in little memory, and the next template works as ever."""
     others, before, started = children(), psutil.Process().memory_info().rss, time.monotonic()
     (found,) = answer(template)
@@ -99,7 +99,7 @@ def test_a_template_that_never_ends_is_an_error_before_any_row() -> None:
     started = time.monotonic()
     with pytest.raises(UserError, match=r"the chat template is broken(.|\n)*more than 5 s"):
         chat.make_encoder(tokenizer, Data(name="-"), chats=True)
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 20
 
 
 def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> None:
