@@ -9,7 +9,8 @@ quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
 
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone' -n 2 --dist loadgroup
 
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check finetune scripts tests examples

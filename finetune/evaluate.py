@@ -77,7 +77,7 @@ def run(
         before = measured(open_base(recipe))
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
-    result = results.content(rows, before, after, recipe, notes)
+    result = results.content(rows, before, after, recipe.eval, notes)
     result["settings"]["model"] = f"{recipe.model.name} {recipe.model.revision or ''}".strip()
     name = OTHER if overridden(recipe) else "eval.json"  # what was held out in the run stays the run's result
     result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}

@@ -15,7 +15,6 @@ from finetune.data import load
 
 if TYPE_CHECKING:
     from finetune.data.prepare import HeldOut
-    from finetune.recipe import Recipe
     from finetune.scoring import Score
     from finetune.sections import Eval
 
@@ -34,10 +33,9 @@ class Measured:
 
 
 def content(
-    rows: list[HeldOut], before: Measured, after: Measured, recipe: Recipe, notes: list[str]
+    rows: list[HeldOut], before: Measured, after: Measured, settings: Eval, notes: list[str]
 ) -> dict[str, Any]:
     """The content of eval.json, less its verdict."""
-    settings = recipe.eval
     result: dict[str, Any] = {
         "base": {},
         "tuned": {},

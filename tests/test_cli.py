@@ -50,10 +50,12 @@ def test_the_surface() -> None:
     }
 
 
+@pytest.mark.alone
 def test_help_answers_in_a_third_of_a_second() -> None:
     assert fastest(["--help"]) < 0.3
 
 
+@pytest.mark.alone
 def test_check_answers_in_a_second() -> None:
     assert fastest(["check", str(QUICKSTART)]) < 1
 
