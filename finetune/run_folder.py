@@ -170,6 +170,8 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     elif data.validation_fraction is not None and not kept:
         names = data.name if isinstance(data.name, list) else [data.name]
         needed += [("data.name", name.name if isinstance(name, Source) else name) for name in names]
+    needed += [("eval.tasks", name) for name in recipe.eval.tasks if name.endswith((".yaml", ".yml"))]
+    needed += [("eval.general", recipe.eval.general)] if isinstance(recipe.eval.general, str) else []
     gone = [
         (key, name)
         for key, name in (needed if files else ())
@@ -177,6 +179,7 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     ]
     fix = "where it is here, at the end of the command: {}=PATH"
     fixes = {"model.name": fix, "data.validation": fix + "; or {}=null, to do without", "data.name": fix}
+    fixes |= {"eval.tasks": "{}=[PATH], or {}=[], to do without", "eval.general": fix + "; or {}=true"}
     if gone:
         what, where = "is not on this machine", str(run.recipe)
         raise UserError(*(Problem(what, k, where, name, fix=fixes[k].format(k, k)) for k, name in gone))

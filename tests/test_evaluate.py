@@ -256,9 +256,9 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(train, tw
     for name, rows in (("train", 96), ("test", 12)):
         lines = (DATA / f"{name}.jsonl").read_text().splitlines()[:rows]
         (data / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    run = train(
-        f"model.name={base}", f"data.name={data / 'train.jsonl'}", f"data.validation={data / 'test.jsonl'}"
-    )
+    task = write_task(data, "choice", QUESTIONS, CHOICE)
+    given = [f"data.name={data / 'train.jsonl'}", f"data.validation={data / 'test.jsonl'}"]
+    run = train(f"model.name={base}", *given, f"eval.tasks=[{task}]")
     before = run.read("eval.json")
     moved = RunFolder(tmp_path / "moved" / "away")
     moved.path.parent.mkdir()
@@ -266,13 +266,15 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(train, tw
     shutil.rmtree(data)
     base.rename(tmp_path / "base2")
     assert cli.main(["evaluate", str(moved.path), "--quiet"]) == 2
-    assert "model.name" in capsys.readouterr().err
-    assert cli.main(["evaluate", str(moved.path), f"model.name={tmp_path / 'base2'}", "--quiet"]) == 0
+    said = capsys.readouterr().err
+    assert "model.name" in said and "eval.tasks=[], to do without" in said
+    here = [f"model.name={tmp_path / 'base2'}", "eval.tasks=[]"]
+    assert cli.main(["evaluate", str(moved.path), *here, "--quiet"]) == 0
     assert moved.read("eval.json")["tuned"] == before["tuned"]
     assert moved.read("eval.json")["base"] == before["base"]
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[20:30]) + "\n")
-    asked = [f"model.name={tmp_path / 'base2'}", f"data.validation={other}"]
+    asked = [*here, f"data.validation={other}"]
     assert cli.main(["evaluate", str(moved.path), *asked]) == 0
     assert "is not what the run held out" in capsys.readouterr().out
     assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
