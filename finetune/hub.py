@@ -265,7 +265,7 @@ def patiently(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def http_error() -> type[Exception]:
     """What each failure of the network or the Hub is: httpx's in huggingface_hub 1, httpx2's in 2."""
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  (its own base)
 
     return HTTPError
 
@@ -274,7 +274,7 @@ def _response(error: BaseException | None) -> Any:
     """The Hub's answer that an error, or what caused it, came of; `None`: there was no answer."""
     while error is not None:
         if getattr(error, "response", None) is not None:
-            return error.response  # pyright: ignore[reportAttributeAccessIssue]
+            return error.response  # pyright: ignore[reportAttributeAccessIssue]  (asked for above)
         error = error.__cause__
     return None
 

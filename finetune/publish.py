@@ -89,7 +89,7 @@ def after_training(recipe: Recipe, folder: RunFolder, screen: Screen) -> None:
         return
     try:
         run(folder.path, screen)
-    except Exception as error:
+    except Exception as error:  # of whatever kind: the run is whole
         again = f"finetune publish {shlex.quote(str(folder.path))}"
         said = hub.masked(f"not published: {error}\nthe run is whole; to try again:\n  {again}")
         print(said, file=sys.stderr)
