@@ -5,13 +5,11 @@ import subprocess
 import sys
 import time
 
-import pytest
 from conftest import DATA, QUICKSTART, ROOT
 
 from finetune.run_folder import RunFolder
 
 
-@pytest.mark.timeout(1500)  # two minutes on a quiet core
 def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
     command = [
         sys.executable,
