@@ -15,27 +15,10 @@ from typing import Any
 
 import torch
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
+from finetune.speed.ops import E4M3, quantise_rows, transpose
+
 MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it
 CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
-
-
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales with x ~ scale * codes.
-
-    A row of zeros has codes of zero; a row that holds NaN or infinity comes out as NaN.
-
-    Args:
-        x: [rows, columns], any float dtype.
-
-    Returns:
-        codes: [rows, columns] e4m3.
-        scale: [rows, 1] float32, the row's largest magnitude over 448.
-    """
-    largest = x.abs().amax(dim=-1, keepdim=True).float()
-    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-    return (x.float() * scale.reciprocal()).to(E4M3), scale
 
 
 def product(
@@ -83,18 +66,20 @@ def input_gradient(
     Returns:
         [rows, in] in `grad`'s dtype.
     """
-    codes, scale = quantise_rows(grad.float() * weight_scale.t())
+    codes, scale = quantise_rows(grad, weight_scale.flatten())
+    return codes_gradient(codes, scale, weight, grad.dtype, transposed)
+
+
+def codes_gradient(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`input_gradient` of a gradient that is quantised already, the weight's scale in it."""
     ones = torch.ones(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
-    return product(codes, scale, transpose(weight) if transposed is None else transposed, ones, grad.dtype)
-
-
-def transpose(weight: torch.Tensor) -> torch.Tensor:
-    """A contiguous [in, out] copy of codes [out, in]: an fp8 GEMM wants its second operand column-major."""
-    if weight.is_cuda and not torch.compiler.is_compiling():
-        from finetune.speed.transpose import transpose_bytes
-
-        return transpose_bytes(weight.view(torch.uint8)).view(weight.dtype)
-    return weight.t().contiguous()  # Inductor's is as fast as copying, eager's is ten times slower
+    return product(codes, scale, transpose(weight) if transposed is None else transposed, ones, dtype)
 
 
 @torch.compiler.assume_constant_result

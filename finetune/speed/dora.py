@@ -1,0 +1,88 @@
+"""DoRA's column scale m / ||W + s B A|| (arXiv 2402.09353) from a factored norm, made once a step.
+
+    ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (W A^T)_i + s^2 b_i (A A^T) b_i^T        for each output i
+
+||W||^2 is summed once; W A^T is a thin product; nothing of W's size is made. The norm carries no gradient
+(the paper's section 4.3), so it changes only when A or B does: it is made anew before a forward pass that
+finds them changed. PEFT makes B A and the norm in every pass, and an identity matrix to do so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finetune.speed import fp8
+
+ROWS = 4096  # of W that are in float32 at once
+
+
+def column(layer: Any, name: str) -> torch.Tensor | None:
+    """m / ||W + s B A|| of a DoRA layer [out] with m's gradient; `None` for another layer."""
+    if name not in layer.lora_magnitude_vector:
+        return None
+    return layer.lora_magnitude_vector[name].weight / layer.finetune_norm
+
+
+class Norms:
+    """The norms of all DoRA layers: `finetune_norm` of each [out], float32 or the parameters' wider dtype."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.seen: list[tuple[Any, ...]] = [()] * len(layers)
+        self.squares = [_squares(layer) for layer in layers]
+        for layer, square in zip(layers, self.squares, strict=True):
+            layer.finetune_norm = square.sqrt()
+        self.refreshed = 0
+
+    def refresh(self, *_: Any) -> None:
+        """Make the norms of layers whose A or B has changed; as a forward pre-hook it does so in time."""
+        for index, layer in enumerate(self.layers):
+            name = layer.active_adapters[0]
+            parts = (layer.lora_A[name].weight, layer.lora_B[name].weight)
+            state = tuple((part.data_ptr(), part._version) for part in parts)
+            if state != self.seen[index]:
+                self.seen[index] = state
+                self.refreshed += 1
+                layer.finetune_norm.copy_(norm(layer, name, self.squares[index]))
+
+
+@torch.no_grad()
+def norm(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
+    """||W + s B A|| of each row [out], given ||W||^2."""
+    exact = squares.dtype
+    a, b = layer.lora_A[name].weight.to(exact), layer.lora_B[name].weight.to(exact)
+    scale = layer.scaling[name]
+    cross = (_times(layer.get_base_layer(), a) * b).sum(1)
+    square = squares + 2 * scale * cross + scale**2 * ((b @ (a @ a.t())) * b).sum(1)
+    return square.clamp(min=0).sqrt()
+
+
+def _times(base: Any, a: torch.Tensor) -> torch.Tensor:
+    """W a^T [out, r] in a's dtype. A 16-bit W goes in as it is, a as three 16-bit parts that sum to it."""
+    weight, exact = base.weight, a.dtype
+    if isinstance(base, fp8.Fp8Linear):
+        return _parts(weight.to(torch.bfloat16), a) * base.weight_scale
+    return weight @ a.t() if weight.dtype == exact else _parts(weight, a)
+
+
+def _parts(weight: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    if not weight.is_cuda:
+        return weight.to(a.dtype) @ a.t()
+    parts, rest = [], a
+    for _ in range(3):
+        parts.append(rest.to(weight.dtype))
+        rest = rest - parts[-1].to(a.dtype)
+    made = torch.mm(weight, torch.cat(parts).t(), out_dtype=torch.float32)  # type: ignore[call-overload]
+    return made.view(len(weight), 3, len(a)).sum(1)
+
+
+@torch.no_grad()
+def _squares(layer: Any) -> torch.Tensor:
+    """||w_i||^2 of each row [out]."""
+    base = layer.get_base_layer()
+    exact = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
+    sums = [part.to(exact).square().sum(1) for part in base.weight.split(ROWS)]
+    scale = base.weight_scale.flatten() if isinstance(base, fp8.Fp8Linear) else 1.0
+    return torch.cat(sums) * scale**2

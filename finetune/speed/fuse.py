@@ -1,0 +1,241 @@
+"""Put the fast forwards of `lora` on the layers of one model: what they serve, what they leave, and why.
+
+PEFT's modules keep their weights, names and state. Only `forward` is replaced, on the instance; out of
+training, with the adapter off or merged, or with several, it is PEFT's own that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.tuners import adalora, ia3, lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from finetune.errors import Problem, UserError
+from finetune.speed import dora, fp8
+from finetune.speed.lora import Stack, base_of, gated_mlp, project
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TYPES = (lora.Linear, adalora.SVDLinear, ia3.Linear)
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)  # names of layers that share their input
+ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+MAX_RANK = 256  # of the adapters in one product
+TOKENS = 64  # on which a fused module is compared with its own forward
+ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # its relative difference; of fewer bits, 2e-2
+
+
+class Fused:
+    """What was done to a model.
+
+    Attributes:
+        served: linear layers that run through a fast forward.
+        left: adapted layers that do not, counted by the reason.
+        worst: the largest relative difference of a fused module from its own forward.
+        norms: of DoRA layers, to be refreshed before a forward pass.
+    """
+
+    def __init__(self, model: Any, layers: list[nn.Module]) -> None:
+        """Fuse what can be, in the decoder layers of a PEFT model.
+
+        Raises:
+            UserError: a fused module that does not compute what its own forward does.
+        """
+        self.left, self.worst = Counter[str](), 0.0
+        fast: set[nn.Module] = set()
+        kinds: dict[str, list[Any]] = {}
+        for layer in layers:
+            for module in layer.modules():
+                for name, members in (_mlp(module, fast) or _stacks(module, fast)).items():
+                    fast.update(members)
+                    kinds.setdefault(
+                        f"{type(module).__name__}.{name}", [module] if name == "mlp" else members
+                    )
+        self.served = len(fast)
+        magnitudes = [m for m in fast if getattr(m, "lora_magnitude_vector", None)]
+        self.norms = dora.Norms(magnitudes) if magnitudes else None
+        if self.norms:
+            model.register_forward_pre_hook(self.norms.refresh)
+        for layer in layers:
+            for module in layer.modules():
+                if isinstance(module, BaseTunerLayer) and module not in fast:
+                    self.left[obstacle(module) or "stands alone"] += 1
+        for name, together in kinds.items():
+            self._compare(name, together)
+
+    def _compare(self, name: str, together: list[Any]) -> None:
+        """Fused modules against their own forwards, with adapters that are not zero.
+
+        Raises:
+            UserError: they differ by more than rounding.
+        """
+        inside: Any = next(base_of(m) for m in together[0].modules() if hasattr(m, "in_features"))
+        stored: torch.dtype = inside.weight.dtype
+        dtype = getattr(inside, "compute_dtype", stored)
+        made = torch.Generator().manual_seed(0)
+        x = torch.randn(1, TOKENS, inside.in_features, generator=made).to(inside.weight.device, dtype)
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for module in together:
+                stack.enter_context(_stirred(module, made))
+            if self.norms:
+                self.norms.refresh()
+            own = torch.cat([type(module).forward(module, x) for module in together], dim=-1)
+            ours = torch.cat([module.forward(x) for module in together], dim=-1)
+        if self.norms:
+            self.norms.refresh()
+        error = float((ours - own).float().norm() / own.float().norm())
+        self.worst = max(self.worst, error)
+        if not error <= ALLOWED.get(stored, 2e-2):
+            what, fix = f"the fast forward of {name} is not the model's own", "speed.fused: false"
+            raise UserError(Problem(what, "speed.fused", found=f"they differ by {error:.1g}", fix=fix))
+
+
+def _mlp(module: Any, fast: set[nn.Module]) -> dict[str, list[nn.Module]]:
+    """The layers of a gated MLP that can be fused whole, its forward replaced; nothing if it is not one."""
+    down, act = getattr(module, "down_proj", None), getattr(module, "act_fn", None)
+    act = ACTIVATIONS.get(type(getattr(module, "activation_fn", act)).__name__)
+    first = [getattr(module, name, None) for name in TOGETHER[1]]
+    if first == [None, None]:
+        first = [getattr(module, "gate_up_proj", None)]
+    members: list[Any] = [*first, down]
+    if act is None or fast & set(members) or not all(isinstance(one, nn.Module) for one in members):
+        return {}
+    dropped = isinstance(down, lora.LoraLayer) and _dropout(down)  # of h, which is never made alone
+    if any(map(obstacle, members)) or not alike(first) or dropped or not any(map(_adapted, members)):
+        return {}
+    if any(base_of(one).bias is not None for one in members):
+        return {}
+    both, last = Stack(first), Stack([down])
+
+    module.finetune_fused = (both, last, act)
+    module.forward = MethodType(_mlp_forward, module)
+    return {"mlp": members}
+
+
+def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    both, down, act = self.finetune_fused
+    if both.active() and down.active():
+        return gated_mlp(both, down, act, x)
+    return type(self).forward(self, x)
+
+
+def _stacks(module: Any, fast: set[nn.Module]) -> dict[str, list[nn.Module]]:
+    """Groups of a module's own linear layers that run as one, their forwards replaced."""
+    found: dict[str, list[nn.Module]] = {}
+    alone = dict(module.named_children())
+    for names in (*TOGETHER, *((name,) for name in list(alone))):
+        members: list[Any] = [alone.get(name) for name in names]
+        if any(one is None or one in fast or not _linear(one) for one in members):
+            continue
+        if any(map(obstacle, members)) or not alike(members) or not any(map(_adapted, members)):
+            continue
+        stack = Stack(members)
+        for place, member in enumerate(members):
+            member.finetune_fused = (stack, place)
+            member.forward = MethodType(_stacked_forward, member)
+            alone.pop(names[place])
+        found["+".join(names)] = members
+    return found
+
+
+def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`forward` of each layer of a stack: the first that sees an input computes for all."""
+    stack, place = self.finetune_fused
+    if args or kwargs or not stack.active():
+        return type(self).forward(self, x, *args, **kwargs)
+    if stack.x is not x:
+        stack.x = x
+        stack.ready = dict(enumerate(project(stack, x).split(stack.sizes, dim=-1)))
+    y = stack.ready.pop(place)
+    if not stack.ready:
+        stack.x = None
+    return y
+
+
+def obstacle(layer: Any) -> str:
+    """Why a linear layer can't have a fast forward; the empty string if it can."""
+    base = base_of(layer)
+    if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TYPES):
+        return f"{type(layer).__module__.split('.')[-2]} has a forward of its own"
+    if type(base) not in (nn.Linear, fp8.Fp8Linear):
+        return f"the base is stored as {type(base).__name__}"
+    if base.weight.requires_grad:
+        return "the base trains"
+    if "forward" in vars(layer):
+        return "its forward is another's already"
+    if not isinstance(layer, BaseTunerLayer):
+        return ""
+    if len(layer.active_adapters) != 1:
+        return "it has several adapters"
+    if isinstance(layer, ia3.Linear):
+        return "IA3 scales its bias" if base.bias is not None else ""
+    name = layer.active_adapters[0]
+    adapter: Any = layer
+    rank = adapter.r[name]
+    if rank > MAX_RANK:
+        return f"rank {rank} is over {MAX_RANK}"
+    if getattr(adapter, "lora_bias", {}).get(name):
+        return "lora_bias"
+    variant = getattr(adapter, "lora_variant", {}).get(name)
+    if variant is not None and name not in adapter.lora_magnitude_vector:
+        return f"{type(variant).__name__} has a forward of its own"
+    if variant is not None and _dropout(adapter):
+        return "DoRA with dropout drops the base's input too"
+    return ""
+
+
+def alike(members: list[Any]) -> bool:
+    """Whether layers can lie behind each other: one input, storage and dtype; all with a bias, or none."""
+    bases = [base_of(one) for one in members]
+    kinds = {(type(b), b.in_features, b.weight.dtype, b.weight.device, b.bias is None) for b in bases}
+    ranks = [one.r[one.active_adapters[0]] for one in members if isinstance(one, TYPES[:2])]
+    return len(kinds) == 1 and sum(ranks) <= MAX_RANK
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(base_of(module), nn.Linear)
+
+
+def _adapted(module: nn.Module) -> bool:
+    return isinstance(module, BaseTunerLayer)
+
+
+def _dropout(layer: Any) -> bool:
+    return isinstance(layer.lora_dropout[layer.active_adapters[0]], nn.Dropout)
+
+
+@contextlib.contextmanager
+def _stirred(module: nn.Module, made: torch.Generator) -> Iterator[None]:
+    """The module in training without dropout, its trained parameters moved a little; then as it was."""
+    training = module.training
+    trained = [(p, p.detach().clone()) for p in module.parameters() if p.requires_grad]
+    dropouts = [(m, m.p) for m in module.modules() if isinstance(m, nn.Dropout)]
+    module.train()
+    for dropout, _ in dropouts:
+        dropout.p = 0.0
+    with torch.no_grad():  # in place and not on `.data`, so that versions count
+        for parameter, _ in trained:
+            parameter += 0.02 * torch.randn(parameter.shape, generator=made).to(parameter)
+    try:
+        yield
+    finally:
+        module.train(training)
+        for dropout, p in dropouts:
+            dropout.p = p
+        with torch.no_grad():
+            for parameter, before in trained:
+                parameter.copy_(before)

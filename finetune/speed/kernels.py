@@ -1,0 +1,230 @@
+"""Triton kernels for what torch and Inductor leave slow; only imported where there is a GPU.
+
+The same mathematics in plain torch, against which they are tested, stands in `ops`.
+T is tokens, N outputs, F the intermediate size, R a rank padded to a power of two (16 or more). A kernel that
+reads many rows against the same columns walks down the rows with loads in flight (`tl.range(num_stages)`): a
+program a tile ran at a third of the memory's speed.
+"""
+
+# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = {"ROWS": 512, "BT": 16, "BN": 128, "STAGES": 3}  # of the activation; H200, F = 14336, R = 16
+LONGEST_ROW = 32768  # that one program quantises
+
+
+@triton.jit
+def _add_product(
+    y, t, b, T, N, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr
+):  # y[T, N] += t[T, R] b[N, R]^T
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
+    ranks = tl.arange(0, R)
+    row_ok, col_ok = (rows < T)[:, None], (cols < N)[:, None]
+    left = tl.load(t + rows[:, None] * R + ranks[None, :], row_ok, 0.0)
+    right = tl.load(b + cols[:, None] * R + ranks[None, :], col_ok, 0.0)
+    at = y + rows[:, None] * N + cols[None, :]
+    ok = row_ok & (cols < N)[None, :]
+    total = tl.load(at, ok, 0.0).to(tl.float32) + tl.dot(left, tl.trans(right))
+    tl.store(at, total.to(y.dtype.element_ty), ok)
+
+
+@triton.jit
+def _act(x, GELU: tl.constexpr):
+    """Value and derivative of SiLU, or of GELU's tanh form."""
+    if GELU:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        tanh = 2 * tl.sigmoid(2 * inner) - 1
+        slope = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
+        return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+    sigmoid = tl.sigmoid(x)
+    value = x * sigmoid
+    return value, sigmoid + value * (1 - sigmoid)
+
+
+@triton.jit
+def _activate(
+    gu, t, b, column, h, T, F, R: tl.constexpr, ADAPTED: tl.constexpr, COLUMN: tl.constexpr,
+    GELU: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    ranks, here = tl.arange(0, R), cols < F
+    if ADAPTED:
+        b_gate = tl.trans(tl.load(b + cols[:, None] * 2 * R + ranks[None, :], here[:, None], 0.0))
+        b_up = tl.trans(tl.load(b + (cols + F)[:, None] * 2 * R + R + ranks[None, :], here[:, None], 0.0))
+    if COLUMN:
+        scale_gate, scale_up = tl.load(column + cols, here, 0.0), tl.load(column + F + cols, here, 0.0)
+    for start in tl.range(0, ROWS, BT, num_stages=STAGES):
+        rows = tl.program_id(1).to(tl.int64) * ROWS + start + tl.arange(0, BT)
+        ok = (rows < T)[:, None] & here[None, :]
+        at = gu + rows[:, None] * 2 * F + cols[None, :]
+        gate, up = tl.load(at, ok, 0.0).to(tl.float32), tl.load(at + F, ok, 0.0).to(tl.float32)
+        if ADAPTED:
+            left = t + rows[:, None] * 2 * R + ranks[None, :]
+            gate += tl.dot(tl.load(left, (rows < T)[:, None], 0.0), b_gate)
+            up += tl.dot(tl.load(left + R, (rows < T)[:, None], 0.0), b_up)
+        if COLUMN:
+            gate, up = gate * scale_gate[None, :], up * scale_up[None, :]
+        value, _ = _act(gate, GELU)
+        tl.store(h + rows[:, None] * F + cols[None, :], (value * up).to(h.dtype.element_ty), ok)
+
+
+@triton.jit
+def _activate_backward(
+    gu, t, b, column, dh, dt_down, a_down, weight_scale, dgu, h, amax, dcolumn, T, F, R: tl.constexpr,
+    ADAPTED: tl.constexpr, R_DOWN: tl.constexpr, ADAPTED_DOWN: tl.constexpr, COLUMN: tl.constexpr,
+    AMAX: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    ranks, ranks_down, here = tl.arange(0, R), tl.arange(0, R_DOWN), cols < F
+    if ADAPTED:
+        b_gate = tl.trans(tl.load(b + cols[:, None] * 2 * R + ranks[None, :], here[:, None], 0.0))
+        b_up = tl.trans(tl.load(b + (cols + F)[:, None] * 2 * R + R + ranks[None, :], here[:, None], 0.0))
+    if ADAPTED_DOWN:
+        right = tl.load(a_down + ranks_down[:, None] * F + cols[None, :], here[None, :], 0.0)
+    if COLUMN:
+        scale_gate, scale_up = tl.load(column + cols, here, 0.0), tl.load(column + F + cols, here, 0.0)
+        sum_gate, sum_up = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    if AMAX:
+        weight_gate = tl.load(weight_scale + cols, here, 0.0)
+        weight_up = tl.load(weight_scale + F + cols, here, 0.0)
+    for start in tl.range(0, ROWS, BT, num_stages=STAGES):
+        rows = tl.program_id(1).to(tl.int64) * ROWS + start + tl.arange(0, BT)
+        ok = (rows < T)[:, None] & here[None, :]
+        at, at_h = rows[:, None] * 2 * F + cols[None, :], rows[:, None] * F + cols[None, :]
+        gate, up = tl.load(gu + at, ok, 0.0).to(tl.float32), tl.load(gu + at + F, ok, 0.0).to(tl.float32)
+        grad = tl.load(dh + at_h, ok, 0.0).to(tl.float32)
+        if ADAPTED:
+            left = t + rows[:, None] * 2 * R + ranks[None, :]
+            gate += tl.dot(tl.load(left, (rows < T)[:, None], 0.0), b_gate)
+            up += tl.dot(tl.load(left + R, (rows < T)[:, None], 0.0), b_up)
+        if ADAPTED_DOWN:
+            left = dt_down + rows[:, None] * R_DOWN + ranks_down[None, :]
+            grad += tl.dot(tl.load(left, (rows < T)[:, None], 0.0), right)
+        if COLUMN:
+            plain_gate, plain_up = gate, up
+            gate, up = gate * scale_gate[None, :], up * scale_up[None, :]
+        value, slope = _act(gate, GELU)
+        tl.store(h + at_h, (value * up).to(h.dtype.element_ty), ok)
+        dgate, dup = grad * up * slope, grad * value
+        if COLUMN:
+            sum_gate += tl.sum(dgate * plain_gate, 0)
+            sum_up += tl.sum(dup * plain_up, 0)
+            dgate, dup = dgate * scale_gate[None, :], dup * scale_up[None, :]
+        dgate, dup = dgate.to(dgu.dtype.element_ty), dup.to(dgu.dtype.element_ty)
+        tl.store(dgu + at, dgate, ok)
+        tl.store(dgu + at + F, dup, ok)
+        if AMAX:
+            big = tl.abs(dgate.to(tl.float32) * weight_gate[None, :])
+            big = tl.maximum(big, tl.abs(dup.to(tl.float32) * weight_up[None, :]))
+            tl.store(amax + tl.program_id(0) * T + rows, tl.max(big, 1), rows < T)
+    if COLUMN:
+        part = dcolumn + tl.program_id(1).to(tl.int64) * 2 * F + cols
+        tl.store(part, sum_gate, here)
+        tl.store(part + F, sum_up, here)
+
+
+@triton.jit
+def _quantise(x, column, amax, codes, scale, N, SCALED: tl.constexpr, BN: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    step = tl.maximum(tl.load(amax + row) / 448.0, 1.1754943508222875e-38)
+    values = tl.load(x + row * N + cols, cols < N, 0.0).to(tl.float32)
+    if SCALED:
+        values *= tl.load(column + cols, cols < N, 0.0)
+    tl.store(codes + row * N + cols, (values / step).to(tl.float8e4nv), cols < N)
+    if tl.program_id(0) == 0:
+        tl.store(scale + row, step)
+
+
+@triton.jit
+def _quantise_rows(x, column, codes, scale, N, SCALED: tl.constexpr, B: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, B)
+    values = tl.load(x + row * N + cols, cols < N, 0.0).to(tl.float32)
+    if SCALED:
+        values *= tl.load(column + cols, cols < N, 0.0)
+    step = tl.maximum(tl.max(tl.abs(values)) / 448.0, 1.1754943508222875e-38)
+    tl.store(codes + row * N + cols, (values / step).to(tl.float8e4nv), cols < N)
+    tl.store(scale + row, step)
+
+
+@triton.jit
+def _transpose(source, target, rows, columns, tile: tl.constexpr):
+    down = tl.program_id(0) * tile + tl.arange(0, tile)
+    across = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = (down[:, None] < rows) & (across[None, :] < columns)
+    block = tl.load(source + down[:, None].to(tl.int64) * columns + across[None, :], mask=inside)
+    at = target + across[:, None].to(tl.int64) * rows + down[None, :]
+    tl.store(at, tl.trans(block), mask=tl.trans(inside))
+
+
+def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
+    """One pass over y; cuBLAS's needs two."""
+    tokens, size = y.shape
+    grid = (triton.cdiv(size, 128), triton.cdiv(tokens, 64))
+    _add_product[grid](y, t, b, tokens, size, t.shape[1], 64, 128, num_warps=4)
+
+
+def activate(gu, t, b, column, act):
+    tokens, size = gu.shape[0], gu.shape[1] // 2
+    h = torch.empty(tokens, size, device=gu.device, dtype=gu.dtype)
+    grid = (triton.cdiv(size, TILE["BN"]), triton.cdiv(tokens, TILE["ROWS"]))
+    rank = t.shape[1] // 2 if t is not None else 16
+    _activate[grid](
+        gu, t, b, column, h, tokens, size, rank, t is not None, column is not None, act == "gelu_tanh",
+        TILE["ROWS"], TILE["BT"], TILE["BN"], TILE["STAGES"], num_warps=4,
+    )  # fmt: skip
+    return h
+
+
+def activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale):
+    tokens, size = dh.shape
+    grid = (triton.cdiv(size, TILE["BN"]), triton.cdiv(tokens, TILE["ROWS"]))
+    dgu, h = torch.empty_like(gu), torch.empty_like(dh)
+    largest = torch.empty(grid[0], tokens, device=gu.device) if weight_scale is not None else None
+    parts = torch.empty(grid[1], 2 * size, device=gu.device) if column is not None else None
+    rank = t.shape[1] // 2 if t is not None else 16
+    rank_down = dt_down.shape[1] if dt_down is not None else 16
+    _activate_backward[grid](
+        gu, t, b, column, dh, dt_down, a_down, weight_scale, dgu, h, largest, parts, tokens, size,
+        rank, t is not None, rank_down, dt_down is not None, column is not None, weight_scale is not None,
+        act == "gelu_tanh", TILE["ROWS"], TILE["BT"], TILE["BN"], TILE["STAGES"], num_warps=4,
+    )  # fmt: skip
+    empty = torch.empty(0, device=gu.device)
+    amax = largest.amax(0) if largest is not None else empty
+    return dgu, h, amax, parts.sum(0) if parts is not None else empty.clone()
+
+
+def quantise_known(x, column, amax):
+    codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(x.shape[0], 1, device=x.device)
+    grid = (triton.cdiv(x.shape[1], 4096), x.shape[0])
+    _quantise[grid](x, column, amax, codes, scale, x.shape[1], column is not None, 4096, num_warps=8)
+    return codes, scale
+
+
+def quantise_rows(x, column):
+    rows, size = x.shape
+    codes = torch.empty(rows, size, device=x.device, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(rows, 1, device=x.device)
+    block = triton.next_power_of_2(size)
+    warps = 4 if block <= 8192 else 8 if block <= 16384 else 16
+    _quantise_rows[(rows,)](x, column, codes, scale, size, column is not None, block, num_warps=warps)
+    return codes, scale
+
+
+def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
+    """A contiguous [columns, rows] copy of `source` [rows, columns] uint8."""
+    rows, columns = source.shape
+    target = torch.empty(columns, rows, dtype=source.dtype, device=source.device)
+    _transpose[(triton.cdiv(rows, 128), triton.cdiv(columns, 128))](
+        source, target, rows, columns, 128, num_warps=8
+    )
+    return target

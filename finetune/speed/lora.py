@@ -1,0 +1,272 @@
+"""Adapters on frozen layers at the cost of their GEMMs: LoRA, DoRA, AdaLoRA and IA3 as one formula.
+
+    y = column * (x W^T + (x a^T) b^T)
+
+Layers that read the same input (q, k and v; gate and up) are one product with the base and one with the
+adapters, whose b stand block-diagonally in one matrix. The scaling is folded into a, the addition into one
+pass over y, the activation between an MLP's two GEMMs is one kernel with its adapters' products inside, and
+what it makes is made again in backward, not kept. Nothing has a gradient but x, a, b and column: W is frozen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.adalora import AdaLoraLayer
+from peft.tuners.ia3 import IA3Layer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from finetune.speed import dora, fp8, ops
+
+
+class Factors(NamedTuple):
+    """An adapter in the formula's terms; what it has not is `None`."""
+
+    a: torch.Tensor | None = None  # [r, in], the scaling in it
+    b: torch.Tensor | None = None  # [out, r]
+    column: torch.Tensor | None = None  # [out]
+    entry: torch.Tensor | None = None  # [in]: IA3's factor of x, in the MLP's last layer
+
+
+def factors(layer: Any) -> Factors:
+    """The adapter of a layer, made from PEFT's own parameters, so that they get the gradients."""
+    if not isinstance(layer, BaseTunerLayer):
+        return Factors()
+    name = layer.active_adapters[0]
+    if isinstance(layer, IA3Layer):
+        vector = layer.ia3_l[name].flatten()
+        return Factors(entry=vector) if layer.is_feedforward else Factors(column=vector)
+    if isinstance(layer, AdaLoraLayer):
+        scale = layer.scaling[name] / (layer.ranknum[name] + 1e-5)
+        return Factors(layer.lora_A[name] * layer.lora_E[name] * scale, layer.lora_B[name])
+    lora: Any = layer
+    a, b = lora.lora_A[name].weight, lora.lora_B[name].weight
+    return Factors(a * lora.scaling[name], b, dora.column(lora, name))
+
+
+def base_of(layer: nn.Module) -> Any:
+    """The frozen layer under an adapter, or the layer itself."""
+    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+
+
+class Stack:
+    """Layers that read the same input, run as one; their base weights lie behind each other in memory.
+
+    Attributes:
+        weight: [sum of outputs, in], of which each layer's own weight is a view: nothing is held twice.
+        scale: [sum of outputs, 1] float32 of an fp8 weight, or `None`.
+        bias: [sum of outputs], or `None`.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        bases = [base_of(layer) for layer in layers]
+        self.layers, self.sizes = layers, [base.out_features for base in bases]
+        self.weight = behind_each_other([base.weight for base in bases])
+        scaled = isinstance(bases[0], fp8.Fp8Linear)
+        self.scale = behind_each_other([base.weight_scale for base in bases]) if scaled else None
+        self.bias = None if bases[0].bias is None else torch.cat([base.bias.detach() for base in bases])
+        self.x: torch.Tensor | None = None
+        self.ready: dict[int, torch.Tensor] = {}
+
+    def active(self) -> bool:
+        """Whether the layers are in the state this is for: in training, one adapter, on and not merged."""
+        adapted = [layer for layer in self.layers if isinstance(layer, BaseTunerLayer)]
+        return self.layers[0].training and all(
+            len(layer.active_adapters) == 1 and not layer.disable_adapters and not layer.merged
+            for layer in adapted
+        )
+
+
+def behind_each_other(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all rows, of which each of `tensors` becomes a view."""
+    if len(tensors) == 1:
+        return tensors[0].detach()
+    whole, start = torch.cat([tensor.detach() for tensor in tensors]), 0
+    for tensor in tensors:
+        tensor.data = whole[start : start + len(tensor)]
+        start += len(tensor)
+    return whole
+
+
+def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
+    """What all layers of a stack make of x [..., in]: [..., sum of outputs]."""
+    flat = x.reshape(-1, x.shape[-1])
+    found = [factors(layer) for layer in stack.layers]
+    t, b = inner(flat, stack.layers, found), outer(flat, stack.sizes, found)
+    y = _Linear.apply(flat, t, b, stack.weight, stack.scale)
+    column = columns(stack.sizes, found, flat)
+    y = y if column is None else (y * column).to(y.dtype)
+    y = y if stack.bias is None else y + stack.bias.to(y.dtype)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tensor:
+    """down(act(gate(x)) * up(x)) for x [..., hidden]; `both` is gate and up, or one layer that is both."""
+    flat = x.reshape(-1, x.shape[-1])
+    found = [factors(layer) for layer in both.layers]
+    halves = found if len(found) == 2 else split(found[0])
+    size = sum(both.sizes) // 2
+    t, b = inner(flat, [*both.layers] * (2 // len(found)), halves, even=True), None
+    b = outer(flat, [size, size], halves, even=True)
+    column, last = columns([size, size], halves, flat), factors(down.layers[0])
+    if last.entry is not None:  # a factor of act(gate) * up is one of up
+        plain = torch.ones(2 * size, device=flat.device) if column is None else column
+        column = plain * torch.cat([torch.ones_like(last.entry), last.entry])
+    a_down, b_down = last.a, outer(flat, down.sizes, [last])
+    if a_down is not None and b_down is not None:
+        a_down = nn.functional.pad(a_down.to(flat.dtype), (0, 0, 0, b_down.shape[1] - len(a_down)))
+    weights = (both.weight, both.scale, down.weight, down.scale)
+    y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, *weights, act)
+    y = y if last.column is None else (y * last.column).to(y.dtype)
+    return y.view(x.shape)
+
+
+def split(both: Factors) -> list[Factors]:
+    """The adapter of a layer that is gate and up, as two that share their a."""
+    columns = (None, None) if both.column is None else both.column.chunk(2)
+    rows = (None, None) if both.b is None else both.b.chunk(2)
+    return [Factors(both.a, b, column) for b, column in zip(rows, columns, strict=True)]
+
+
+def inner(
+    x: torch.Tensor, layers: list[Any], found: list[Factors], *, even: bool = False
+) -> torch.Tensor | None:
+    """x [T, in] times the layers' stacked a: [T, padded ranks]; `None` without any.
+
+    Args:
+        even: every layer has the same share of the columns.
+    """
+    size = padded(found, even)
+    if size == 0:
+        return None
+    share, rows, parts = size // len(found), [], []
+    for layer, factor in zip(layers, found, strict=True):
+        rank = 0 if factor.a is None else len(factor.a)
+        a = x.new_zeros(0, x.shape[1]) if factor.a is None else factor.a.to(x.dtype)
+        a = nn.functional.pad(a, (0, 0, 0, share - rank)) if even else a
+        dropout = layer.lora_dropout[layer.active_adapters[0]] if rank else None
+        if isinstance(dropout, nn.Dropout):
+            parts.append(dropout(x) @ a.t())  # each layer has a mask of its own
+        rows.append(a)
+    if parts:
+        t = torch.cat(parts, dim=1)
+        return nn.functional.pad(t, (0, size - t.shape[1]))
+    a = torch.cat(rows)
+    return x @ nn.functional.pad(a, (0, 0, 0, size - len(a))).t()
+
+
+def outer(
+    x: torch.Tensor, sizes: list[int], found: list[Factors], *, even: bool = False
+) -> torch.Tensor | None:
+    """The layers' b as one block-diagonal matrix [sum of sizes, padded ranks]; `None` without any."""
+    size = padded(found, even)
+    if size == 0:
+        return None
+    start, rows = 0, []
+    for index, (out, factor) in enumerate(zip(sizes, found, strict=True)):
+        start = index * (size // len(found)) if even else start
+        b = x.new_zeros(out, 0) if factor.b is None else factor.b.to(x.dtype)
+        rows.append(nn.functional.pad(b, (start, size - start - b.shape[1])))
+        start += b.shape[1]
+    return torch.cat(rows)
+
+
+def padded(found: list[Factors], even: bool) -> int:
+    """Columns of the inner product: a power of two, 16 at least, as a kernel's product takes it; or none."""
+    ranks = [0 if factor.b is None else factor.b.shape[1] for factor in found]
+    if not any(ranks):
+        return 0
+    if even:
+        return len(found) * max(16, 1 << (max(ranks) - 1).bit_length())
+    return max(16, 1 << (sum(ranks) - 1).bit_length())
+
+
+def columns(sizes: list[int], found: list[Factors], like: torch.Tensor) -> torch.Tensor | None:
+    """The layers' columns as one [sum of sizes]; `None` without any."""
+    if all(factor.column is None for factor in found):
+        return None
+    ones = [torch.ones(size, device=like.device) for size in sizes]
+    return torch.cat([one if f.column is None else f.column for one, f in zip(ones, found, strict=True)])
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """x [T, in] W^T of a frozen weight [out, in], in fp8 if it has a scale."""
+    if scale is None:
+        return x @ weight.t()
+    codes, step = ops.quantise_rows(x)
+    return fp8.product(codes, step, weight, scale, x.dtype)
+
+
+def input_gradient(grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of x in `product`."""
+    return grad @ weight if scale is None else fp8.input_gradient(grad, weight, scale)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + t b^T; t and b may be `None`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, t: Any, b: Any, weight: Any, scale: Any) -> torch.Tensor:
+        y = product(x, weight, scale)
+        if t is not None:
+            ops.add_product_(y, t, b)
+        ctx.save_for_backward(t, b, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        t, b, weight, scale = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dx = input_gradient(grad, weight, scale) if ctx.needs_input_grad[0] else None
+        dt, db = (None, None) if t is None else (grad @ b, grad.t() @ t)
+        return dx, dt, db, None, None
+
+
+class _GatedMlp(torch.autograd.Function):
+    """y = h W_down^T + (h a_down^T) b_down^T, of h = act(gate) up and (gate, up) = column (x W^T + t b^T).
+
+    Kept for backward are the base's product and the thin ones, not h. t, b, column, and a_down with b_down
+    may be `None`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, t: Any, b: Any, column: Any, a_down: Any, b_down: Any,
+        weight: Any, scale: Any, weight_down: Any, scale_down: Any, act: str,
+    ) -> torch.Tensor:  # fmt: skip
+        gu = product(x, weight, scale)
+        h = ops.activate(gu, t, b, column, act)
+        y = product(h, weight_down, scale_down)
+        t_down = None
+        if a_down is not None:
+            t_down = h @ a_down.t()
+            ops.add_product_(y, t_down, b_down)
+        ctx.act = act
+        ctx.save_for_backward(
+            gu, t, b, column, a_down, b_down, t_down, weight, scale, weight_down, scale_down
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gu, t, b, column, a_down, b_down, t_down, weight, scale, weight_down, scale_down = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dh = input_gradient(grad, weight_down, scale_down)
+        dt_down = None if a_down is None else grad @ b_down
+        db_down = None if a_down is None else grad.t() @ t_down
+        weight_scale = None if scale is None else scale.flatten()
+        dgu, h, amax, dcolumn = ops.activate_backward(
+            gu, t, b, column, ctx.act, dh, dt_down, a_down, weight_scale
+        )
+        da_down = None if dt_down is None else dt_down.t() @ h
+        dt, db = (None, None) if t is None else (dgu @ b, dgu.t() @ t)
+        dx = None
+        if ctx.needs_input_grad[0] and scale is None:
+            dx = dgu @ weight
+        elif ctx.needs_input_grad[0]:
+            codes, step = ops.quantise_rows(dgu, weight_scale, amax)
+            dx = fp8.codes_gradient(codes, step, weight, grad.dtype)
+        dcolumn = None if column is None else dcolumn
+        return dx, dt, db, dcolumn, da_down, db_down, None, None, None, None, None

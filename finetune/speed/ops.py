@@ -1,0 +1,206 @@
+"""The operators that speed needs: rounding to fp8, a transpose, a thin product added, a gated activation.
+
+Each is registered with torch, so that torch.compile takes it as it is: on a GPU a Triton kernel (`kernels`),
+elsewhere the same mathematics in plain torch, which the kernels are tested against. T is tokens, N outputs,
+F the intermediate size, R a rank padded to a power of two (16 or more).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+kernels: Any = None
+if torch.cuda.is_available():
+    from finetune.speed import kernels
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+
+
+@torch.library.custom_op(
+    "finetune::quantise_rows",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? column=None, Tensor? amax=None) -> (Tensor, Tensor)",
+)
+def quantise_rows(
+    x: torch.Tensor, column: torch.Tensor | None = None, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales with x * column ~ scale * codes.
+
+    A row of zeros has codes of zero; a row that holds NaN or infinity has NaN among its codes, and so in all
+    that is computed from it.
+
+    Args:
+        x: [rows, columns], any float dtype.
+        column: a factor for each column [columns] in float32, or `None`.
+        amax: the largest magnitude of each row of x * column [rows] in float32, where it is known.
+
+    Returns:
+        codes: [rows, columns] e4m3.
+        scale: [rows, 1] float32, the row's largest magnitude over 448.
+    """
+    if x.is_cuda and amax is not None:
+        return kernels.quantise_known(x.contiguous(), column, amax)
+    if x.is_cuda and x.shape[1] <= kernels.LONGEST_ROW:
+        return kernels.quantise_rows(x.contiguous(), column)
+    values = x.float() if column is None else x.float() * column
+    largest = values.abs().amax(dim=-1, keepdim=True) if amax is None else amax[:, None]
+    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (values / scale).to(E4M3), scale
+
+
+@quantise_rows.register_fake
+def _(x: torch.Tensor, column: object = None, amax: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    return codes, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+
+
+@torch.library.custom_op("finetune::transpose", mutates_args=(), schema="(Tensor codes) -> Tensor")
+def transpose(codes: torch.Tensor) -> torch.Tensor:
+    """A contiguous [in, out] copy of codes [out, in]: an fp8 GEMM wants its second operand column-major."""
+    if codes.is_cuda:  # eager's own is ten times slower, Inductor's two
+        return kernels.transpose_bytes(codes.contiguous().view(torch.uint8)).view(codes.dtype)
+    return codes.t().clone(memory_format=torch.contiguous_format)
+
+
+@transpose.register_fake
+def _(codes: torch.Tensor) -> torch.Tensor:
+    return codes.new_empty(codes.shape[1], codes.shape[0])
+
+
+@torch.library.custom_op(
+    "finetune::add_product", mutates_args=("y",), schema="(Tensor(a!) y, Tensor t, Tensor b) -> ()"
+)
+def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
+    """y [T, N] += t [T, R] b [N, R]^T in place."""
+    if y.is_cuda:
+        kernels.add_product_(y, t, b)
+    else:
+        y.add_(t @ b.t())
+
+
+@add_product_.register_fake
+def _(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op(
+    "finetune::activate",
+    mutates_args=(),
+    schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act) -> Tensor",
+)
+def activate(
+    gu: torch.Tensor, t: torch.Tensor | None, b: torch.Tensor | None, column: torch.Tensor | None, act: str
+) -> torch.Tensor:
+    """h = act(gate) up, of (gate, up) = column (gu + t b^T).
+
+    Args:
+        gu: the base's product [T, 2 F]: gate, then up.
+        t: the adapters' inner product [T, 2 R], or `None`.
+        b: their block-diagonal outer matrix [2 F, 2 R].
+        column: a factor for each output [2 F] in fp32, or `None`.
+        act: `silu` or `gelu_tanh`.
+
+    Returns:
+        [T, F].
+    """
+    if gu.is_cuda:
+        return kernels.activate(gu, t, b, column, act)
+    gate, up = _gate_and_up(gu, t, b, column)
+    return (_act(gate, act)[0] * up).to(gu.dtype)
+
+
+@activate.register_fake
+def _(gu: torch.Tensor, t: object, b: object, column: object, act: str) -> torch.Tensor:
+    return gu.new_empty(gu.shape[0], gu.shape[1] // 2)
+
+
+@torch.library.custom_op(
+    "finetune::activate_backward",
+    mutates_args=(),
+    schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act, Tensor dh, Tensor? dt_down, "
+    "Tensor? a_down, Tensor? weight_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def activate_backward(
+    gu: torch.Tensor,
+    t: torch.Tensor | None,
+    b: torch.Tensor | None,
+    column: torch.Tensor | None,
+    act: str,
+    dh: torch.Tensor,
+    dt_down: torch.Tensor | None,
+    a_down: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `activate` gives back for the gradient dh + dt_down a_down of h.
+
+    Args:
+        dh: the gradient through the frozen weight [T, F].
+        dt_down: that of the next adapter's inner product [T, R], or `None`; `a_down` is its matrix [R, F].
+        weight_scale: of the fp8 weight that made gu [2 F], or `None`.
+
+    Returns:
+        dgu [T, 2 F]; h once more [T, F], so that it need not be kept; the largest |dgu weight_scale| of each
+        row [T] (empty without `weight_scale`); the gradient of `column` [2 F] (empty without it).
+    """
+    if gu.is_cuda:
+        return kernels.activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale)
+    plain = torch.cat(_gate_and_up(gu, t, b, None), dim=1)
+    gate, up = _gate_and_up(gu, t, b, column)
+    grad = dh.to(gate.dtype)
+    if dt_down is not None and a_down is not None:
+        grad = grad + dt_down.to(gate.dtype) @ a_down.to(gate.dtype)
+    value, slope = _act(gate, act)
+    both = torch.cat([grad * up * slope, grad * value], dim=1)
+    dcolumn = (both * plain).sum(0) if column is not None else both.new_empty(0)
+    dgu = (both if column is None else both * column).to(gu.dtype)
+    amax = (
+        (dgu.float() * weight_scale).abs().amax(1)
+        if weight_scale is not None
+        else dgu.new_empty(0, dtype=torch.float32)
+    )
+    return dgu, (value * up).to(gu.dtype, copy=True), amax, dcolumn
+
+
+@activate_backward.register_fake
+def _(
+    gu: torch.Tensor,
+    t: object,
+    b: object,
+    column: object,
+    act: str,
+    dh: torch.Tensor,
+    dt_down: object,
+    a_down: object,
+    weight_scale: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    exact = gu.dtype if gu.dtype == torch.float64 else torch.float32
+    amax = gu.new_empty(gu.shape[0] if weight_scale is not None else 0, dtype=torch.float32)
+    dcolumn = gu.new_empty(gu.shape[1] if column is not None else 0, dtype=exact)
+    return torch.empty_like(gu), torch.empty_like(dh), amax, dcolumn
+
+
+def _gate_and_up(
+    gu: torch.Tensor, t: torch.Tensor | None, b: torch.Tensor | None, column: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    both = gu if gu.dtype == torch.float64 else gu.float()
+    if t is not None and b is not None:
+        both = both + t.to(both.dtype) @ b.to(both.dtype).t()
+    if column is not None:
+        both = both * column
+    gate, up = both.chunk(2, dim=1)
+    return gate, up
+
+
+def _act(x: torch.Tensor, act: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value and derivative of SiLU, or of GELU's tanh form (arXiv 1606.08415)."""
+    if act == "gelu_tanh":
+        root = math.sqrt(2 / math.pi)
+        tanh = torch.tanh(root * (x + 0.044715 * x**3))
+        value = 0.5 * x * (1 + tanh)
+        return value, 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * root * (1 + 3 * 0.044715 * x**2)
+    sigmoid = torch.sigmoid(x)
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))

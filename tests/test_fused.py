@@ -1,0 +1,246 @@
+"""The fast forwards against PEFT's own: the same loss and gradients in float64, for every type and family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.errors import UserError
+from finetune.speed import fp8
+from finetune.speed.apply import decoder_layers
+from finetune.speed.fuse import Fused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 99,
+    "pad_token_id": 0,
+}
+IDS = torch.arange(40).view(2, 20) % 99
+Adapted = tuple[Any, Any]
+
+
+def ranked(**options: Any) -> LoraConfig:
+    return LoraConfig(r=5, lora_alpha=16, target_modules="all-linear", **options)
+
+
+TYPES: dict[str, Callable[[], Any]] = {
+    "lora": ranked,
+    "rslora": lambda: ranked(use_rslora=True),
+    "rank_pattern": lambda: ranked(rank_pattern={"k_proj": 3, "up_proj": 20}, alpha_pattern={"up_proj": 7}),
+    "dora": lambda: ranked(use_dora=True),
+    "adalora": lambda: AdaLoraConfig(init_r=6, target_r=4, total_step=10, target_modules=LINEAR),
+    "ia3": lambda: IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "ia3_everywhere": lambda: IA3Config(target_modules=LINEAR, feedforward_modules=["down_proj"]),
+    "attention only": lambda: LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+}
+
+
+def adapted(config: Any, family: str = "llama", dtype: Any = torch.float64, **sizes: Any) -> Any:
+    """A tiny PEFT model whose adapters are not zero."""
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(family, **{**SIZES, **sizes})
+    base = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+            if "magnitude" not in name:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.train()
+
+
+def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp(min=1e-30)) for n in theirs)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_loss_and_gradients_are_pefts(kind: str) -> None:
+    model = adapted(TYPES[kind]())
+    loss, gradients = step(model)
+    fused = Fused(model, decoder_layers(model))
+    ours, our_gradients = step(model)
+    assert fused.served == {"attention only": 6, "ia3": 12}.get(kind, 14)  # with IA3, o_proj has no adapter
+    assert not fused.left
+    assert abs(float(ours - loss)) < 1e-10
+    assert worst(our_gradients, gradients) < 1e-10
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "qwen2": {},  # q, k and v have biases
+    "qwen3": {},
+    "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"},
+    "phi3": {},  # q, k, v in one layer, gate and up in one
+}
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, dora: bool) -> None:
+    model = adapted(ranked(use_dora=dora), family, **FAMILIES[family])
+    loss, gradients = step(model)
+    fused = Fused(model, decoder_layers(model))
+    ours, our_gradients = step(model)
+    assert fused.served == (8 if family == "phi3" else 14)
+    assert abs(float(ours - loss)) < 1e-10
+    assert worst(our_gradients, gradients) < 1e-10
+
+
+def test_experts_are_left_to_peft() -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = LoraConfig(r=4, target_modules=LINEAR[:4])
+    model = adapted(config, "qwen3_moe", torch.float32, **sizes)  # its experts have no float64
+    loss, gradients = step(model)
+    fused = Fused(model, decoder_layers(model))
+    ours, our_gradients = step(model)
+    assert fused.served == 8
+    assert abs(float(ours - loss)) < 1e-5
+    assert worst(our_gradients, gradients) < 1e-4
+
+
+def test_names_state_and_the_base_alone_stay() -> None:
+    model = adapted(TYPES["lora"](), dtype=torch.float32)
+    keys, trained = list(model.state_dict()), step(model)[0]
+    with torch.no_grad(), model.disable_adapter():
+        base = model.eval()(input_ids=IDS).logits
+    with torch.no_grad():
+        tuned = model(input_ids=IDS).logits
+    Fused(model.train(), decoder_layers(model))
+    assert list(model.state_dict()) == keys
+    assert abs(float(step(model)[0] - trained)) < 1e-5
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(model(input_ids=IDS).logits, base)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=IDS).logits, tuned)  # out of training it is PEFT's forward
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=IDS).logits, tuned, atol=1e-4)
+
+
+def test_a_second_adapter_runs_by_peft() -> None:
+    model = adapted(TYPES["lora"]())
+    Fused(model, decoder_layers(model))
+    model.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    model.double()
+    both = model.base_model
+    both.set_adapter(["default", "other"])
+    loss = step(model)[0]
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            vars(module).pop("forward", None)
+    assert float(step(model)[0] - loss) == 0.0
+
+
+def test_norms_follow_the_weights() -> None:
+    """They are made anew when A or B has moved, however it was moved, and not else."""
+    model = adapted(TYPES["dora"]())
+    fused = Fused(model, decoder_layers(model))
+    assert fused.norms
+    step(model)
+    made = fused.norms.refreshed
+    step(model)
+    assert fused.norms.refreshed == made
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    model.zero_grad()
+    ours, gradients = step(model)
+    assert fused.norms.refreshed == made + 14
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            vars(module).pop("forward", None)
+    theirs, their_gradients = step(model)
+    assert abs(float(ours - theirs)) < 1e-10
+    assert worst(gradients, their_gradients) < 1e-10
+
+
+def test_dropout_drops_as_often_and_keeps_the_mean() -> None:
+    """Each layer draws a mask of its own for the adapter's input, and the base's input is whole."""
+    model = adapted(ranked(lora_dropout=0.5), dtype=torch.float32)
+    layer = decoder_layers(model)[0]
+    x = torch.randn(1, 4, 64)
+    own = [type(layer.self_attn.q_proj).forward(layer.self_attn.q_proj, x).detach() for _ in range(400)]
+    fused = Fused(model, decoder_layers(model))
+    assert fused.served == 14
+    ours = []
+    for _ in range(400):
+        q = layer.self_attn.q_proj(x).detach()
+        layer.self_attn.k_proj(x)
+        layer.self_attn.v_proj(x)
+        ours.append(q)
+    theirs, mine = torch.stack(own), torch.stack(ours)
+    error = (mine.var(0) + theirs.var(0)).div(400).sqrt()
+    assert ((mine.mean(0) - theirs.mean(0)).abs() < 5 * error).all()
+    assert torch.allclose(mine.std(0).mean(), theirs.std(0).mean(), rtol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])
+@pytest.mark.parametrize("base", ["plain", "fp8"])
+def test_compiled_whole_and_once_for_all_layers(kind: str, base: str) -> None:
+    """No graph break (fullgraph), and two graphs: the first layer's input has no gradient."""
+    model = adapted(TYPES[kind](), dtype=torch.float32, num_hidden_layers=4)
+    if base == "fp8":
+        for module in model.modules():
+            inside = getattr(module, "base_layer", None)
+            if inside is not None:
+                module.base_layer = fp8.Fp8Linear.of(inside)
+    Fused(model, decoder_layers(model))
+    loss, gradients = step(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in decoder_layers(model):
+        layer.compile(fullgraph=True, backend="aot_eager")
+    ours, our_gradients = step(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert abs(float(ours - loss)) < 1e-5
+    assert worst(our_gradients, gradients) < 1e-4
+
+
+def test_what_is_not_the_modules_own_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.speed import fuse
+
+    model = adapted(TYPES["lora"]())
+    monkeypatch.setitem(fuse.ACTIVATIONS, "SiLUActivation", "gelu_tanh")
+    with pytest.raises(UserError, match="the fast forward of LlamaMLP"):
+        Fused(model, decoder_layers(model))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: ranked(use_dora=True, lora_dropout=0.1), "DoRA with dropout"),
+        (lambda: LoraConfig(r=300, target_modules=LINEAR), "rank 300 is over 256"),
+    ],
+)
+def test_what_is_left_has_its_reason(config: Callable[[], Any], reason: str) -> None:
+    model = adapted(config())
+    fused = Fused(model, decoder_layers(model))
+    assert fused.served == 0
+    ((said, count),) = fused.left.items()
+    assert reason in said
+    assert count == 14
