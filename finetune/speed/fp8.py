@@ -1,0 +1,236 @@
+"""The frozen fp8 base: a linear layer whose weight is e4m3 with one scale for each output.
+
+    W ~ s_w[:, None] * W_q                   quantised once, when the weight is loaded
+    y = s_x[:, None] * (x_q @ W_q^T) * s_w   x is quantised row by row
+    dx = s_g[:, None] * (g_q @ W_q)          g = dy * s_w: it takes W's scale in before it is quantised
+
+Both products run on the same codes, so the gradient is that of the weight that ran forward. The weight is
+frozen: it has no gradient of its own and is never quantised again. Where there are no fp8 GEMMs, the same
+codes are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it
+CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales with x ~ scale * codes.
+
+    A row of zeros has codes of zero; a row that holds NaN or infinity comes out as NaN.
+
+    Args:
+        x: [rows, columns], any float dtype.
+
+    Returns:
+        codes: [rows, columns] e4m3.
+        scale: [rows, 1] float32, the row's largest magnitude over 448.
+    """
+    largest = x.abs().amax(dim=-1, keepdim=True).float()
+    scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x.float() * scale.reciprocal()).to(E4M3), scale
+
+
+def product(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x W^T of two quantised matrices.
+
+    Args:
+        codes: [rows, in] e4m3, row-major.
+        scale: [rows, 1] float32.
+        weight: [out, in] e4m3, row-major.
+        weight_scale: [out, 1] float32.
+
+    Returns:
+        [rows, out] in `dtype`.
+    """
+    if not has_gemm(codes.device):
+        with torch.autocast(codes.device.type, enabled=False):
+            return ((codes.float() @ weight.float().t()) * scale * weight_scale.t()).to(dtype)
+    # rowwise scales come with bfloat16 out, and with nothing else
+    made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        codes, weight.t(), scale, weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return made.to(dtype)
+
+
+def input_gradient(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    transposed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of x in y = x W^T.
+
+    Args:
+        grad: [rows, out], that of y.
+        weight: [out, in] e4m3.
+        weight_scale: [out, 1] float32.
+        transposed: [in, out] e4m3, contiguous: `transpose(weight)` where it is kept; made here if `None`.
+
+    Returns:
+        [rows, in] in `grad`'s dtype.
+    """
+    codes, scale = quantise_rows(grad.float() * weight_scale.t())
+    ones = torch.ones(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
+    return product(codes, scale, transpose(weight) if transposed is None else transposed, ones, grad.dtype)
+
+
+def transpose(weight: torch.Tensor) -> torch.Tensor:
+    """A contiguous [in, out] copy of codes [out, in]: an fp8 GEMM wants its second operand column-major."""
+    if weight.is_cuda and not torch.compiler.is_compiling():
+        from finetune.speed.transpose import transpose_bytes
+
+        return transpose_bytes(weight.view(torch.uint8)).view(weight.dtype)
+    return weight.t().contiguous()  # Inductor's is as fast as copying, eager's is ten times slower
+
+
+@torch.compiler.assume_constant_result
+def has_gemm(device: torch.device) -> bool:
+    """Whether fp8 products run as such on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        transposed: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, weight_scale, transposed)
+        ctx.dtype = x.dtype
+        codes, scale = quantise_rows(x.reshape(-1, x.shape[-1]))
+        return product(codes, scale, weight, weight_scale, dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        weight, weight_scale, transposed = ctx.saved_tensors
+        (grad,) = grads
+        made = input_gradient(grad.reshape(-1, grad.shape[-1]), weight, weight_scale, transposed)
+        return made.view(*grad.shape[:-1], -1).to(ctx.dtype), None, None, None, None
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    transposed: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """y = x W^T, with a gradient for x alone. Can be traced whole by torch.compile.
+
+    Args:
+        x: [..., in], any float dtype.
+        weight: [out, in] e4m3.
+        weight_scale: [out, 1] float32.
+        transposed: `transpose(weight)`, where it is kept.
+        dtype: of y; `None`: autocast's, or x's without autocast.
+
+    Returns:
+        [..., out].
+    """
+    if dtype is None:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return _FrozenLinear.apply(x, weight, weight_scale, transposed, dtype)  # type: ignore[no-any-return]
+
+
+class Fp8Linear(torch.nn.Linear):
+    """A frozen linear layer stored as e4m3 codes and one float32 scale for each output.
+
+    Attributes:
+        weight: [out, in] e4m3, without gradient.
+        weight_scale: buffer [out, 1] float32.
+        transposed: buffer [in, out] e4m3 (not saved), or `None`: made anew in each backward pass.
+        compute_dtype: the dtype that this layer would have without fp8. PEFT moves a new adapter to it, as it
+            does on a base that is not quantised; to e4m3, the adapter would be rounded.
+    """
+
+    weight_scale: torch.Tensor
+    transposed: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(1, 1, bias=False, device="meta")  # registers names; draws nothing
+        self.in_features, self.out_features = in_features, out_features
+        codes = torch.empty(out_features, in_features, dtype=E4M3, device=device)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("weight_scale", torch.empty(out_features, 1, device=device))
+        self.register_buffer("transposed", None, persistent=False)
+        if bias:
+            empty = torch.empty(out_features, dtype=compute_dtype, device=device)
+            self.bias = torch.nn.Parameter(empty, requires_grad=False)
+        self.compute_dtype = compute_dtype
+
+    @classmethod
+    def of(cls, plain: torch.nn.Linear) -> Fp8Linear:
+        """A layer that is in memory already, quantised where it is."""
+        made = cls(
+            plain.in_features, plain.out_features, bias=False, compute_dtype=plain.weight.dtype, device="meta"
+        )
+        codes, scale = quantise_rows(plain.weight.detach())
+        made.weight = torch.nn.Parameter(codes, requires_grad=False)
+        made.weight_scale = scale
+        if plain.bias is not None:
+            made.bias = torch.nn.Parameter(plain.bias.detach(), requires_grad=False)
+        return made
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The codes. PEFT asks a layer that has this name for `dequantize()` (`dequantize_module_weight`,
+        peft/utils/integrations.py), which DoRA's magnitude needs; else it would take codes for weights."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight that this layer computes with: [out, in] float32."""
+        return self.weight.float() * self.weight_scale
+
+    def keep_transposed(self) -> None:
+        """Keep the second layout, for one byte more a parameter and no transposition in backward passes."""
+        self.transposed = transpose(self.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = linear(input, self.weight, self.weight_scale, transposed=self.transposed)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
+        """Moves between devices as any layer does.
+
+        Raises:
+            TypeError: at `.to(dtype)`, which would take codes for numbers.
+        """
+        super()._apply(fn, recurse)
+        if self.weight.dtype != E4M3 or self.weight_scale.dtype != torch.float32:
+            raise TypeError("an fp8 layer can't be cast to another dtype: load the base unquantised instead")
+        return self
+
+
+def fits(layer: torch.nn.Module) -> bool:
+    """Whether a layer can be stored in fp8: a plain linear layer with both sides divisible by 16."""
+    return type(layer) is torch.nn.Linear and not (
+        layer.in_features % MULTIPLE or layer.out_features % MULTIPLE
+    )
