@@ -197,7 +197,7 @@ def _common_divisor(shapes: Shapes, most: int) -> int:
 
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
-QUANTISED = ("nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
+QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
 FOUR_BIT = ("nf4", "fp4")
 
 _BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})

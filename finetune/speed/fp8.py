@@ -115,15 +115,12 @@ class _FrozenLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, weight_scale, transposed)
         ctx.dtype = x.dtype
-        codes, scale = quantise_rows(x.reshape(-1, x.shape[-1]))
-        return product(codes, scale, weight, weight_scale, dtype).view(*x.shape[:-1], -1)
+        return product(*quantise_rows(x), weight, weight_scale, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         weight, weight_scale, transposed = ctx.saved_tensors
-        (grad,) = grads
-        made = input_gradient(grad.reshape(-1, grad.shape[-1]), weight, weight_scale, transposed)
-        return made.view(*grad.shape[:-1], -1).to(ctx.dtype), None, None, None, None
+        return input_gradient(grads[0], weight, weight_scale, transposed).to(ctx.dtype), None, None, None, None
 
 
 def linear(
@@ -149,7 +146,8 @@ def linear(
     if dtype is None:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return _FrozenLinear.apply(x, weight, weight_scale, transposed, dtype)  # type: ignore[no-any-return]
+    rows: Any = _FrozenLinear.apply(x.reshape(-1, x.shape[-1]), weight, weight_scale, transposed, dtype)
+    return rows.view(*x.shape[:-1], -1)  # a view made inside the function could not be added to in place
 
 
 class Fp8Linear(torch.nn.Linear):
