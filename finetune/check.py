@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_source, adapter_types, hardware, hub, model, modules, qat, upstream
+from finetune import (
+    adapter_conflicts,
+    adapter_source,
+    adapter_types,
+    hardware,
+    hub,
+    model,
+    modules,
+    qat,
+    upstream,
+)
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Source
@@ -50,6 +60,12 @@ def run(recipe: Recipe) -> list[str]:
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe)]
+
+
+def against_fp8(recipe: Recipe) -> str:
+    """Why `speed.base: auto` does not store the base in fp8, by recipe and model; empty: it may."""
+    by_recipe = adapter_conflicts.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
+    return by_recipe or model.against_fp8(recipe.model)
 
 
 def advice(recipe: Recipe) -> list[str]:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from finetune.hardware import FP8_CAPABILITY
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it
-CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +101,7 @@ def transpose(weight: torch.Tensor) -> torch.Tensor:
 @torch.compiler.assume_constant_result
 def has_gemm(device: torch.device) -> bool:
     """Whether fp8 products run as such on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -120,7 +121,13 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         weight, weight_scale, transposed = ctx.saved_tensors
-        return input_gradient(grads[0], weight, weight_scale, transposed).to(ctx.dtype), None, None, None, None
+        return (
+            input_gradient(grads[0], weight, weight_scale, transposed).to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def linear(

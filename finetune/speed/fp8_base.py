@@ -27,7 +27,6 @@ METHOD = "finetune_fp8"
 SCALE = "weight_scale"
 
 
-@register_quantization_config(METHOD)
 class Fp8BaseConfig(QuantizationConfigMixin):
     """The frozen fp8 base has nothing to set: which layers it takes is said by `fits`."""
 
@@ -35,7 +34,6 @@ class Fp8BaseConfig(QuantizationConfigMixin):
         self.quant_method: Any = METHOD
 
 
-@register_quantizer(METHOD)
 class Fp8BaseQuantizer(HfQuantizer):
     """Replaces a model's linear layers by `Fp8Linear`, and quantises their weights while they are read.
 
@@ -73,16 +71,20 @@ class Fp8BaseQuantizer(HfQuantizer):
                 model.set_submodule(name, _plain(module, dtype))
         return model
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> Any:
         return False
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> Any:
         return True
 
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+register_quantization_config(METHOD)(Fp8BaseConfig)
+register_quantizer(METHOD)(Fp8BaseQuantizer)
 
 
 class _Quantise(ConversionOps):
@@ -109,11 +111,8 @@ def stored_layers(files: list[str]) -> set[str]:
     for path in files:
         if str(path).endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
-                found |= {
-                    key.removesuffix(f".{SCALE}")
-                    for key in file.keys()  # noqa: SIM118 (not a dict)
-                    if key.endswith(f".{SCALE}")
-                }
+                keys: list[str] = list(file.keys())
+            found |= {key.removesuffix(f".{SCALE}") for key in keys if key.endswith(f".{SCALE}")}
     return found
 
 
@@ -136,7 +135,9 @@ def check_checkpoint(config: Any) -> None:
         for w in weights
     ]
     if method != "compressed-tensors" or not rowwise or not all(rowwise):
-        kinds = ", ".join(sorted({f"{w.get('type')}{w.get('num_bits')} by {w.get('strategy')}" for w in weights}))
+        kinds = ", ".join(
+            sorted({f"{w.get('type')}{w.get('num_bits')} by {w.get('strategy')}" for w in weights})
+        )
         blocks = held.get("weight_block_size")
         kinds = kinds or (f"blocks of {blocks[0]} x {blocks[1]}" if blocks else "")
         raise UserError(
