@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.prepare import Prepared
+    from finetune.hardware import Setup
     from finetune.recipe import Recipe
 
 TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
@@ -60,6 +62,20 @@ def run(recipe: Recipe) -> list[str]:
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe)]
+
+
+def setup_of(recipe: Recipe) -> Setup:
+    """How this machine trains a recipe.
+
+    Raises:
+        UserError: what it can't do (exit 3).
+    """
+    return hardware.choose(
+        attention=recipe.model.attention,
+        base=recipe.speed.base,
+        adapter_type=recipe.adapter.type,
+        against_fp8=partial(against_fp8, recipe),
+    )
 
 
 def against_fp8(recipe: Recipe) -> str:

@@ -70,12 +70,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     """
     quieten_libraries()
     run_folder.check_free(recipe.train.output_dir)
-    setup = hardware.choose(
-        attention=recipe.model.attention,
-        base=recipe.speed.base,
-        adapter_type=recipe.adapter.type,
-        against_fp8=partial(check.against_fp8, recipe),
-    )
+    setup = check.setup_of(recipe)
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
     batch = split_batch(recipe.train, setup.launch.processes)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group

@@ -96,7 +96,7 @@ class _Quantise(ConversionOps):
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             if name.endswith(SCALE):
-                layer, _ = get_module_from_name(given["model"], name)
+                layer = get_module_from_name(given["model"], name)[0]
                 made[name] = value.float().reshape(-1, 1).expand(layer.out_features, 1).contiguous()
                 continue
             if value.dtype != E4M3:
