@@ -5,18 +5,28 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapter_types import FOUR_BIT, PREPARED_INITS, QUANTISED, REBASING_INITS, all_types, obstacle
+from finetune.adapter_types import (
+    FAST_ON_FP8,
+    FOUR_BIT,
+    PREPARED_INITS,
+    QUANTISED,
+    REBASING_INITS,
+    all_types,
+    obstacle,
+)
 from finetune.errors import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from finetune.adapter_types import AdapterType
+    from finetune.sections import Adapter, Eval, Speed
 
     Found = list[tuple[str, str, dict[str, str]]]  # dotted key, what is wrong, the message's other texts
 
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
 _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
+_UNCODED = re.compile("embed|head|norm")  # in names of modules that the fp8 base leaves as they are
 _CONFIG_OF = {"eva_config": "eva", "corda_config": "corda", "lora_ga_config": "lora_ga"}
 
 
@@ -29,6 +39,8 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     if kind is None or kind.refused:
         return []
     found = _base(str(name), kind, speed.get("base"))
+    if speed.get("base") == "fp8" and not found:
+        found += _on_fp8(adapter)
     if kind.peft:
         found += _init(str(name), kind, adapter, speed.get("base"), bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
@@ -46,9 +58,6 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
         fix = f"drop speed.base, or adapter.type: {name[1:]}"
         what = f"excludes adapter.type: {name}, which means a 4-bit base"
         return [("speed.base", what, {"found": str(base), "fix": fix})]
-    if base == "fp8":
-        texts = {"found": "fp8", "expected": f"auto, bf16, {', '.join(QUANTISED)}"}
-        return [("speed.base", "the fp8 base is not in this version", texts)]
     if name == "full" and base == "bf16":
         what = "full fine-tuning keeps fp32 weights: small steps are lost in bf16's eight bits"
         return [("speed.base", what, {"found": "bf16", "fix": "base: auto"})]
@@ -56,6 +65,40 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
         texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
         return [("speed.base", obstacle(name, base), texts)]
     return []
+
+
+def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
+    """Why `speed.base: auto` does not store the base in fp8 in this recipe; the empty string: it may."""
+    options = adapter.options()
+    init = options.get("init_lora_weights")
+    if adapter.type not in FAST_ON_FP8:
+        return f"under {adapter.type} it is not known to pay"
+    if isinstance(init, str) and init not in ("gaussian", "eva"):
+        return f"init_lora_weights: {init} wants the weights themselves"
+    if speed.qat:
+        return "speed.qat rounds whole weights"
+    if evaluation.tasks and evaluation.engine == "vllm":
+        return "eval.engine: vllm serves the adapter on a base in bf16"
+    return "; ".join(f"{key} {what}" for key, what, _ in _on_fp8(options))
+
+
+def _on_fp8(adapter: Mapping[str, Any]) -> Found:
+    """Options that read or train the weights of layers which are codes on the fp8 base."""
+    found: Found = []
+    init = adapter.get("init_lora_weights")
+    if init in ("orthogonal", "mica"):
+        what = "takes the dtype of its first weights, or these themselves, from weights that are codes in fp8"
+        found.append(("adapter.init_lora_weights", what, {"found": str(init), "fix": "true, or base: bf16"}))
+    if adapter.get("target_parameters"):
+        what = "adds to weights themselves, which are codes in fp8"
+        found.append(("adapter.target_parameters", what, {"fix": "target_modules, or base: bf16"}))
+    whole = adapter.get("modules_to_save")
+    whole = [name for name in whole if not _UNCODED.search(str(name))] if isinstance(whole, list) else []
+    if whole:
+        what = "trains whole layers, which on the fp8 base are codes"
+        texts = {"found": ", ".join(map(str, whole)), "fix": "target_modules, or base: bf16"}
+        found.append(("adapter.modules_to_save", what, texts))
+    return found
 
 
 def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool) -> Found:

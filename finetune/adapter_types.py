@@ -197,7 +197,7 @@ def _common_divisor(shapes: Shapes, most: int) -> int:
 
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
-QUANTISED = ("nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
+QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
 FOUR_BIT = ("nf4", "fp4")
 
 _BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})
@@ -216,6 +216,7 @@ _NO_EFFECT = frozenset(
         "loftq_config",
     ]
 )
+FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `base: auto` puts on fp8
 OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
 NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
 # Computed with codes of a quantised weight as if they were weights, or fail: seen by training each on each
@@ -224,6 +225,7 @@ _NEEDS_THE_WEIGHTS = frozenset(
     ["adamss", "deft", "delora", "frod", "glora", "hra", "osf", "peanut", "psoft", "supertuning", "tinylora"]
 )
 _NOT_ON = {
+    "fp8": frozenset({"hira", "shira"}),
     "nf4": frozenset({"loha", "lokr", "unilora"}),
     "fp4": frozenset({"loha", "lokr", "unilora"}),
     "int8": frozenset({"unilora"}),

@@ -124,8 +124,9 @@ class FirstStep(TrainerCallback):
         self.ledger, self.steps, self.batch = ledger, steps, batch
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
+        self.fp8 = setup.storage.value == "fp8" and setup.hardware.device == "cuda"
         self.operations: list[str] = []
-        self.rows = self.micro_batches = self.loss_tokens = 0
+        self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
         self.flat = False
 
     @contextlib.contextmanager
@@ -148,7 +149,9 @@ class FirstStep(TrainerCallback):
             yield
         for hook in [*hooks, *self.rounding.hooks]:
             hook.remove()
-        self.operations = sorted(event.key for event in profile.key_averages())
+        events = profile.key_averages()
+        self.operations = sorted(event.key for event in events)
+        self.fp8_gemms = sum(event.count for event in events if event.key == "aten::_scaled_mm")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step != 1:
@@ -170,6 +173,9 @@ class FirstStep(TrainerCallback):
             ran.partition(" ")[0]
         )  # the kernel's name tells flash_attention_2 to 4
         add("model.attention", self.attention, ran, "profile of the first forward", ok=ok, code=code)
+        if self.fp8:
+            got = f"{self.fp8_gemms} fp8 GEMMs"
+            add("fp8 products", "> 0", got, "profile of the first forward", ok=self.fp8_gemms > 0, code=code)
         self.rounding.add_receipt(self.ledger)
         self.ledger.check()
 

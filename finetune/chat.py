@@ -98,6 +98,8 @@ def run(
         if prompt is not None:
             answer(talk, prompt)
             return
+        for note in evaluate.storage_note(recipe):
+            console.print(f"note: {note}", markup=False)
         if sys.stdin.isatty():
             drawn = "greedy" if not temperature else f"drawn at temperature {temperature:g}"
             console.print(f"{recipe.model.name} and {folder.path}; answers are {drawn}", markup=False)

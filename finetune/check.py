@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import adapter_source, adapter_types, hardware, hub, model, modules, qat, upstream
+from finetune import (
+    adapter_conflicts,
+    adapter_source,
+    adapter_types,
+    hardware,
+    hub,
+    model,
+    modules,
+    qat,
+    upstream,
+)
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Source
@@ -14,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.prepare import Prepared
+    from finetune.hardware import Setup
     from finetune.recipe import Recipe
 
 TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
@@ -50,6 +62,26 @@ def run(recipe: Recipe) -> list[str]:
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe)]
+
+
+def setup_of(recipe: Recipe) -> Setup:
+    """How this machine trains a recipe.
+
+    Raises:
+        UserError: what it can't do (exit 3).
+    """
+    return hardware.choose(
+        attention=recipe.model.attention,
+        base=recipe.speed.base,
+        adapter_type=recipe.adapter.type,
+        against_fp8=partial(against_fp8, recipe),
+    )
+
+
+def against_fp8(recipe: Recipe) -> str:
+    """Why `speed.base: auto` does not store the base in fp8, by recipe and model; empty: it may."""
+    by_recipe = adapter_conflicts.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
+    return by_recipe or model.against_fp8(recipe.model)
 
 
 def advice(recipe: Recipe) -> list[str]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
+from finetune import check, qat
 from finetune import hardware as hw
-from finetune import qat
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.errors import UserError
 from finetune.run_folder import PACKAGES
@@ -59,7 +59,7 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
     given = train.passed_on()
     speed, data = (recipe.speed, recipe.data) if recipe else (Speed(), Data(name="-"))
     return [
-        *_precision(machine, given),
+        *_precision(machine, given, _base(recipe, machine)),
         _attention(recipe.model if recipe else None, machine),
         *_memory(speed, recipe, machine),
         *_optimizer(given, machine),
@@ -68,7 +68,7 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
     ]
 
 
-def _precision(machine: Hardware, given: dict[str, Any]) -> list[Optimisation]:
+def _precision(machine: Hardware, given: dict[str, Any], base: hw.Choice) -> list[Optimisation]:
     gpu, ampere = machine.device == "cuda", machine.capability >= (8, 0)
     launch = "mixed_precision in the accelerate config"
     bf16 = Optimisation("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
@@ -78,8 +78,9 @@ def _precision(machine: Hardware, given: dict[str, Any]) -> list[Optimisation]:
         asked = bool(given.get("tf32"))
         why = "asked for" if asked else "little is left in fp32 under bf16 autocast; train.tf32=true"
         tf32 = tf32._replace(state="active" if asked else "off", why=why)
-    fp8 = "off" if machine.capability >= (8, 9) else "not possible"
-    why = "the fp8 base is not in this version" if fp8 == "off" else "no GPU with fp8"
+    fp8 = "active" if base.value == "fp8" else "off"
+    missing = hw.fp8_missing(machine, hw.launch(machine).precision)
+    fp8, why = ("not possible", missing) if missing else (fp8, base.reason)
     benchmark = Optimisation(
         "cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions to choose for", "GPU"
     )
@@ -216,11 +217,7 @@ def _machine(machine: Hardware) -> list[tuple[str, str]]:
 
 def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
     launch = hw.launch(machine)
-    kind = recipe.adapter.type if recipe else "lora"
-    try:
-        base = hw.choose_base(recipe.speed.base if recipe else "auto", kind, launch.precision)
-    except UserError as error:
-        base = hw.Choice("-", f"{error.problems[0].what}: {error.problems[0].fix}")
+    base = _base(recipe, machine)
     asked = recipe.model.attention if recipe else "auto"
     obstacle = hw.attention_obstacle(asked, machine) if asked != "auto" else ""
     attention = ("-", obstacle) if obstacle else hw.choose_attention(asked, machine)
@@ -231,6 +228,19 @@ def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
         ("attention", *attention),
         ("launcher", launcher, f"{machine.count} device(s)"),
     ]
+
+
+def _base(recipe: Recipe | None, machine: Hardware) -> hw.Choice:
+    """How the base would be stored."""
+
+    def against_fp8() -> str:
+        return check.against_fp8(recipe) if recipe else "without a recipe the model's width is not known"
+
+    asked, kind = (recipe.speed.base, recipe.adapter.type) if recipe else ("auto", "lora")
+    try:
+        return hw.choose_base(asked, kind, hw.launch(machine).precision, machine, against_fp8)
+    except UserError as error:
+        return hw.Choice("-", f"{error.problems[0].what}: {error.problems[0].fix}")
 
 
 def _extras() -> list[tuple[str, str, str]]:

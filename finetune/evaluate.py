@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.prepare import HeldOut
+    from finetune.hardware import Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.sections import Eval
@@ -63,6 +64,7 @@ def run(
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
     rows, notes = held_out(folder, recipe, tokenizer)
+    notes += storage_note(recipe)
 
     def measured(asked: Any) -> Measured:
         return measure(asked, tokenizer, rows, texts, recipe)
@@ -180,6 +182,19 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool 
     return [f"{path} is not what the run held out" for path in other]
 
 
+def setup_of(recipe: Recipe) -> Setup:
+    """How this machine opens what a run trained: the base stored as it was then."""
+    return hardware.choose(
+        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
+    )
+
+
+def storage_note(recipe: Recipe) -> list[str]:
+    """A note where an fp8 base is opened without fp8 GEMMs."""
+    value, reason = setup_of(recipe).storage
+    return [f"the base is in {value}, {reason}"] if value == "fp8" and reason != "asked for" else []
+
+
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     """The base of a recipe, loaded afresh as training loads it (`name`: other weights in the same way)."""
     section = (
@@ -187,9 +202,7 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         if name is None
         else recipe.model.model_copy(update={"name": name, "revision": None, "add_tokens": []})
     )
-    setup = hardware.choose(
-        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
-    )
+    setup = setup_of(recipe)
     state = PartialState(cpu=setup.hardware.device == "cpu")
     return qat.prepare(model.load(section, setup, str(state.device)).eval(), recipe.speed.qat).eval()
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import adapter_types
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
+FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by precision
 # Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets.
 PEAK_BF16 = {
@@ -92,15 +96,20 @@ class Setup:
         return DTYPES[self.launch.precision]
 
 
-def choose(*, attention: str, base: str, adapter_type: str) -> Setup:
+def choose(
+    *, attention: str, base: str, adapter_type: str, against_fp8: Callable[[], str] | None = None
+) -> Setup:
     """Detect everything and choose, in one go.
+
+    Args:
+        against_fp8: see `choose_base`.
 
     Raises:
         UserError: a request that this machine, its packages or the launch can't meet (exit 3).
     """
     hardware = detect()
     started = launch(hardware)
-    storage = choose_base(base, adapter_type, started.precision)
+    storage = choose_base(base, adapter_type, started.precision, hardware, against_fp8)
     if (
         storage.value == "int8"
         and hardware.device == "cpu"
@@ -213,14 +222,27 @@ def attention_obstacle(name: str, hardware: Hardware) -> str:
     return "" if _has_flash(distribution) else f"{name} is not installed: {remedy}"
 
 
-def choose_base(asked: str, adapter_type: str, precision: str) -> Choice:
+def choose_base(
+    asked: str,
+    adapter_type: str,
+    precision: str,
+    machine: Hardware,
+    against_fp8: Callable[[], str] | None = None,
+) -> Choice:
     """How the base weights are stored: quantised, or in the dtype of the launch's precision.
 
+    Args:
+        against_fp8: says what in the recipe or the model speaks against fp8 under `auto`, the empty string if
+            nothing does; called only where the machine has fp8 GEMMs. `None`: the model is opened again, so
+            it is stored as it was in training, if need be without fp8 GEMMs.
+
     Raises:
-        UserError: the package that quantises is missing (exit 3).
+        UserError: fp8 where there are no fp8 GEMMs, or the package that quantises is missing (exit 3).
     """
     meant = adapter_types.find(adapter_type).storage
     storage = asked if asked in QUANTISED else meant
+    if storage == "fp8":
+        return _asked_for_fp8(fp8_missing(machine, precision), reopened=against_fp8 is None)
     if storage:
         problem = missing_package(storage)
         if problem:
@@ -231,12 +253,34 @@ def choose_base(asked: str, adapter_type: str, precision: str) -> Choice:
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
     stored = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}[precision]
-    return Choice(stored, f"precision {precision}")
+    if against_fp8 is None or precision != "bf16":
+        return Choice(stored, f"precision {precision}")
+    reason = fp8_missing(machine, precision) or against_fp8()
+    if reason:
+        return Choice(stored, f"precision {precision}; not fp8: {reason}")
+    return Choice("fp8", f"auto: {machine.name} has fp8 GEMMs, and the layers are large enough to gain")
+
+
+def fp8_missing(machine: Hardware, precision: str) -> str:
+    """Why products on an fp8 base can't run as fp8 GEMMs here; the empty string if they can."""
+    if machine.device != "cuda" or machine.capability < FP8_CAPABILITY:
+        return f"{machine.name} has no fp8 GEMMs (compute capability 8.9 has: Ada, Hopper or newer)"
+    return "" if precision == "bf16" else f"fp8 GEMMs give bf16, and the launch's precision is {precision}"
+
+
+def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:
+    if not missing:
+        return Choice("fp8", "asked for")
+    if reopened:
+        return Choice("fp8", f"as in training, its products in float32: {missing}")
+    fix = "speed.base=auto; for memory adapter.type=qlora"
+    problem = Problem("the fp8 base can't be trained on here", "speed.base", found=missing, fix=fix)
+    raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def missing_package(storage: str) -> Problem | None:
     """The package that a storage of the base needs and this environment has not."""
-    if storage not in QUANTISED:
+    if storage not in QUANTISED or storage == "fp8":
         return None
     package, extra = ("torchao", "quantize") if storage.startswith("torchao") else ("bitsandbytes", "bnb")
     if installed(package):

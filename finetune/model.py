@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.hardware import Setup
+    from finetune.receipts import Ledger
     from finetune.sections import Model
+
+FP8_WIDTH = 2048  # hidden size from which `speed.base: auto` takes fp8
 
 
 def check_exists(model: Model) -> None:
@@ -64,7 +67,7 @@ def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase) -> int:
     return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])
 
 
-def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
+def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) -> PreTrainedModel:
     """The base model on `device` (`cpu`, `cuda:0`), stored and attending as `setup` chose.
 
     Attention is always named here: what a model's own config.json says of it is not followed.
@@ -77,6 +80,8 @@ def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
     if setup.storage.value in QUANTISED:
         options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
         options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])
+    if setup.storage.value == "fp8":
+        options["config"] = _unquantised_config(model)
     else:
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
     if device != "cpu":
@@ -92,6 +97,10 @@ def load(model: Model, setup: Setup, device: str) -> PreTrainedModel:
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    if setup.storage.value == "fp8" and ledger:
+        from finetune.speed import fp8_base
+
+        fp8_base.add_receipt(loaded, ledger)
     if model.add_tokens:
         _add_rows(loaded, added_tokens(model, load_tokenizer(model)))
     return loaded
@@ -130,9 +139,43 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
+def against_fp8(model: Model) -> str:
+    """Why `speed.base: auto` does not store this model in fp8, from its config; the empty string: it may."""
+    from transformers import AutoConfig
+
+    check_exists(model)
+    width = getattr(_from_hub(AutoConfig.from_pretrained, model).get_text_config(), "hidden_size", 0)
+    if width < FP8_WIDTH:
+        return f"layers of width {width} are too small to gain (from {FP8_WIDTH} up they do)"
+    try:
+        _unquantised_config(model)
+    except UserError as error:
+        return f"{error.problems[0].what}: {error.problems[0].found}"
+    return ""
+
+
+def _unquantised_config(model: Model) -> Any:
+    """The model's config, less what it says of fp8 weights in its files, which our layers take as they are.
+
+    Raises:
+        UserError: weights that are quantised in another way (exit 2).
+    """
+    from transformers import AutoConfig
+
+    from finetune.speed import fp8_base
+
+    config = _from_hub(AutoConfig.from_pretrained, model)
+    fp8_base.check_checkpoint(config)
+    return config
+
+
 def _quantised(storage: str, compute: torch.dtype) -> Any:
-    """transformers' quantisation config: NF4 and FP4 in blocks of 64 with double quantisation (arXiv
+    """transformers' quantisation config: our fp8; NF4 and FP4 in blocks of 64 with double quantisation (arXiv
     2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
+    if storage == "fp8":
+        from finetune.speed.fp8_base import Fp8BaseConfig
+
+        return Fp8BaseConfig()
     if storage == "torchao_int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig

@@ -15,6 +15,7 @@ from accelerate import PartialState
 
 from finetune import check, evaluate, quantize
 from finetune.errors import Exit, Problem, UserError
+from finetune.speed import fp8_base
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,11 +95,15 @@ def logits(opened: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 def in_fp32(opened: Any) -> None:
     """Change a model such that it computes in fp32, which loses nothing; one with torchao's weights stays.
 
-    4-bit weights stay, and are no longer rounded to bf16 where they are unpacked. Flash attention has no fp32
-    and is replaced by sdpa.
+    An fp8 base becomes the weights that its codes stand for: inputs are not rounded either. 4-bit weights
+    stay, and are no longer rounded to bf16 where they are unpacked. Flash attention has no fp32 and is
+    replaced by sdpa.
     """
     if any(quantize.is_quantised(parameter) for parameter in opened.parameters()):
         return
+    base = opened.get_base_model() if hasattr(opened, "get_base_model") else opened
+    if getattr(base, "quantization_method", None) == fp8_base.METHOD:
+        base.dequantize(torch.float32)
     for parameter in opened.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()

@@ -72,7 +72,7 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     found = _config_problems(asked.get("config"))
     types, base = adapter_types.all_types(), str(speed.get("base", "auto"))
     meant = types[kind].storage if isinstance(kind, str) and kind in types else ""
-    if meant or base not in ("auto", "bf16", "fp8"):
+    if meant or base not in ("auto", "bf16"):
         plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "")
         key, value = ("adapter.type", str(kind)) if meant else ("speed.base", base)
         what = "a base that is quantised already excludes speed.qat, which rounds whole weights"

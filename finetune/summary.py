@@ -44,13 +44,15 @@ def choices(
     def by(key: str, who: str, choice: Choice) -> str:
         return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
+    storage = setup.storage
     compile, recompute = fast["speed.compile"], fast["speed.recompute"]
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {
         **{key: (path, set_by[key]) for key, path in local_paths(recipe).items()},
         **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},
         "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
-        "speed.storage": (setup.storage.value, by("speed.base", "launch", setup.storage)),
+        **({"speed.base": ("fp8", by("speed.base", "hardware", storage))} if storage.value == "fp8" else {}),
+        "speed.storage": (storage.value, by("speed.base", "launch", storage)),
         "speed.compile": (compile.value == "on", by("speed.compile", "default", compile)),
         "speed.recompute": (recompute.value, by("speed.recompute", "hardware", recompute)),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),

@@ -70,9 +70,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     """
     quieten_libraries()
     run_folder.check_free(recipe.train.output_dir)
-    setup = hardware.choose(
-        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
-    )
+    setup = check.setup_of(recipe)
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
     batch = split_batch(recipe.train, setup.launch.processes)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
@@ -84,7 +82,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
 
-    base = qat.prepare(model.load(recipe.model, setup, str(arguments.device)), recipe.speed.qat, ledger)
+    base = model.load(recipe.model, setup, str(arguments.device), ledger)
+    base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)

@@ -7,7 +7,7 @@ from finetune import adapter_types, adapters, cli, evaluate, hardware, merge, re
 from finetune.errors import Exit, UserError
 from finetune.receipts import Ledger
 
-STORAGES = [name for name in adapter_types.QUANTISED if name != "torchao_int4"]
+STORAGES = [name for name in adapter_types.QUANTISED if name not in ("torchao_int4", "fp8")]  # test_fp8.py
 # LLM.int8() rounds activations too, in forward only; the others compute with the dequantised weights
 TOLERANCE = {"nf4": 1e-5, "fp4": 1e-5, "int8": 0.08, "torchao_int8": 1e-4}
 KINDS = {name: kind for name, kind in adapter_types.all_types().items() if kind.peft and not kind.refused}

@@ -79,7 +79,7 @@ def test_the_launch_owns_precision(monkeypatch) -> None:
     ],
 )
 def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str) -> None:
-    choice = hardware.choose_base(asked, kind, precision)
+    choice = hardware.choose_base(asked, kind, precision, H100)
     assert choice.value == stored and choice.reason
 
 

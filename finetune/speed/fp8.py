@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from finetune.hardware import FP8_CAPABILITY
 from finetune.speed.ops import E4M3, quantise_rows, transpose
 
 MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it
-CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
 
 
 def product(
@@ -85,7 +85,7 @@ def codes_gradient(
 @torch.compiler.assume_constant_result
 def has_gemm(device: torch.device) -> bool:
     """Whether fp8 products run as such on this device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -100,15 +100,14 @@ class _FrozenLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, weight_scale, transposed)
         ctx.dtype = x.dtype
-        codes, scale = quantise_rows(x.reshape(-1, x.shape[-1]))
-        return product(codes, scale, weight, weight_scale, dtype).view(*x.shape[:-1], -1)
+        codes, scale = quantise_rows(x)
+        return product(codes, scale, weight, weight_scale, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         weight, weight_scale, transposed = ctx.saved_tensors
-        (grad,) = grads
-        made = input_gradient(grad.reshape(-1, grad.shape[-1]), weight, weight_scale, transposed)
-        return made.view(*grad.shape[:-1], -1).to(ctx.dtype), None, None, None, None
+        made = input_gradient(grads[0], weight, weight_scale, transposed)
+        return made.to(ctx.dtype), None, None, None, None
 
 
 def linear(
@@ -134,7 +133,8 @@ def linear(
     if dtype is None:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return _FrozenLinear.apply(x, weight, weight_scale, transposed, dtype)  # type: ignore[no-any-return]
+    rows: Any = _FrozenLinear.apply(x.reshape(-1, x.shape[-1]), weight, weight_scale, transposed, dtype)
+    return rows.view(*x.shape[:-1], -1)  # a view made inside the function could not be added to in place
 
 
 class Fp8Linear(torch.nn.Linear):
