@@ -25,7 +25,7 @@ LAYERS = (
     ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks"),
     ("run_folder", "screen", "adapter_source", "plots"),
     ("data", "model", "adapters", "adalora", "speed", "callbacks", "shipped", "trackers"),
-    ("summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
+    ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("harness", "check"),
     ("results",),
     ("evaluate", "validate"),
