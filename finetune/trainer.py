@@ -69,8 +69,6 @@ class Trainer(SFTTrainer):
     def chunked_loss(self, model: Any, inputs: dict[str, Any], counts: Any, num_items_in_batch: Any) -> Any:
         """TRL's loss to rounding, from the wrapped model; what TRL logs is summed where it is."""
         num_labels, num_tokens = loss.numbers(inputs) if None in counts else counts
-        if num_tokens == inputs["input_ids"].numel():
-            inputs.pop("attention_mask", None)  # all ones, which SDPA would ask the device
         found = model(**inputs, num_labels=num_labels)
         items = num_labels if num_items_in_batch is None else num_items_in_batch
         value = found.nll / torch.as_tensor(items).clamp(min=1)

@@ -165,8 +165,8 @@ def base_of(model: Any) -> Any:
 def install(model: Any, *, compiled: bool) -> Installed:
     """Let the model compute this loss when asked: `model(input_ids=..., labels=..., num_labels=n)`.
 
-    Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels` it answers as
-    before: plain logits, generation, TRL's own loss.
+    Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels` it answers
+    as before: plain logits, generation, TRL's own loss.
 
     Args:
         compiled: whether softmax and its gradient are compiled (fewer passes over a chunk).
@@ -196,7 +196,7 @@ def install(model: Any, *, compiled: bool) -> Installed:
             num_labels=num_labels,
             compiled=compiled,
         )
-        count(ran, result, labels.numel(), num_labels, weight.shape[0])
+        count(ran, result, labels.numel(), num_labels, weight.shape)
         return result
 
     base.forward = types.MethodType(forward, base)
@@ -211,7 +211,7 @@ def restore(module: Any, forward: Any) -> None:
         module.forward = forward
 
 
-def count(ran: Installed, result: TokenLoss, rows: int, num_labels: int, vocabulary: int) -> None:
+def count(ran: Installed, result: TokenLoss, rows: int, num_labels: int, head: tuple[int, ...]) -> None:
     """Note what a call computed, and what its backward holds."""
     ran.calls += 1
     ran.rows += rows
@@ -220,7 +220,8 @@ def count(ran: Installed, result: TokenLoss, rows: int, num_labels: int, vocabul
     if ran.calls == 1 and node is not None:
         held = [tensor for tensor in node.saved_tensors if tensor is not None]
         ran.kept = sum(tensor.nbytes for tensor in held)
-        ran.logits_kept = any(vocabulary in tensor.shape for tensor in held)
+        vocabulary, hidden = head
+        ran.logits_kept = hidden != vocabulary and any(t.shape[1:] == (vocabulary,) for t in held)
 
 
 def add_receipt(
