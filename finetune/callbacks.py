@@ -16,7 +16,7 @@ from finetune import qat
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from finetune.hardware import Hardware, Setup
     from finetune.receipts import Ledger
@@ -25,17 +25,45 @@ if TYPE_CHECKING:
 
 
 class StopOnNonFinite(TrainerCallback):
-    """Stop before the update of a step whose gradients are not finite; ranks share gradients, so all stop."""
+    """Stop at a step whose gradients are not finite; ranks share gradients, so all stop.
+
+    On the CPU before its update. A GPU is not asked at once, for it would stand still until the next step is
+    queued: its norm is read one step later, or when the step is logged, evaluated or saved.
+    """
+
+    step: int | None = None
+    """Whose norm is on its way."""
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not torch.isfinite(norm):
-            step = state.global_step + 1
-            fix = "lower train.learning_rate, or look at the rows of this step; nothing was updated or saved"
-            problem = Problem(f"gradients of step {step} are not finite", found=str(norm.item()), fix=fix)
+        self.check()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        self.norm, self.step = norm.to("cpu", non_blocking=True), state.global_step + 1
+        self.copied = torch.cuda.Event() if norm.is_cuda else None
+        if self.copied is None:
+            self.check()
+        else:
+            self.copied.record()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.check()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Read the norm that is on its way, if one is."""
+        if self.step is None:
+            return
+        if self.copied is not None:
+            self.copied.synchronize()
+        step, self.step = self.step, None
+        if not torch.isfinite(self.norm):
+            fix = "lower train.learning_rate, or look at the rows of this step; nothing was saved"
+            found = str(self.norm.item())
+            problem = Problem(f"gradients of step {step} are not finite", found=found, fix=fix)
             raise UserError(problem, code=Exit.TRAINING)
 
 
@@ -120,6 +148,9 @@ class Metrics(TrainerCallback):
 class FirstStep(TrainerCallback):
     """Receipts of the first optimizer step, read from the operations and batches that really ran."""
 
+    add_loss: Callable[..., None] | None = None
+    """Adds the loss's receipt, from the profiled operations and the number of micro-batches."""
+
     def __init__(self, ledger: Ledger, setup: Setup, *, steps: int, batch: int) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
@@ -173,9 +204,14 @@ class FirstStep(TrainerCallback):
             ran.partition(" ")[0]
         )  # the kernel's name tells flash_attention_2 to 4
         add("model.attention", self.attention, ran, "profile of the first forward", ok=ok, code=code)
+<<<<<<< HEAD
         if self.fp8:
             got = f"{self.fp8_gemms} fp8 GEMMs"
             add("fp8 products", "> 0", got, "profile of the first forward", ok=self.fp8_gemms > 0, code=code)
+=======
+        if self.add_loss:
+            self.add_loss(self.operations, self.micro_batches, self.ledger)
+>>>>>>> loss
         self.rounding.add_receipt(self.ledger)
         self.ledger.check()
 

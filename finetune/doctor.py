@@ -114,8 +114,19 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
         Optimisation("torch.compile", "speed.compile", state, reason),
         Optimisation("activation recompute", "speed.recompute", recompute, why),
         Optimisation("4-bit base (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
+        _loss(speed, recipe),
         _qat(speed),
     ]
+
+
+def _loss(speed: Speed, recipe: Recipe | None) -> Optimisation:
+    name, where = "chunked loss", "speed.loss"
+    if speed.loss == "trl":
+        return Optimisation(name, where, "off", "asked for: trl")
+    if recipe and recipe.adapter.type == "full":
+        return Optimisation(name, where, "not possible", "full fine-tuning trains the output head")
+    why = "asked for" if speed.loss == "chunked" else "auto: where the output head is frozen"
+    return Optimisation(name, where, "active", why)
 
 
 def _qat(speed: Speed) -> Optimisation:

@@ -200,6 +200,8 @@ class Speed(Section):
     """torch.compile for each decoder layer; `auto` leaves it off."""
     recompute: Literal["auto", "none", "all"] = "auto"
     """Recompute activations in backward: `all` saves memory and costs about a third more time."""
+    loss: Literal["auto", "chunked", "trl"] = "auto"
+    """Cross-entropy of a frozen head in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None
     """Quantisation-aware training, for `finetune merge --quantize`; `null`: none."""
 

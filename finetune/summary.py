@@ -55,6 +55,7 @@ def choices(
         "speed.storage": (storage.value, by("speed.base", "launch", storage)),
         "speed.compile": (compile.value == "on", by("speed.compile", "default", compile)),
         "speed.recompute": (recompute.value, by("speed.recompute", "hardware", recompute)),
+        "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
         "train.per_device_train_batch_size": (batch.per_device, per_device),
         "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),

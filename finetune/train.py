@@ -16,7 +16,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, set_seed
 from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune import (
     adalora,
@@ -44,7 +43,8 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
-from finetune.speed import attention
+from finetune.speed import attention, head
+from finetune.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +89,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
     tokens = batch.per_device * recipe.data.max_length
     fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
+    fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
 
     flat, compiled = recipe.data.packing or recipe.data.padding_free, fast["speed.compile"].value == "on"
     if flat:
@@ -111,6 +112,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         validating = validation(recipe, tokenizer, adapted, metrics)
         watching = [first_step, metrics, *validating]
         trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
+        trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
@@ -168,37 +170,6 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
     except (ValueError, ImportError) as error:
         said = " ".join(str(error).split())
         raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
-
-
-class Trainer(SFTTrainer):
-    """TRL's trainer, with AdaLoRA's regulariser (TRL ignores `outputs.loss`) and an eye on the first step."""
-
-    first_step: callbacks.FirstStep
-    orthogonality_weight = 0.0
-    orthogonality_every = 1
-    """Optimizer steps from one computation of the regulariser to the next; its weight is multiplied by it."""
-    singular_vectors: adalora.Vectors
-    shape: tuple[int, int, int] | None = None
-    """Tokens, documents and longest document of each flattened batch, where compiled code wants one shape."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        if self.shape:
-            inputs = attention.fixed_shape(inputs, *self.shape)
-        first = self.state.global_step == 0
-        with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        step_ends = self.accelerator.sync_gradients and model.training  # not each micro-batch: `adalora`
-        due = (self.state.global_step + 1) % self.orthogonality_every == 0
-        if self.orthogonality_weight and step_ends and due:
-            regulariser = adalora.orthogonality(self.singular_vectors)
-            self._metrics["train"]["orthogonality"].append(regulariser.item())
-            # `training_step` divides a loss that no token count went into; the value logged stays the tokens'
-            divided_by = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
-            weight = self.orthogonality_weight * self.orthogonality_every * divided_by
-            loss = loss + weight * (regulariser - regulariser.detach())
-        return loss
 
 
 def build_trainer(
@@ -266,6 +237,8 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train()
+    if trainer.chunked:
+        trainer.chunked.undo()
     if section.type != "full":
         same = model.fingerprint(adapters.frozen(adapted))
         ledger.add(

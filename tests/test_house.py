@@ -26,7 +26,7 @@ LAYERS = (
     ("run_folder", "screen", "adapter_source", "plots"),
     ("speed",),
     ("data", "model", "adapters", "adalora", "callbacks", "shipped", "trackers"),
-    ("summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
+    ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("harness", "check"),
     ("results",),
     ("evaluate", "validate"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from conftest import MODEL, QUICKSTART, ROOT, metrics, receipts
+from safetensors.torch import load_file
 
 from finetune import cli, evaluate, recipe, scoring
 from finetune.run_folder import RunFolder
@@ -42,7 +43,6 @@ def test_a_run_trains_and_verifies(kind: str, train) -> None:
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "adalora"])
 def test_what_is_saved_loads_in_plain_peft(kind: str, train) -> None:
     from peft import PeftModel
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = train(f"adapter.type={kind}", "train.max_steps=6", "train.learning_rate=1e-2")
@@ -189,6 +189,10 @@ def test_two_processes_learn_what_one_does(launcher: str, train, small, tmp_path
     for a, b in zip(metrics(one), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    weights = [load_file(folder.adapter / "adapter_model.safetensors") for folder in (one, run)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert torch.linalg.norm(tensor - weights[1][name]) < 1e-3 * torch.linalg.norm(tensor), name
     assert run.read("eval.json")["tuned"]["loss"] == pytest.approx(
         one.read("eval.json")["tuned"]["loss"], abs=1e-5
     )
@@ -225,7 +229,7 @@ def test_no_valid_option_fails_a_receipt(override: str, train) -> None:
 def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) -> None:
     """An adapter that was saved wrong is exit 4, and nothing takes the folder for a finished run."""
     from peft import PeftModel
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     original = PeftModel.save_pretrained
 

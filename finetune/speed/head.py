@@ -1,0 +1,241 @@
+"""The chunked loss on a model: whether it is that model's own loss, and the forward that computes it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from finetune.errors import Exit, Problem, UserError
+from finetune.hardware import Choice
+from finetune.speed.loss import IGNORED, TokenLoss, computes_all, token_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from torch import Tensor
+
+    from finetune.receipts import Ledger
+
+# Relative difference of our logits and the model's own, by the dtype of the head
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+LOGIT_SPREAD = 20.0  # standard deviation of the logits that are tried: a softcap of 30 shows
+
+
+class Formula(NamedTuple):
+    """A family's logits, beyond the product with the head: softcap * tanh(scale * (h W^T + b) / softcap)."""
+
+    scale: float
+    softcap: float | None
+
+
+@dataclass
+class Installed:
+    """How to take the loss out of a model again, and what it did there, for the receipt of the first step."""
+
+    undo: Callable[[], None]
+    calls: int = 0
+    rows: int = 0
+    """Rows of hidden states that came in."""
+    computed: int = 0
+    """Rows that went through the head."""
+    kept: int = 0
+    """Bytes that the first call's backward holds."""
+    logits_kept: bool = False
+    """Whether anything as wide as the vocabulary was among them."""
+
+
+def choose(asked: str, model: Any, arguments: Any) -> Choice:
+    """`chunked` or `trl`, TRL's fused head; `auto` takes the first wherever it gives the same loss.
+
+    Raises:
+        UserError: `chunked`, and it can't be had here (exit 3).
+    """
+    if asked == "trl":
+        return Choice("trl", "asked for")
+    obstacle = run_obstacle(model, arguments) or head_obstacle(base_of(model))
+    if not obstacle:
+        return Choice("chunked", "asked for" if asked == "chunked" else "auto: the output head is frozen")
+    if asked == "chunked":
+        problem = Problem("can't be had here", "speed.loss", found=obstacle, fix="loss: auto")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return Choice("trl", f"auto: {obstacle}")
+
+
+def run_obstacle(model: Any, arguments: Any) -> str:
+    """What in this run asks for another loss than the labels' negative log-likelihood, or hides the head."""
+    config = model.config.get_text_config()
+    coefficient = arguments.router_aux_loss_coef
+    if coefficient is None:
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    adapter: Any = getattr(model, "peft_config", {}).get("default")
+    obstacles = {
+        "virtual tokens stand before the text": adapter is not None and adapter.is_prompt_learning,
+        "label smoothing needs all logits": arguments.label_smoothing_factor != 0,
+        f"loss_type {arguments.loss_type} weighs tokens": arguments.loss_type != "nll",
+        "the experts' balance is part of the loss": hasattr(config, "output_router_logits") and coefficient,
+        "fp16 rounds small probabilities to zero": arguments.fp16,
+        "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
+        "tensor, context or sequence parallelism splits rows": arguments.parallelism_config is not None,
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), "")
+
+
+def head_obstacle(base: Any) -> str:
+    """Why the loss can't be computed from this model's head; the empty string if it can.
+
+    `formula` is proved: of given hidden states the model's own forward makes the same logits. No layer runs.
+    """
+    head = base.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        return f"the output head is no plain linear layer ({type(head).__name__})"
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        return "the output head trains"
+    if head.weight.is_meta:
+        return "the output head is offloaded"
+    if head.weight.dtype not in ROUNDING:
+        return f"the output head is in {str(head.weight.dtype).removeprefix('torch.')}"
+    if base.base_model is base:
+        return "the model has no part without a head"
+    difference = formula_error(base)
+    if difference > ROUNDING[head.weight.dtype]:
+        return f"this model's logits are not those of its head (relative difference {difference:.1g})"
+    return ""
+
+
+@torch.no_grad()
+def formula_error(base: Any) -> float:
+    """Relative difference of `formula`'s logits and the model's own, on four random hidden states."""
+    weight = base.get_output_embeddings().weight
+    made = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=made).to(weight)
+    hidden = hidden * (LOGIT_SPREAD / (hidden @ weight.T).float().std()).to(hidden)
+    with last_hidden_state(base.base_model, hidden):
+        own = base(
+            input_ids=torch.zeros(1, 4, dtype=torch.long, device=weight.device), use_cache=False
+        ).logits
+    scale, cap = formula(base.config)
+    ours = torch.nn.functional.linear(hidden * scale, weight, scaled_bias(base, scale)).to(own.dtype)
+    ours = ours if cap is None else cap * torch.tanh(ours / cap)
+    return float((ours - own).double().norm() / own.double().norm())
+
+
+@contextlib.contextmanager
+def last_hidden_state(backbone: Any, hidden: Tensor) -> Iterator[None]:
+    """While it lasts, `backbone` returns `hidden` for whatever it is given."""
+    before, output = (
+        vars(backbone).get("forward"),
+        MoeModelOutputWithPast(last_hidden_state=cast("Any", hidden)),
+    )
+    backbone.forward = lambda *args, **inputs: output
+    try:
+        yield
+    finally:
+        restore(backbone, before)
+
+
+def formula(config: Any) -> Formula:
+    """Scale and softcap by the names that families have for them; proved by `head_obstacle`."""
+    config = config.get_text_config()
+    named = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+    scale = next((value for name in named if (value := getattr(config, name, None)) is not None), None)
+    scaling = getattr(config, "logits_scaling", None)
+    if scale is None and scaling is not None:  # Granite and MiniCPM3 divide by it
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return Formula(1.0 if scale is None else scale, getattr(config, "final_logit_softcapping", None))
+
+
+def scaled_bias(base: Any, scale: float) -> Tensor | None:
+    bias = base.get_output_embeddings().bias
+    return None if bias is None else bias * scale
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model under an adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def install(model: Any, *, compiled: bool) -> Installed:
+    """Let the model compute this loss when asked: `model(input_ids=..., labels=..., num_labels=n)`.
+
+    Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels` it answers
+    as before: plain logits, generation, TRL's own loss.
+
+    Args:
+        compiled: whether softmax and its gradient are compiled (fewer passes over a chunk).
+
+    Returns:
+        Its `undo` brings the model's own forward back; the rest is counted at each call.
+    """
+    base, found = base_of(model), formula(base_of(model).config)
+    before, ran = base.forward, Installed(functools.partial(restore, base, vars(base).get("forward")))
+
+    @functools.wraps(type(base).forward)  # generation checks its arguments against the signature
+    def forward(self: Any, *args: Any, num_labels: int | None = None, **inputs: Any) -> Any:
+        if num_labels is None:
+            return before(*args, **inputs)
+        labels = inputs.pop("labels")
+        hidden = self.base_model(*args, **{**inputs, "use_cache": False}).last_hidden_state
+        head = self.get_output_embeddings()
+        weight, bias = (t.full_tensor() if isinstance(t, DTensor) else t for t in (head.weight, head.bias))
+        result = token_loss(
+            hidden * found.scale if found.scale != 1 else hidden,
+            weight,
+            torch.nn.functional.pad(
+                labels[:, 1:], (0, 1), value=IGNORED
+            ),  # a copy of ids, not of hidden states
+            bias=bias if bias is None else bias * found.scale,
+            softcap=found.softcap,
+            num_labels=num_labels,
+            compiled=compiled,
+        )
+        count(ran, result, labels.numel(), num_labels, weight.shape)
+        return result
+
+    base.forward = types.MethodType(forward, base)
+    return ran
+
+
+def restore(module: Any, forward: Any) -> None:
+    """An instance's own forward, or its class's if it had none."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def count(ran: Installed, result: TokenLoss, rows: int, num_labels: int, head: tuple[int, ...]) -> None:
+    """Note what a call computed, and what its backward holds."""
+    ran.calls += 1
+    ran.rows += rows
+    ran.computed += rows if computes_all(rows, num_labels) else num_labels
+    node: Any = result.nll.grad_fn if result.nll is not None else None
+    if ran.calls == 1 and node is not None:
+        held = [tensor for tensor in node.saved_tensors if tensor is not None]
+        ran.kept = sum(tensor.nbytes for tensor in held)
+        vocabulary, hidden = head
+        ran.logits_kept = hidden != vocabulary and any(t.shape[1:] == (vocabulary,) for t in held)
+
+
+def add_receipt(
+    chosen: str, installed: Installed | None, operations: Collection[str], micro_batches: int, ledger: Ledger
+) -> None:
+    """Which loss ran in step 1, by the autograd functions among profiled operations, and what ours kept."""
+    names = {"_FrozenHead": "chunked", "ChunkedLogProbFunction": "trl"}
+    ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
+    how, code = "profile of the first forward", Exit.ENVIRONMENT
+    if installed is None:
+        ledger.add("speed.loss", chosen, ran, how, code=code)
+        return
+    kept = "logits" if installed.logits_kept else f"{installed.kept / 2**20:.1f} MiB and no logits"
+    got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} rows; kept {kept}"
+    ok = ran == chosen and installed.calls == micro_batches and not installed.logits_kept
+    how += "; calls and rows of step 1; what the first call's backward holds"
+    ledger.add("speed.loss", f"{chosen}, {micro_batches} calls; no logits kept", got, how, ok=ok, code=code)

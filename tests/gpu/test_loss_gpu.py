@@ -1,0 +1,121 @@
+"""The loss on a GPU: bf16 against float64, no question to the device in a micro-batch, memory, TRL's run."""
+
+import pytest
+import torch
+from conftest import metrics, receipts
+from test_loss import trainer_of
+from torch.nn.functional import cross_entropy, linear
+
+from finetune.speed import loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+ROWS, HIDDEN, VOCABULARY = 3000, 1024, 32003  # a vocabulary that no tile divides
+
+
+def inputs_with(share: float):
+    made = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=made, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(VOCABULARY, HIDDEN, generator=made, device="cuda") / 8).bfloat16()
+    labels = torch.randint(VOCABULARY, (ROWS,), generator=made, device="cuda")
+    labels[torch.rand(ROWS, generator=made, device="cuda") >= share] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("softcap", [None, 10.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_in_bf16_it_is_no_worse_than_transformers_own(share: float, softcap, compiled, monkeypatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_BYTES", VOCABULARY * 6 * 700)
+    hidden, weight, labels = inputs_with(share)
+
+    def plain(h, w, dtype):
+        logits = linear(h, w).to(dtype)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return cross_entropy(logits, labels, reduction="sum")
+
+    true = hidden.detach().double().requires_grad_()
+    wanted, usual = plain(true, weight.double(), torch.float64), plain(hidden, weight, torch.float32)
+    ours = loss.token_loss(hidden, weight, labels, softcap=softcap, compiled=compiled).nll
+    (right,) = torch.autograd.grad(wanted, true)
+    off = [torch.autograd.grad(value, hidden)[0].double() - right for value in (usual, ours)]
+    assert abs(ours.item() - wanted.item()) <= 1.5 * abs(usual.item() - wanted.item()) + 1e-5 * wanted.item()
+    assert off[1].norm() <= 1.1 * off[0].norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_it_asks_the_device_nothing(share: float, compiled: bool) -> None:
+    hidden, weight, labels = inputs_with(share)
+    count = int((labels != -100).sum())
+    given = {"num_labels": count, "compiled": compiled}
+    loss.token_loss(hidden, weight, labels, **given).nll.backward()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss.token_loss(hidden, weight, labels, **given).nll.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rows", ["padded", "full rows"])
+def test_a_micro_batch_asks_the_device_nothing(rows: str, small, tmp_path) -> None:
+    """Of the Trainer: forward, loss, backward, what is logged. The mask is given as the layers want it, for
+    transformers' own way there asks whether any token is padding."""
+    options = ["train.per_device_train_batch_size=2"]
+    if rows == "full rows":
+        options = ["data.train_on=all", "train.per_device_train_batch_size=1"]
+    trainer = trainer_of(tmp_path, "chunked", small[0], *options)
+    wrapped = trainer.accelerator.prepare_model(trainer.model)
+    batches = iter(trainer.get_train_dataloader())
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.state.global_step = 1
+    for number in range(2):
+        (batch,), items = trainer.get_batch_samples(batches, 1, trainer.args.device)
+        there = batch["attention_mask"].bool()
+        causal = torch.ones(2 * there.shape[-1:], dtype=torch.bool, device="cuda").tril()
+        batch["attention_mask"] = there[:, None, None, :] & causal
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(
+            "error" if number else "default"
+        )  # the first makes handles and buffers
+        try:
+            trainer.training_step(wrapped, batch, items)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert trainer.sums["correct"].is_cuda and trainer.sums["tokens"] > 0
+
+
+def test_it_holds_chunks_and_the_gradient_of_hidden_states() -> None:
+    rows, hidden_size, vocabulary = 8192, 2048, 128256
+    hidden = torch.randn(rows, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, device="cuda", dtype=torch.bfloat16) / 50
+    labels = torch.randint(vocabulary, (rows,), device="cuda")
+    torch.mm(hidden[:256].detach(), weight.T)  # cuBLAS takes its workspace
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = loss.token_loss(hidden, weight, labels, num_labels=rows)
+    peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    gradient = rows * hidden_size * 2
+    assert kept < 1.1 * gradient + 2**20 and peak < loss.CHUNK_BYTES + gradient + 0.3 * loss.CHUNK_BYTES
+    found.nll.backward()
+
+
+@pytest.mark.parametrize("options", [[], ["speed.compile=true"], ["data.packing=true"]], ids=str)
+def test_a_run_follows_trl_s(options: list[str], train) -> None:
+    runs = [
+        train("train.max_steps=6", f"speed.loss={name}", *options, name=name) for name in ("trl", "chunked")
+    ]
+    assert receipts(runs[1])["speed.loss"]["got"].startswith("chunked")
+    for a, b in zip(*map(metrics, runs), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.01)
+
+
+def test_a_step_that_is_not_finite_ends_the_run_on_a_gpu_too(train, capsys) -> None:
+    run = train("train.learning_rate=1e30", "train.max_steps=6", "train.logging_steps=100", code=5)
+    assert "not finite" in capsys.readouterr().err and not run.adapter.exists()
