@@ -80,10 +80,10 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     if setup.storage.value in QUANTISED:
         options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
         options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])
-    if setup.storage.value == "fp8":
-        options["config"] = _unquantised_config(model)
     else:
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
+    if setup.storage.value == "fp8":
+        options["config"] = _unquantised_config(model)
     if device != "cpu":
         options["device_map"] = {"": device}
     read = AutoModelForCausalLM.from_pretrained
