@@ -61,9 +61,7 @@ def run(
     started = time.monotonic()
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides)
-    setup = hardware.choose(
-        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
-    )
+    setup = evaluate.setup_of(recipe)
     check_asked(folder, setup, quantized, recipe.speed.qat)
     target = free_target(folder, quantized, output)
     tokenizer = model.load_tokenizer(Model(name=str(folder.weights)))

@@ -21,7 +21,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 from finetune import (
     adalora,
     adapter_init,
+    adapter_types,
     adapters,
+    attention_choice,
     callbacks,
     check,
     evaluate,
@@ -44,7 +46,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
-from finetune.speed import attention
+from finetune.speed import attention, attention_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,9 +72,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     """
     quieten_libraries()
     run_folder.check_free(recipe.train.output_dir)
-    setup = hardware.choose(
-        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
-    )
+    flat = recipe.data.packing or recipe.data.padding_free
+    setup = choose_setup(recipe, flat)
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
     batch = split_batch(recipe.train, setup.launch.processes)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
@@ -88,10 +89,12 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
+    with precision(setup):  # before layers are compiled: they see no other shapes than training's
+        attention.prove_same(adapted, PROOF_TOKENS, setup.attention.value, flat, ledger)
     tokens = batch.per_device * recipe.data.max_length
     fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
 
-    flat, compiled = recipe.data.packing or recipe.data.padding_free, fast["speed.compile"].value == "on"
+    compiled = fast["speed.compile"].value == "on"
     if flat:
         with precision(setup):
             length = tokens if compiled else PROOF_TOKENS
@@ -130,6 +133,21 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         result = reopen_and_evaluate(folder, live, validating, ledger)
         summary.show_result(screen, recipe, folder, ledger, result)
     return folder
+
+
+def choose_setup(recipe: Recipe, flat: bool) -> Setup:
+    """What this machine and launch mean for training, with the attention made known to transformers."""
+    setup = hardware.choose(
+        attention=recipe.model.attention,
+        base=recipe.speed.base,
+        adapter_type=recipe.adapter.type,
+        attends=attention_choice.read(model.read_config(recipe.model)),
+        rows=attention_choice.Rows(
+            flat, recipe.data.max_length, adapter_types.find(recipe.adapter.type).prompt
+        ),
+    )
+    attention_kernels.register(setup.attention.value)
+    return setup
 
 
 def prepare_in_turn(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
