@@ -216,7 +216,8 @@ def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
             if part in name:
                 kernel = "" if names == ("eager",) else name.rpartition("::")[2]
                 kernel = kernel.removeprefix("_scaled_dot_product_")
-                masks = [shape for shape in shapes[3:] if len(shape) == 4]
+                inputs = shapes[3:] if names[0] == "sdpa" else []  # after queries, keys and values
+                masks = [shape for shape in inputs if len(shape) == 4]
                 mask = " x ".join(map(str, masks[0])) if masks else ""
                 return Ran(names, kernel.removesuffix("_attention").lstrip("_"), mask)
     return Ran(("none seen",), "", "")

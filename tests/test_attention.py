@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import MODEL, receipts
 from plain_attention import SMALL, batch, by_document, loss_and_gradients, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -19,7 +20,13 @@ from finetune.model import load
 from finetune.receipts import Ledger
 from finetune.sections import Model
 from finetune.speed.attention import leaks, masked, prove_apart, prove_same
-from finetune.speed.attention_kernels import register, without_mask
+from finetune.speed.attention_kernels import (
+    flash4_forward,
+    flash4_kernel,
+    register,
+    varlen,
+    without_mask,
+)
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15, 4)
@@ -207,6 +214,37 @@ def test_a_layer_compiles_whole() -> None:
             wanted = loss_and_gradients(model, inputs)
     assert torch.allclose(wanted[0], got[0], rtol=1e-5)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernel", [flash4_kernel, varlen()])
+def test_kernels_of_a_gpu_trace_into_one_graph(kernel, packed: bool) -> None:
+    """Without running: shapes alone, which the operations state themselves."""
+    graphs = []
+
+    def traced(graph, inputs):
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(1, 40, 8, 16),)
+
+    query, key, value = (torch.zeros(1, heads, 40, 16) for heads in (8, 2, 2))
+    said = {"cu_seq_lens_q": torch.tensor([0, 10, 40]).int(), "max_length_q": 30} if packed else {}
+    attend = torch.compile(without_mask(kernel), fullgraph=True, backend=traced)
+    attend(torch.nn.Identity(), query, key, value, None, sliding_window=8, **said)
+    (graph,) = graphs
+    assert "flash_attention_4" in graph.code or "varlen_attn" in graph.code
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_attention_4_s_operation_states_its_shapes(packed: bool) -> None:
+    with FakeTensorMode():
+        tokens, heads = ((640,), (8, 640)) if packed else ((2, 320), (2, 8, 320))
+        given = [torch.empty(*tokens, n, 64, requires_grad=True) for n in (8, 2, 2)]
+        borders = torch.empty(5, dtype=torch.int32) if packed else None
+        out, sums = flash4_forward(*given, borders, 320, 0.125, None, 0.0)
+        gradients = torch.autograd.grad(out, given, torch.empty_like(out))
+        assert out.shape == (*tokens, 8, 64) and sums.shape == heads and sums.dtype == torch.float32
+        assert [g.shape for g in gradients] == [t.shape for t in given]
 
 
 def test_documents_stay_apart_and_both_proofs_can_fail() -> None:

@@ -225,20 +225,21 @@ def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 flash4_forward.register_autograd(_backward, setup_context=_keep)
 
 
+def flash4_kernel(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: Any, softcap: Any, borders: Any,
+    longest: int,
+) -> Tensor:  # fmt: skip
+    rows, tokens = query.shape[:2]
+    if borders is not None:
+        query, key, value = [t.reshape(rows * tokens, *t.shape[2:]) for t in (query, key, value)]
+    out, _ = flash4_forward(query, key, value, borders, longest, scale, window, softcap or 0.0)
+    return out.view(rows, tokens, *out.shape[-2:])
+
+
 def flash4() -> Callable[..., Tensor]:
     import flash_attn.cute.interface  # type: ignore[reportMissingImports]  # noqa: F401 (fails here, if at all)
 
-    def kernel(
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: Any, softcap: Any, borders: Any,
-        longest: int,
-    ) -> Tensor:  # fmt: skip
-        rows, tokens = query.shape[:2]
-        if borders is not None:
-            query, key, value = [t.reshape(rows * tokens, *t.shape[2:]) for t in (query, key, value)]
-        out, _ = flash4_forward(query, key, value, borders, longest, scale, window, softcap or 0.0)
-        return out.view(rows, tokens, *out.shape[-2:])
-
-    return kernel
+    return flash4_kernel
 
 
 def _takes(function: Any, name: str) -> bool:
