@@ -6,13 +6,13 @@ import contextlib
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
-from finetune import qat
+from finetune import attention_choice, qat
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class FirstStep(TrainerCallback):
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
         self.fp8 = setup.storage.value == "fp8" and setup.hardware.device == "cuda"
-        self.operations: list[str] = []
+        self.operations: dict[str, list[list[int]]] = {}
         self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
         self.flat = False
 
@@ -176,13 +176,14 @@ class FirstStep(TrainerCallback):
         layers = [m for m in model.modules() if isinstance(m, (torch.nn.Linear, BaseTunerLayer))]
         hooks = [layer.register_forward_hook(self._saw) for layer in layers]
         self.rounding = qat.Watch(model)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, record_shapes=True) as profile:
             yield
         for hook in [*hooks, *self.rounding.hooks]:
             hook.remove()
-        events = profile.key_averages()
-        self.operations = sorted(event.key for event in events)
-        self.fp8_gemms = sum(event.count for event in events if event.key == "aten::_scaled_mm")
+        events = profile.events() or ()
+        self.operations = {event.name: event.input_shapes for event in events}
+        self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step != 1:
@@ -200,18 +201,15 @@ class FirstStep(TrainerCallback):
         how, code = "the first linear layer's output in training", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
         ran = attention_that_ran(self.operations)
-        ok = self.attention.startswith(
-            ran.partition(" ")[0]
-        )  # the kernel's name tells flash_attention_2 to 4
-        add("model.attention", self.attention, ran, "profile of the first forward", ok=ok, code=code)
-<<<<<<< HEAD
+        how = "profile of the first forward"
+        add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
+        if self.flat and self.attention in (*attention_choice.IMPLEMENTATIONS, "flex_attention"):
+            add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
         if self.fp8:
             got = f"{self.fp8_gemms} fp8 GEMMs"
-            add("fp8 products", "> 0", got, "profile of the first forward", ok=self.fp8_gemms > 0, code=code)
-=======
+            add("fp8 products", "> 0", got, how, ok=self.fp8_gemms > 0, code=code)
         if self.add_loss:
-            self.add_loss(self.operations, self.micro_batches, self.ledger)
->>>>>>> loss
+            self.add_loss(sorted(self.operations), self.micro_batches, self.ledger)
         self.rounding.add_receipt(self.ledger)
         self.ledger.check()
 
@@ -223,15 +221,45 @@ class FirstStep(TrainerCallback):
             self.seen_dtype, self.saw_linear = str(output.dtype).removeprefix("torch."), own
 
 
-def attention_that_ran(operations: list[str]) -> str:
-    """The attention among profiled operations, by the name transformers gives it, with its kernel."""
-    for name in operations:
-        if "_scaled_dot_product" in name:
-            return f"sdpa ({name.removeprefix('aten::_scaled_dot_product_').removesuffix('_attention')})"
-    flash = [name for name in operations if "flash" in name.lower()]
-    if flash:
-        return f"flash ({flash[0]})"
-    return "eager" if "aten::_softmax" in operations else "none seen"
+class Ran(NamedTuple):
+    """The attention that ran."""
+
+    names: tuple[str, ...]
+    """What a recipe may call it."""
+    kernel: str
+    mask: str
+    """Shape of the mask of every token against every other that it was given; empty: none."""
+
+    def __str__(self) -> str:
+        return f"{self.names[0]} ({self.kernel})" if self.kernel else self.names[0]
+
+
+# A part of an operation's name, and what a recipe calls that attention; the first that is found is it
+OPERATIONS = {
+    "finetune::flash_attention_4": ("flash_attention_4",),
+    "flash_attn_3::": ("flash_attention_3",),
+    "flash_attn::": ("flash_attention_2",),
+    "torch_attn::_varlen_attn": ("varlen",),
+    "_scaled_dot_product_cudnn": ("sdpa", "cudnn"),
+    "_scaled_dot_product": ("sdpa",),
+    "flex_attention": ("flex_attention",),
+    "triton_tem": ("flex_attention",),  # Inductor's template kernels: matrix products are not among them
+    "aten::_softmax": ("eager",),
+}
+
+
+def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
+    """The attention among profiled operations, each with the shapes of its inputs, and the kernel."""
+    for part, names in OPERATIONS.items():
+        for name, shapes in operations.items():
+            if part in name:
+                kernel = "" if names == ("eager",) else name.rpartition("::")[2]
+                kernel = kernel.removeprefix("_scaled_dot_product_")
+                inputs = shapes[3:] if names[0] == "sdpa" else []  # after queries, keys and values
+                masks = [shape for shape in inputs if len(shape) == 4]
+                mask = " x ".join(map(str, masks[0])) if masks else ""
+                return Ran(names, kernel.removesuffix("_attention").lstrip("_"), mask)
+    return Ran(("none seen",), "", "")
 
 
 def memory(hardware: Hardware) -> dict[str, float | None]:

@@ -10,6 +10,7 @@ from finetune import (
     adapter_conflicts,
     adapter_source,
     adapter_types,
+    attention_choice,
     hardware,
     hub,
     model,
@@ -70,10 +71,14 @@ def setup_of(recipe: Recipe) -> Setup:
     Raises:
         UserError: what it can't do (exit 3).
     """
+    flat = recipe.data.packing or recipe.data.padding_free
+    prompt = adapter_types.find(recipe.adapter.type).prompt
     return hardware.choose(
         attention=recipe.model.attention,
         base=recipe.speed.base,
         adapter_type=recipe.adapter.type,
+        attends=attention_choice.read(model.read_config(recipe.model)),
+        rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
         against_fp8=partial(against_fp8, recipe),
     )
 

@@ -11,10 +11,11 @@ from packaging.requirements import Requirement
 from finetune import check, qat
 from finetune import hardware as hw
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
+from finetune.attention_choice import Rows
 from finetune.errors import UserError
 from finetune.run_folder import PACKAGES
 from finetune.screen import Screen
-from finetune.sections import Data, Model, Speed, Train
+from finetune.sections import Data, Speed, Train
 from finetune.speed.apply import choose_compile
 from finetune.upstream import installed
 
@@ -60,7 +61,7 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
     speed, data = (recipe.speed, recipe.data) if recipe else (Speed(), Data(name="-"))
     return [
         *_precision(machine, given, _base(recipe, machine)),
-        _attention(recipe.model if recipe else None, machine),
+        _attention(recipe, machine),
         *_memory(speed, recipe, machine),
         *_optimizer(given, machine),
         *_batches(train, given, data),
@@ -87,14 +88,23 @@ def _precision(machine: Hardware, given: dict[str, Any], base: hw.Choice) -> lis
     return [bf16, tf32, Optimisation("fp8 base", "speed.base", fp8, why, "sm_89"), benchmark]
 
 
-def _attention(model: Model | None, machine: Hardware) -> Optimisation:
-    asked = model.attention if model else "auto"
-    obstacle = hw.attention_obstacle(asked, machine) if asked != "auto" else ""
-    if obstacle:
-        return Optimisation("fused attention", "model.attention", "not possible", obstacle)
-    name, reason = hw.choose_attention(asked, machine)
-    state = "off" if name == "eager" else "active"
-    return Optimisation("fused attention", "model.attention", state, f"{name}: {reason}")
+def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
+    name, reason = _chosen_attention(recipe, machine)
+    state = "not possible" if name == "-" else "off" if name == "eager" else "active"
+    text = reason if name == "-" else f"{name}: {reason}"
+    return Optimisation("fused attention", "model.attention", state, text)
+
+
+def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
+    """For a model like Llama: nothing of the recipe's own is read."""
+    rows = Rows(packed=False, longest=1024)
+    if recipe:
+        rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+    dtype = hw.DTYPES[hw.launch(machine).precision]
+    try:
+        return hw.choose_attention(recipe.model.attention if recipe else "auto", machine, dtype, rows=rows)
+    except UserError as error:
+        return "-", error.problems[0].found or ""
 
 
 def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
@@ -229,14 +239,11 @@ def _machine(machine: Hardware) -> list[tuple[str, str]]:
 def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
     launch = hw.launch(machine)
     base = _base(recipe, machine)
-    asked = recipe.model.attention if recipe else "auto"
-    obstacle = hw.attention_obstacle(asked, machine) if asked != "auto" else ""
-    attention = ("-", obstacle) if obstacle else hw.choose_attention(asked, machine)
     launcher = "accelerate launch" if machine.count > 1 else "in place"
     return [
         ("precision", launch.precision, launch.precision_reason),
         ("base", base.value, base.reason),
-        ("attention", *attention),
+        ("attention", *_chosen_attention(recipe, machine)),
         ("launcher", launcher, f"{machine.count} device(s)"),
     ]
 

@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 
-from finetune import hardware, harness, model, qat, results, run_folder, scoring, shipped, tasks
+from finetune import (
+    attention_choice,
+    hardware,
+    harness,
+    model,
+    qat,
+    results,
+    run_folder,
+    scoring,
+    shipped,
+    tasks,
+)
 from finetune.data import load, prepare
 from finetune.data.formats import Example
 from finetune.errors import Problem, UserError
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
-    from finetune.sections import Eval
+    from finetune.sections import Eval, Model
 
 OTHER = "eval.other.json"  # of rows that the run did not hold out
 CHOSEN = "these rows also chose the weights (eval.every): the held-out figures flatter them a little"
@@ -182,10 +193,14 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool 
     return [f"{path} is not what the run held out" for path in other]
 
 
-def setup_of(recipe: Recipe) -> Setup:
-    """How this machine opens what a run trained: the base stored as it was then."""
+def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
+    """How this machine opens what a run trained: the base stored as it was then, attention that takes masks
+    and a cache."""
     return hardware.choose(
-        attention=recipe.model.attention, base=recipe.speed.base, adapter_type=recipe.adapter.type
+        attention=recipe.model.attention,
+        base=recipe.speed.base,
+        adapter_type=recipe.adapter.type,
+        attends=attention_choice.read(model.read_config(section or recipe.model)),
     )
 
 
@@ -202,7 +217,7 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         if name is None
         else recipe.model.model_copy(update={"name": name, "revision": None, "add_tokens": []})
     )
-    setup = setup_of(recipe)
+    setup = setup_of(recipe, section)
     state = PartialState(cpu=setup.hardware.device == "cpu")
     return qat.prepare(model.load(section, setup, str(state.device)).eval(), recipe.speed.qat).eval()
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types
+from finetune import adapter_types, attention_choice
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from finetune.attention_choice import Attends, Rows
 
 STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
@@ -26,20 +27,6 @@ PEAK_BF16 = {
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
-}
-# flash-attention: distribution (2 and 4 share an import name), pip line, lowest compute capability
-FLASH = {
-    "flash_attention_2": (
-        "flash-attn",
-        "pip install 'finetune-toolkit[flash]' --no-build-isolation",
-        (8, 0),
-    ),
-    "flash_attention_3": (
-        "flash-attn-3",
-        "build it from flash-attention's hopper/ folder",
-        (9, 0),
-    ),
-    "flash_attention_4": ("flash-attn-4", "pip install 'finetune-toolkit[kernels]'", (9, 0)),
 }
 
 
@@ -89,20 +76,36 @@ class Setup:
     storage: Choice
 
     @property
+    def attn_implementation(self) -> str:
+        """What transformers calls the attention; of a kernel without a mask, the name we register."""
+        return attention_choice.IMPLEMENTATIONS.get(self.attention.value, self.attention.value)
+
+    @property
     def compute_dtype(self) -> str:
         """The dtype of matrix products: autocast's, or without autocast that of the stored weights."""
-        if self.launch.precision == "no" and self.storage.value in STORED:
-            return STORED[self.storage.value]
-        return DTYPES[self.launch.precision]
+        return compute_dtype(self.launch.precision, self.storage.value)
+
+
+def compute_dtype(precision: str, storage: str) -> str:
+    """The dtype of matrix products, by the launch's precision and the weights' storage."""
+    return STORED[storage] if precision == "no" and storage in STORED else DTYPES[precision]
 
 
 def choose(
-    *, attention: str, base: str, adapter_type: str, against_fp8: Callable[[], str] | None = None
+    *,
+    attention: str,
+    base: str,
+    adapter_type: str,
+    attends: Attends | None = None,
+    rows: Rows | None = None,
+    against_fp8: Callable[[], str] | None = None,
 ) -> Setup:
     """Detect everything and choose, in one go.
 
     Args:
         against_fp8: see `choose_base`.
+        attends: what the model's attention computes; `None`: what Llama's does.
+        rows: what is trained on; `None`: for evaluation, where attention takes masks and a cache.
 
     Raises:
         UserError: a request that this machine, its packages or the launch can't meet (exit 3).
@@ -117,7 +120,9 @@ def choose(
     ):
         what, fix = "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs", "base: nf4"
         raise UserError(Problem(what, "speed.base", found="int8", fix=fix), code=Exit.ENVIRONMENT)
-    return Setup(hardware, started, choose_attention(attention, hardware), storage)
+    dtype = compute_dtype(started.precision, storage.value)
+    chosen = choose_attention(attention, hardware, dtype, attends, rows)
+    return Setup(hardware, started, chosen, storage)
 
 
 def detect() -> Hardware:
@@ -177,24 +182,15 @@ def default_precision(hardware: Hardware) -> Choice:
     )
 
 
-def choose_attention(asked: str, hardware: Hardware) -> Choice:
-    """The attention implementation for transformers' `attn_implementation`.
+def choose_attention(
+    asked: str, hardware: Hardware, dtype: str, attends: Attends | None = None, rows: Rows | None = None
+) -> Choice:
+    """The attention implementation, by the recipe's name for it: `attention_choice.choose`.
 
     Raises:
-        UserError: an explicit request that this machine can't meet (exit 3).
+        UserError: an explicit request that can't be met here, or not for this model (exit 3).
     """
-    if asked == "auto":
-        kernel = (
-            "its flash kernel serves"
-            if hardware.device == "cuda"
-            else "the CPU has no other fused kernel for"
-        )
-        return Choice("sdpa", f"auto: {kernel} padded batches")
-    obstacle = attention_obstacle(asked, hardware)
-    if obstacle:
-        problem = Problem("can't be had here", "model.attention", found=obstacle, fix="attention: auto")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
-    return Choice(asked, "asked for")
+    return Choice(*attention_choice.choose(asked, hardware, dtype, attends, rows))
 
 
 def loader(hardware: Hardware, processes: int) -> dict[str, Any]:
@@ -208,18 +204,6 @@ def loader(hardware: Hardware, processes: int) -> dict[str, Any]:
         "dataloader_pin_memory": True,
         "accelerator_config": {"non_blocking": True},
     }
-
-
-def attention_obstacle(name: str, hardware: Hardware) -> str:
-    """Why an attention implementation can't run here, with the remedy; the empty string if it can."""
-    if name in ("eager", "sdpa"):
-        return ""
-    if hardware.device != "cuda":
-        return f"{name} needs an NVIDIA GPU"
-    distribution, remedy, capability = FLASH[name]
-    if hardware.capability < capability:
-        return f"{name} needs compute capability {capability[0]}.{capability[1]}, {hardware.name} is older"
-    return "" if _has_flash(distribution) else f"{name} is not installed: {remedy}"
 
 
 def choose_base(
@@ -287,10 +271,3 @@ def missing_package(storage: str) -> Problem | None:
         return None
     what = f"a base in {storage} needs {package}, which is not installed"
     return Problem(what, "speed.base", fix=f"pip install 'finetune-toolkit[{extra}]'")
-
-
-def _has_flash(distribution: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(distribution))
-    except importlib.metadata.PackageNotFoundError:
-        return False

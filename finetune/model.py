@@ -60,11 +60,16 @@ def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows of the model's embedding, from its config and the tokens that are added to it."""
+    rows = read_config(model).get_text_config().vocab_size
+    return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])
+
+
+def read_config(model: Model) -> Any:
+    """The model's config, as transformers has it."""
     from transformers import AutoConfig
 
     check_exists(model)
-    rows = _from_hub(AutoConfig.from_pretrained, model).get_text_config().vocab_size
-    return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])
+    return _from_hub(AutoConfig.from_pretrained, model)
 
 
 def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) -> PreTrainedModel:
@@ -75,8 +80,10 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     import torch
     from transformers import AutoModelForCausalLM
 
-    check_exists(model)
-    options: dict[str, Any] = {"attn_implementation": setup.attention.value}
+    config = read_config(model)
+    # as an argument it would yield to an `_attn_implementation` in config.json, a Hub kernel's name too
+    config._attn_implementation = setup.attn_implementation
+    options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
     if setup.storage.value in QUANTISED:
         options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
         options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])

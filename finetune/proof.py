@@ -96,8 +96,7 @@ def in_fp32(opened: Any) -> None:
     """Change a model such that it computes in fp32, which loses nothing; one with torchao's weights stays.
 
     An fp8 base becomes the weights that its codes stand for: inputs are not rounded either. 4-bit weights
-    stay, and are no longer rounded to bf16 where they are unpacked. Flash attention has no fp32 and is
-    replaced by sdpa.
+    stay, and are no longer rounded to bf16 where they are unpacked.
     """
     if any(quantize.is_quantised(parameter) for parameter in opened.parameters()):
         return
@@ -111,8 +110,6 @@ def in_fp32(opened: Any) -> None:
         packed = getattr(getattr(module, "weight", None), "quant_state", None)
         if packed is not None:  # bitsandbytes' 4-bit layers
             module.compute_dtype = packed.dtype = torch.float32
-    if "flash" in str(opened.config._attn_implementation):
-        opened.set_attn_implementation("sdpa")
 
 
 def reopened(
@@ -214,7 +211,7 @@ def placed(setup: Setup) -> dict[str, Any]:
     """`from_pretrained`'s options for where a model computes and how it attends, as evaluation has them."""
     device: Any = PartialState(cpu=setup.hardware.device == "cpu").device
     place = {} if device.type == "cpu" else {"device_map": {"": str(device)}}
-    return {"attn_implementation": setup.attention.value, **place}
+    return {"attn_implementation": setup.attn_implementation, **place}
 
 
 def said(error: Exception) -> str:

@@ -23,6 +23,7 @@ from finetune import hardware
 from finetune.data import chat
 from finetune.data.chat import Encoded
 from finetune.errors import Exit, Problem, UserError
+from finetune.speed import attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,13 +165,15 @@ def memory_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inference(model: Any) -> Any:
-    """Evaluation mode, no gradients, and the launch's precision where the weights are not already in it."""
+    """Evaluation mode, no gradients, attention that takes a mask, and the launch's precision where the
+    weights are not already in it."""
     precision = hardware.launch(hardware.detect()).precision
     dtype = getattr(torch, hardware.DTYPES[precision])
     model.eval()
     with (
         torch.inference_mode(),
         torch.autocast(model.device.type, dtype, enabled=precision != "no"),
+        attention.masked(model),
     ):
         yield
 

@@ -31,8 +31,13 @@ class Model(Section):
         "flash_attention_2",
         "flash_attention_3",
         "flash_attention_4",
+        "cudnn",
+        "varlen",
+        "flex_attention",
     ] = "auto"
-    """Attention kernel; `auto` chooses for this machine and says why."""
+    """Attention kernel in training; `auto` chooses for this GPU, model and data, and says why. `cudnn`:
+    cuDNN's SDPA, for rows that are not packed; `varlen`: torch's own FlashAttention-2. Evaluation takes
+    `sdpa`, or `eager` where that was asked for."""
     add_tokens: list[str] = []
     """Texts that become tokens of their own; their rows begin as the mean of all others, and train."""
 

@@ -43,7 +43,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
-from finetune.speed import attention, head
+from finetune.speed import attention, attention_kernels, head
 from finetune.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     """
     quieten_libraries()
     run_folder.check_free(recipe.train.output_dir)
+    flat = recipe.data.packing or recipe.data.padding_free
     setup = check.setup_of(recipe)
+    attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
     batch = split_batch(recipe.train, setup.launch.processes)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
@@ -87,11 +89,13 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
+    with precision(setup):  # before layers are compiled: they see no other shapes than training's
+        attention.prove_same(adapted, PROOF_TOKENS, setup.attention.value, flat, ledger)
     tokens = batch.per_device * recipe.data.max_length
     fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
     fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
 
-    flat, compiled = recipe.data.packing or recipe.data.padding_free, fast["speed.compile"].value == "on"
+    compiled = fast["speed.compile"].value == "on"
     if flat:
         with precision(setup):
             length = tokens if compiled else PROOF_TOKENS

@@ -6,18 +6,26 @@ cache in the wrong place, and they are one text. So one document is changed, and
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from finetune import attention_choice
+from finetune.attention_choice import IMPLEMENTATIONS
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from finetune.receipts import Ledger
 
 # A GPU may not add up in the same order twice: what is allowed there, relative. A leak moves both by 0.1 up.
 ALLOWED = {"cpu": (0.0, 0.0), "cuda": (1e-6, 1e-2)}
+# Relative, of logits of two kernels whose sums run in another order, through all layers. What computes
+# something else - another scale, a token too many - moves them by more than 0.3.
+SAME = 0.1
 
 
 class Leak(NamedTuple):
@@ -63,6 +71,62 @@ def leaks(model: Any, tokens: int, **extra: Any) -> tuple[Leak, Leak]:
     first, other, second = (torch.randint(size, (tokens // 2,), generator=made) for _ in range(3))
     before, again, after = (_second_of(model, given, second, extra) for given in (first, first, other))
     return _difference(before, again), _difference(before, after)
+
+
+def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: Ledger) -> None:
+    """Receipt that attention without a mask computes on this model what attention with one does.
+
+    Args:
+        tokens: length of the row that is tried; the other row is padded to it, or stands beside it.
+
+    Raises:
+        UserError: it does not (exit 3).
+    """
+    if attention not in IMPLEMENTATIONS:
+        return
+    made, size = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
+    rows = [torch.randint(size, (length,), generator=made).tolist() for length in (tokens // 2, tokens)]
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=packed)
+    batch = collate([{"input_ids": row, "labels": row} for row in rows])
+    real = batch["attention_mask"].bool() if not packed else torch.ones_like(batch["input_ids"]).bool()
+    inputs = {
+        name: value.to(model.device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+        if name != "labels"
+    }
+    training = model.training
+    with torch.no_grad():
+        got = model.eval()(**inputs, use_cache=False).logits
+        with masked(model) as name:
+            wanted = model(**inputs, use_cache=False).logits
+    model.train(training)
+    got, wanted = got[real.to(got.device)].double(), wanted[real.to(got.device)].double()
+    off = float((got - wanted).norm() / wanted.norm())
+    asked, how = (
+        f"the logits of {name} within {SAME:g}",
+        "||difference|| / ||logits|| of two rows of random tokens",
+    )
+    ok = off <= SAME
+    ledger.add("attention without a mask", asked, f"{off:.2g}", f"{how} ({attention})", ok=ok)
+    if not ok:
+        what = f"attention {attention} does not compute what {name} does on this model"
+        problem = Problem(what, "model.attention", found=f"{off:.2g}", fix=f"model.attention={name}")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def masked(model: Any) -> Iterator[str]:
+    """Attention that takes a mask and a cache, for evaluation of a model in training."""
+    name = model.config._attn_implementation
+    other, _ = attention_choice.for_evaluation(name, attention_choice.read(model.config))
+    if name not in (*IMPLEMENTATIONS.values(), "flex_attention"):
+        yield name
+        return
+    model.set_attn_implementation(other)
+    try:
+        yield other
+    finally:
+        model.set_attn_implementation(name)
 
 
 def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def test_every_adapter_trains_in_bf16(kind: str, train) -> None:
     run = train(f"adapter.type={kind}", f"train.learning_rate={rate}", "train.max_steps=12")
     got = receipts(run)
     assert got["precision"] == "bf16" and got["dtype"] == "bfloat16"
-    assert got["model.attention"].startswith("sdpa")
+    assert not got["model.attention"].startswith("eager")
     lines = metrics(run)
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["gpu_memory_gib"] > 0
@@ -57,38 +57,42 @@ def test_eager_attention_is_what_was_asked(train) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
-def flash() -> list[str]:
-    """The FlashAttention packages that are here."""
-    from finetune.hardware import attention_obstacle, detect
+def packing() -> list[str]:
+    """What keeps documents apart here without a mask."""
+    from finetune.attention_choice import IMPLEMENTATIONS, missing
+    from finetune.hardware import detect
 
-    names = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-    return [name for name in names if not attention_obstacle(name, detect())]
+    return [name for name in IMPLEMENTATIONS if name != "cudnn" and not missing(name, detect())]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", *flash()])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", *packing()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_documents_do_not_see_each_other(attention: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
+    from finetune.attention_choice import IMPLEMENTATIONS
     from finetune.receipts import Ledger
     from finetune.speed.attention import leaks, prove_apart
+    from finetune.speed.attention_kernels import register
 
-    if "flash" in attention and dtype == torch.float32:
-        pytest.skip("FlashAttention has no fp32")
+    if attention in IMPLEMENTATIONS and dtype == torch.float32:
+        pytest.skip("it has no fp32")
+    register(attention)
+    name = IMPLEMENTATIONS.get(attention, attention)
     model = AutoModelForCausalLM.from_pretrained(
-        str(MODEL), attn_implementation=attention, dtype=dtype, device_map="cuda"
+        str(MODEL), attn_implementation=name, dtype=dtype, device_map="cuda"
     )
     for tokens in (128, 2048):
         same, moved = leaks(model.eval(), tokens)
         print(attention, dtype, tokens, same, moved)
         assert moved.logits == 0 and moved.gradients <= 1e-2
         prove_apart(model, tokens, attention, Ledger())
-    if "flash" not in attention:
+    if attention not in IMPLEMENTATIONS:
         mask = torch.ones(1, 128, dtype=torch.long, device="cuda")
         assert leaks(model.eval(), 128, attention_mask=mask)[1].logits > 1e-3
 
 
-@pytest.mark.parametrize("attention", ["sdpa", *flash()])
+@pytest.mark.parametrize("attention", ["sdpa", *packing()])
 @pytest.mark.parametrize("compile", ["false", "true"])
 def test_packed_rows_train_as_padded_ones_do(attention: str, compile: str, train) -> None:
     """The same 96 documents in one step."""

@@ -1,0 +1,353 @@
+"""Which attention is chosen and why; attention without a mask computes what attention with one does."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import MODEL, receipts
+from plain_attention import SMALL, batch, by_document, loss_and_gradients, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from finetune import attention_choice, evaluate, hardware, recipe, scoring
+from finetune.attention_choice import FAMILIES, IMPLEMENTATIONS, Attends, Rows, choose, read
+from finetune.callbacks import attention_that_ran
+from finetune.errors import UserError
+from finetune.hardware import Hardware
+from finetune.model import load
+from finetune.receipts import Ledger
+from finetune.sections import Model
+from finetune.speed.attention import leaks, masked, prove_apart, prove_same
+from finetune.speed.attention_kernels import (
+    flash4_forward,
+    flash4_kernel,
+    register,
+    varlen,
+    without_mask,
+)
+
+CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
+T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15, 4)
+A100 = Hardware("cuda", "NVIDIA A100", 1, (8, 0), 80, 16)
+L40S = Hardware("cuda", "NVIDIA L40S", 1, (8, 9), 48, 16)
+H200 = Hardware("cuda", "NVIDIA H200", 1, (9, 0), 141, 16)
+B200 = Hardware("cuda", "NVIDIA B200", 1, (10, 0), 180, 16)
+DENSE, PACKED = Rows(False, 4096), Rows(True, 4096)
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """`packages("flash_attention_4", ...)`: these FlashAttention packages are installed, no others."""
+
+    def have(*names: str) -> None:
+        monkeypatch.setattr(attention_choice, "_has_flash", lambda name: name in names)
+
+    have()
+    return have
+
+
+@pytest.mark.parametrize(
+    ("machine", "have", "dense", "packed"),
+    [
+        (CPU, FLASH, "sdpa", "sdpa"),
+        (T4, FLASH, "sdpa", "flex_attention"),
+        (A100, (), "varlen", "varlen"),
+        (L40S, FLASH, "varlen", "varlen"),
+        (H200, (), "cudnn", "varlen"),
+        (H200, FLASH, "flash_attention_4", "flash_attention_4"),
+        (H200, FLASH[:2], "flash_attention_3", "flash_attention_3"),
+        (H200, FLASH[:1], "cudnn", "varlen"),
+        (B200, (), "cudnn", "varlen"),
+        (B200, FLASH[:2], "cudnn", "varlen"),
+        (B200, FLASH, "flash_attention_4", "flash_attention_4"),
+    ],
+)
+def test_the_fastest_that_is_here(machine, have, dense, packed, packages) -> None:
+    packages(*have)
+    dtype = "float32" if machine is CPU else "bfloat16" if machine.capability >= (8, 0) else "float16"
+    for rows, name in ((DENSE, dense), (PACKED, packed)):
+        chosen, reason = choose("auto", machine, dtype, Attends(), rows)
+        assert chosen == name and reason.startswith("auto: "), reason
+
+
+@pytest.mark.parametrize(
+    ("attends", "rows", "have", "name", "reason"),
+    [
+        (Attends("mistral", window=4095), DENSE, (), "varlen", "sliding window"),
+        (Attends("mistral", window=4096), DENSE, (), "cudnn", ""),
+        (Attends("gemma3_text", 256, window=512), DENSE, FLASH, "flash_attention_4", ""),
+        (Attends("gemma3_text", 256, window=512), DENSE, (), "varlen", "sliding window"),
+        (Attends("gemma", 256), DENSE, (), "varlen", "no heads of size 256"),
+        (Attends("gemma2", 256, softcap=True), DENSE, (), "flex_attention", "no softcap"),
+        (Attends("gemma2", 256, softcap=True), PACKED, FLASH[:1], "flash_attention_2", "no softcap"),
+        (Attends("gpt_oss", 64, window=128, sinks=True), PACKED, FLASH, "flex_attention", "attention sinks"),
+        (Attends("llama", 80), DENSE, (), "cudnn", ""),
+        (Attends("llama", 100), DENSE, (), "sdpa", "no heads of size 100"),
+        (Attends(dropout=0.1), DENSE, FLASH, "sdpa", "attention_dropout is 0.1"),
+        (Attends(dropout=0.1), PACKED, FLASH, "sdpa", "every token against every other"),
+        (Attends("llama4_text", special="attends in chunks"), DENSE, FLASH, "sdpa", "attends in chunks"),
+        (Attends("nemotron"), DENSE, FLASH, "sdpa", "not proved on nemotron"),
+        (Attends(), Rows(False, 4096, prompts=True), FLASH, "sdpa", "vectors before the row"),
+    ],
+)
+def test_it_moves_on_where_a_kernel_is_not_the_model_s(attends, rows, have, name, reason, packages) -> None:
+    packages(*have)
+    chosen, why = choose("auto", H200, "bfloat16", attends, rows)
+    assert chosen == name and reason in why, why
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "dtype", "attends", "rows", "found"),
+    [
+        ("flash_attention_4", CPU, "float32", Attends(), DENSE, "needs an NVIDIA GPU"),
+        ("flex_attention", CPU, "float32", Attends(), DENSE, "needs an NVIDIA GPU"),
+        ("flash_attention_4", A100, "bfloat16", Attends(), DENSE, "needs compute capability 9.0"),
+        ("flash_attention_3", B200, "bfloat16", Attends(), DENSE, "is newer"),
+        ("flash_attention_2", T4, "float16", Attends(), DENSE, "needs compute capability 8.0"),
+        ("cudnn", H200, "float32", Attends(), DENSE, "no float32"),
+        ("cudnn", H200, "bfloat16", Attends(), PACKED, "does not keep the documents"),
+        ("cudnn", H200, "bfloat16", Attends(head_size=256), DENSE, "no heads of size 256"),
+        ("flash_attention_4", B200, "bfloat16", Attends(head_size=192), DENSE, "no heads of size 192"),
+        ("varlen", H200, "bfloat16", Attends("gemma2", softcap=True), DENSE, "no softcap"),
+        ("sdpa", H200, "bfloat16", Attends("gemma2", softcap=True), DENSE, "no softcap"),
+        ("flash_attention_2", H200, "bfloat16", Attends(dropout=0.1), DENSE, "no dropout"),
+    ],
+)
+def test_what_was_asked_for_and_can_t_be_is_an_error(asked, machine, dtype, attends, rows, found, packages):
+    packages(*FLASH)
+    with pytest.raises(UserError) as raised:
+        choose(asked, machine, dtype, attends, rows)
+    (problem,) = raised.value.problems
+    assert raised.value.code == 3 and found in problem.found and problem.fix
+
+
+def test_a_package_that_is_not_here_says_how_to_get_it(packages) -> None:
+    for name in FLASH:
+        with pytest.raises(UserError, match=r"not installed: (pip install|build)"):
+            choose(name, H200, "bfloat16", Attends(), PACKED)
+
+
+def test_evaluation_takes_masks_and_a_cache() -> None:
+    for asked in ("auto", "sdpa", *IMPLEMENTATIONS, "flex_attention"):
+        assert choose(asked, H200, "bfloat16")[0] == "sdpa"
+        assert choose(asked, CPU, "float32", Attends("gemma2", softcap=True))[0] == "eager"
+    assert choose("eager", H200, "bfloat16")[0] == "eager"
+
+
+def test_configs_are_read_as_transformers_reads_them() -> None:
+    def of(family: str, **fields):
+        return read(AutoConfig.for_model(family, **fields))
+
+    assert of("llama", hidden_size=4096, num_attention_heads=32) == Attends("llama", 128)
+    assert of("mistral", sliding_window=4096).window == 4096
+    assert of("qwen3", sliding_window=4096, use_sliding_window=False).window is None
+    assert of("qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=1).window == 64
+    gemma = of("gemma3")
+    assert (gemma.family, gemma.head_size, gemma.window, gemma.softcap) == ("gemma3_text", 256, 4096, False)
+    assert of("gemma2").softcap and of("gpt_oss").sinks and of("gpt_oss").window == 128
+    assert of("llama4_text").special and of("qwen3_next").special and of("deepseek_v3").special
+    assert of("llama", attention_dropout=0.1).dropout == 0.1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_kernel_without_a_mask_trains_as_eager_does(family: str, packed: bool) -> None:
+    """Loss and every gradient, of rows with padding (no mask at all) and of documents end to end."""
+    windows = {"sliding_window": 8} if family in ("mistral", "mixtral", "qwen2", "qwen3", "phi3") else {}
+    if family.startswith("gemma"):
+        windows = {"sliding_window": 8, "query_pre_attn_scalar": 16}
+    model = tiny(family, **windows).train()
+    inputs = batch(packed)
+    wanted = loss_and_gradients(model, inputs)
+    model.set_attn_implementation("by_document")
+    got = loss_and_gradients(model, inputs)
+    assert torch.allclose(wanted[0], got[0], rtol=1e-5)
+    for a, b in zip(wanted[1], got[1], strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
+def test_cudnn_s_function_is_sdpa_on_padded_rows(family: str) -> None:
+    """What stands around the kernel: heads, groups, scale; padding on the right needs no mask."""
+    register("cudnn")
+    model = tiny(family).train()
+    inputs = batch(packed=False)
+    model.set_attn_implementation("sdpa")
+    wanted = loss_and_gradients(model, inputs)
+    model.set_attn_implementation("finetune_cudnn")
+    got = loss_and_gradients(model, inputs)
+    assert torch.allclose(wanted[0], got[0], rtol=1e-6)
+    for a, b in zip(wanted[1], got[1], strict=True):
+        assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_what_would_need_a_mask_is_refused() -> None:
+    model = tiny("llama").eval()
+    model.set_attn_implementation("by_document")
+    ids = torch.randint(3, 128, (2, 6))
+    with pytest.raises(ValueError, match="for training"):
+        model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="for training"):
+        model(input_ids=ids, attention_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool))
+    dropping = tiny("llama", attention_dropout=0.5).train()
+    dropping.set_attn_implementation("by_document")
+    with pytest.raises(ValueError, match="dropout"):
+        dropping(input_ids=ids)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_a_layer_compiles_whole() -> None:
+    register("cudnn")
+    model = tiny("llama").train()
+    for name in ("eager", "finetune_cudnn"):
+        model.set_attn_implementation(name)
+        inputs = batch(packed=False)
+        if name == "finetune_cudnn":
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
+            got = loss_and_gradients(model, inputs)
+        else:
+            wanted = loss_and_gradients(model, inputs)
+    assert torch.allclose(wanted[0], got[0], rtol=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernel", [flash4_kernel, varlen()])
+def test_kernels_of_a_gpu_trace_into_one_graph(kernel, packed: bool) -> None:
+    """Without running: shapes alone, which the operations state themselves."""
+    graphs = []
+
+    def traced(graph, inputs):
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(1, 40, 8, 16),)
+
+    query, key, value = (torch.zeros(1, heads, 40, 16) for heads in (8, 2, 2))
+    said = {"cu_seq_lens_q": torch.tensor([0, 10, 40]).int(), "max_length_q": 30} if packed else {}
+    attend = torch.compile(without_mask(kernel), fullgraph=True, backend=traced)
+    attend(torch.nn.Identity(), query, key, value, None, sliding_window=8, **said)
+    (graph,) = graphs
+    assert "flash_attention_4" in graph.code or "varlen_attn" in graph.code
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_attention_4_s_operation_states_its_shapes(packed: bool) -> None:
+    with FakeTensorMode():
+        tokens, heads = ((640,), (8, 640)) if packed else ((2, 320), (2, 8, 320))
+        given = [torch.empty(*tokens, n, 64, requires_grad=True) for n in (8, 2, 2)]
+        borders = torch.empty(5, dtype=torch.int32) if packed else None
+        out, sums = flash4_forward(*given, borders, 320, 0.125, None, 0.0)
+        gradients = torch.autograd.grad(out, given, torch.empty_like(out))
+        assert out.shape == (*tokens, 8, 64) and sums.shape == heads and sums.dtype == torch.float32
+        assert [g.shape for g in gradients] == [t.shape for t in given]
+
+
+def test_documents_stay_apart_and_both_proofs_can_fail() -> None:
+    model = tiny("mistral", sliding_window=8)
+    model.set_attn_implementation("by_document")
+    ledger = Ledger()
+    prove_apart(model, 64, "by_document", ledger)
+    same, moved = leaks(model.eval(), 64)
+    assert max(*same, *moved) == 0
+
+    def blind(query, key, value, **_):
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(
+            1, 2
+        )
+
+    def shifted(query, key, value, **options):
+        return by_document(query, key, value, **{**options, "window": 1})
+
+    for packed, wrong in ((True, blind), (False, shifted)):
+        AttentionInterface.register("finetune_varlen", without_mask(wrong))
+        model.set_attn_implementation("finetune_varlen")
+        with pytest.raises(UserError, match="does not compute what sdpa does") as raised:
+            prove_same(model, 64, "varlen", packed, Ledger())
+        assert raised.value.code == 3 and model.config._attn_implementation == "finetune_varlen"
+        AttentionInterface.register("finetune_varlen", without_mask(by_document))
+        prove_same(model, 64, "varlen", packed, ledger)
+    assert all(receipt["ok"] for receipt in ledger.as_json())
+    assert float(ledger.as_json()[-1]["got"]) < 1e-5
+
+
+def test_a_model_in_training_is_evaluated_with_masks() -> None:
+    """Its answers, from prompts padded on the left, are those of the model with sdpa; then it trains on."""
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL), attn_implementation="sdpa", dtype=torch.float32)
+    ids = torch.randint(5, 4000, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    asked = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(**asked)
+    AttentionInterface.register("finetune_varlen", without_mask(by_document))
+    model.set_attn_implementation("finetune_varlen")
+    with scoring.inference(model):
+        assert torch.equal(model.generate(**asked), wanted)
+    assert model.config._attn_implementation == "finetune_varlen"
+    with masked(model) as name:
+        assert name == model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_kernel_named_in_config_json_is_not_fetched(key: str, tmp_path) -> None:
+    """Nor followed where it could be had."""
+    for named in ("somebody/kernel", "eager"):
+        folder = shutil.copytree(MODEL, tmp_path / f"{named.replace('/', '-')}")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, key: named}))
+        setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+        loaded = load(Model(name=str(folder)), setup, "cpu")
+        assert loaded.config._attn_implementation == "sdpa"
+        assert {m.config._attn_implementation for m in loaded.modules() if hasattr(m, "config")} == {"sdpa"}
+
+
+def test_nor_one_named_for_a_part_of_the_model(tmp_path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**SMALL, "query_pre_attn_scalar": 16}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for part in (saved, saved["text_config"], saved["vision_config"]):
+        part["_attn_implementation"] = "somebody/kernel"
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+    loaded = load(Model(name=str(tmp_path)), setup, "cpu")
+    assert {m.config._attn_implementation for m in loaded.modules() if hasattr(m, "config")} == {"sdpa"}
+
+
+def test_the_run_says_which_attention_ran_and_its_folder_reopens(train, capsys) -> None:
+    run = train("data.packing=true", "data.max_length=256", "train.effective_batch_size=4")
+    got = receipts(run)["model.attention"]
+    assert got["asked"] == "sdpa" and got["got"].startswith("sdpa (flash")
+    assert "attention without a mask" not in receipts(run)
+    reopened = evaluate.reopen(run, recipe.load(str(run.recipe)))
+    ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]])
+    answer = reopened.generate(input_ids=ids, attention_mask=(ids > 0).long(), max_new_tokens=3)
+    assert answer.shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "mask"),
+    [
+        ("aten::_scaled_dot_product_cudnn_attention", "cudnn", ""),
+        ("aten::_scaled_dot_product_efficient_attention", "sdpa", "1 x 1 x 9 x 9"),
+        ("torch_attn::_varlen_attn", "varlen", ""),
+        ("finetune::flash_attention_4", "flash_attention_4", ""),
+        ("flash_attn_3::_flash_attn_forward", "flash_attention_3", ""),
+        ("flash_attn::_flash_attn_varlen_forward", "flash_attention_2", ""),
+        ("triton_tem_fused_flex_attention_0", "flex_attention", ""),
+        ("aten::_softmax", "eager", ""),
+        ("aten::mm", "none seen", ""),
+    ],
+)
+def test_the_kernel_is_told_from_the_operations(operation: str, name: str, mask: str) -> None:
+    shapes = [[1, 4, 9, 8]] * 3 + ([[1, 1, 9, 9]] if mask else [[]])
+    ran = attention_that_ran(
+        {"aten::_softmax": [], operation: shapes} if name != "none seen" else {operation: []}
+    )
+    assert name in ran.names and ran.mask == mask
