@@ -177,7 +177,8 @@ class FirstStep(TrainerCallback):
         hooks = [layer.register_forward_hook(self._saw) for layer in layers]
         self.rounding = qat.Watch(model)
         cpu = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=cpu, record_shapes=True) as profile:
+        # one cycle alone; without `acc_events` torch 2.11 warns that there might be more
+        with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profile:
             yield
         for hook in [*hooks, *self.rounding.hooks]:
             hook.remove()
