@@ -150,6 +150,7 @@ class FirstStep(TrainerCallback):
 
     add_loss: Callable[..., None] | None = None
     """Adds the loss's receipt, from the profiled operations and the number of micro-batches."""
+    compiled = False
 
     def __init__(self, ledger: Ledger, setup: Setup, *, steps: int, batch: int) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
@@ -212,6 +213,17 @@ class FirstStep(TrainerCallback):
         if self.add_loss:
             self.add_loss(sorted(self.operations), self.micro_batches, self.ledger)
         self.rounding.add_receipt(self.ledger)
+        if self.compiled:
+            counters = torch._dynamo.utils.counters
+            breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+            how = "torch._dynamo's own count after the first step"
+            add(
+                "speed.compile",
+                "0 graph breaks",
+                f"{breaks} graph breaks, {graphs} graphs",
+                how,
+                ok=not breaks,
+            )
         self.ledger.check()
 
     def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

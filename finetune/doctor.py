@@ -108,7 +108,7 @@ def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, st
 
 
 def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
-    compile, reason = choose_compile(speed.compile)
+    compile, reason = choose_compile(speed.compile, None, machine)
     state = "active" if compile == "on" else "off"
     recompute = "off" if speed.recompute == "none" or machine.device == "cpu" else "active"
     if speed.recompute == "auto" and machine.device == "cuda":

@@ -201,10 +201,13 @@ class Speed(Section):
     """Storage of the frozen base; `auto`: nf4 for the q-types; fp8 (e4m3) under lora, rslora, dora, adalora
     and ia3 where the GPU has fp8 GEMMs and the layers are large enough to gain; else the launch's precision.
     nf4, fp4 and int8 are bitsandbytes'."""
+    fused: Literal["auto"] | bool = "auto"
+    """Adapters run at the cost of their products (LoRA, DoRA, AdaLoRA, IA3); `auto`: on GPUs."""
     compile: Literal["auto"] | bool = "auto"
-    """torch.compile for each decoder layer; `auto` leaves it off."""
-    recompute: Literal["auto", "none", "all"] = "auto"
-    """Recompute activations in backward: `all` saves memory and costs about a third more time."""
+    """torch.compile for each decoder layer; `auto`: on GPUs, in runs of more than two minutes."""
+    recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=1)] = "auto"
+    """Layers that are recomputed in backward, or how many; `all` saves memory and costs about a third more
+    time, `auto` takes the fewest that fit."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy of a frozen head in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

@@ -92,7 +92,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
         attention.prove_same(adapted, PROOF_TOKENS, setup.attention.value, flat, ledger)
     tokens = batch.per_device * recipe.data.max_length
-    fast = speed.apply(adapted, recipe.speed, tokens, setup.hardware, ledger)
+    flops = flops_per_token(adapted)
+    work = speed.Work(tokens, flops * tokens * batch.accumulation * steps)
+    fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
     fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
 
     compiled = fast["speed.compile"].value == "on"
@@ -111,7 +113,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
             adapter_init.save_initial(adapted, initial)
 
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective)
-        flops = flops_per_token(adapted)
+        first_step.compiled = compiled
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validation(recipe, tokenizer, adapted, metrics)
         watching = [first_step, metrics, *validating]
@@ -125,7 +127,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         add_data_receipts(recipe.data, data_report["train"], ledger)
         train(trainer, recipe.adapter, validating, ledger)
 
-        live = verify.remember(adapted, dataset, setup.hardware.device == "cpu" and not compiled)
+        live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
         save(adapted, tokenizer, folder, initial)
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()

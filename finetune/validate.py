@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from finetune import adapters, harness, scoring
@@ -78,7 +79,8 @@ class Validate(TrainerCallback):
     def measure(self, model: Any) -> dict[str, float]:
         """Held-out loss, and what `eval.best` needs beside it; random generators stay as they are."""
         asks = self.settings.best == "exact_match"
-        score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
+        with torch.compiler.set_stance("force_eager"):  # shapes of its own, which would be compiled for
+            score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
         found = {"eval_loss": score.loss}
         if asks:
             share = score.as_json()["exact_match"]

@@ -55,7 +55,9 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
     config: Any = adapted.config
     base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
     shapes = {name: tensor.shape for name, tensor in _to_save(adapted).items()}
-    return Live(hashes(adapted, shapes), shapes, rows, scoring.logits(adapted, rows), base, bound)
+    with torch.compiler.set_stance("force_eager"):  # as it is reopened: nothing is compiled for four rows
+        logits = scoring.logits(adapted, rows)
+    return Live(hashes(adapted, shapes), shapes, rows, logits, base, bound)
 
 
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:

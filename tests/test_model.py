@@ -1,6 +1,5 @@
 """Fingerprints see every change; receipts stop a run; hardware choices have reasons."""
 
-import dataclasses
 
 import pytest
 import torch
@@ -86,14 +85,18 @@ def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str)
 def test_recompute_is_planned_from_memory() -> None:
     from transformers import LlamaConfig
 
-    from finetune.speed.apply import activation_gib, choose_recompute
+    from finetune.speed.apply import Memory, choose_recompute, kept_gib
 
-    llama_8b = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
-    assert activation_gib(llama_8b, 16384) == pytest.approx(60, rel=0.1)  # measured
-    assert choose_recompute("auto", llama_8b, 15, 16384, H100).value == "all"
-    assert choose_recompute("auto", llama_8b, 15, 4096, H100).value == "none"
-    assert (
-        choose_recompute("auto", llama_8b, 15, 16384, dataclasses.replace(H100, memory_gib=141)).value
-        == "none"
+    llama_8b = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8
     )
-    assert choose_recompute("all", llama_8b, 15, 1, CPU).value == "all"
+    assert kept_gib(llama_8b, 16384, fused=False) == pytest.approx(60, rel=0.1)  # measured
+    assert kept_gib(llama_8b, 16384, fused=True) == pytest.approx(54, rel=0.1)  # measured
+    plan = Memory(layers=32, kept=54.0, entry=0.125, room=60.0)
+    assert choose_recompute("auto", plan, H100).value == "none"
+    assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "6 of 32"  # 8 / 1.56, and one
+    assert choose_recompute("auto", plan._replace(room=1.0), H100).value == "32 of 32"
+    assert choose_recompute("auto", plan._replace(room=1.0), CPU).value == "none"
+    assert choose_recompute("all", plan, CPU).value == "32 of 32"
+    assert choose_recompute(4, plan, H100).value == "4 of 32"
+    assert choose_recompute(64, plan, H100).value == "32 of 32"

@@ -1,11 +1,15 @@
-"""All model surgery for speed and memory, in one place and one order: recompute, then compile.
+"""All model surgery for speed and memory, in one place and one order: fuse, recompute, compile.
 
-Recompute comes first because it wraps a layer's call, and compile must see the wrapped call.
+Fused forwards are what a recomputed layer runs again; recomputation wraps a layer's call, and compile stands
+inside it, so that a recomputed layer runs its compiled code again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from finetune import qat
 from finetune.hardware import Choice
@@ -15,59 +19,120 @@ if TYPE_CHECKING:
     from finetune.receipts import Ledger
     from finetune.sections import Speed
 
-MEMORY_SHARE = 0.8  # of a device's memory that weights and activations may take before `auto` recomputes
+SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
+HEAD_GIB = 3.0  # of the loss on the output head: a chunk's logits, and the gradient of the hidden state
+COMPILE_SECONDS = 120  # of training from which compiling, which takes about 20 s, pays
 
 
-def choose_recompute(asked: str, config: Any, weights_gib: float, tokens: int, hardware: Hardware) -> Choice:
-    """`none` or `all`; `auto` asks whether the activations of `tokens` tokens fit beside the weights."""
-    if asked != "auto":
-        return Choice(asked, "asked for")
-    if hardware.device == "cpu":
-        return Choice("none", "auto: on the CPU memory is not what is short")
-    need, room = weights_gib + activation_gib(config, tokens), MEMORY_SHARE * hardware.memory_gib
-    text = f"auto: weights and activations need about {need:.0f} GiB, {room:.0f} GiB are there"
-    return Choice("none" if need <= room else "all", text)
+class Work(NamedTuple):
+    """What a run asks of a model."""
+
+    tokens: int  # of one forward pass, at most
+    flops: float  # of this process, over the whole run
 
 
-def choose_compile(asked: str | bool) -> Choice:
-    if asked == "auto":
-        return Choice("off", "auto: pays only in runs of many minutes; ask for it with speed.compile=true")
-    return Choice("on" if asked else "off", "asked for")
+class Memory(NamedTuple):
+    """What the activations of one forward pass take, in GiB."""
+
+    layers: int
+    kept: float  # until backward, if nothing is recomputed
+    entry: float  # of that, a layer's input: all that is kept of a recomputed one
+    room: float  # for all of it
 
 
-def apply(model: Any, speed: Speed, tokens: int, hardware: Hardware, ledger: Ledger) -> dict[str, Choice]:
-    """Change the model's own modules in place, read back what changed, and return what was chosen.
-
-    Args:
-        tokens: tokens of one forward pass, at most.
-    """
+def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledger) -> dict[str, Choice]:
+    """Change the model's own modules in place, read back what changed, and return what was chosen."""
     layers = decoder_layers(model)
-    weights_gib = model.get_memory_footprint() / 2**30 + qat.kept_gib(model)
-    recompute = choose_recompute(speed.recompute, model.config, weights_gib, tokens, hardware)
-    if recompute.value == "all":
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
-        wrapped = sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers)
-        ledger.add(
-            "speed.recompute",
-            f"all of {len(layers)}",
-            f"all of {wrapped}",
-            "layers with the flag set",
-        )
-    compile = choose_compile(speed.compile)
+    fused = choose_fused(speed.fused, model, hardware)
+    if fused.value == "on":
+        fused = Choice("on", f"{fused.reason}; {add_fused(model, layers, ledger)}")
+    plan = memory(model, work.tokens, hardware, fused=fused.value == "on")
+    recompute = choose_recompute(speed.recompute, plan, hardware)
+    if recompute.value != "none":
+        add_recompute(model, layers, int(recompute.value.split()[0]), ledger)
+    compile = choose_compile(speed.compile, work, hardware)
     if compile.value == "on":
         for layer in layers:
             layer.compile()  # in place: torch.compile(layer) would rename every key
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
-        ledger.add(
-            "speed.compile",
-            f"{len(layers)} layers",
-            f"{compiled} layers",
-            "layers with a compiled call",
+        how = "layers with a compiled call"
+        ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
+    return {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
+
+
+def choose_fused(asked: str | bool, model: Any, hardware: Hardware) -> Choice:
+    """Whether adapters run through the fast forwards of `lora`."""
+    if not hasattr(model, "peft_config"):
+        return Choice("off", "no adapter: every parameter trains")
+    if asked == "auto":
+        if hardware.device == "cpu":
+            return Choice("off", "auto: it is for GPUs; on the CPU PEFT's own forward runs")
+        if qat.rounding(model):
+            return Choice("off", "auto: quantisation-aware training has forwards of its own")
+        return Choice("on", "auto")
+    return Choice("on" if asked else "off", "asked for")
+
+
+def add_fused(model: Any, layers: list[Any], ledger: Ledger) -> str:
+    """Fuse, with a receipt; returns what was done in words."""
+    from finetune.speed.fuse import Fused
+
+    made = Fused(model, layers)
+    left = "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(made.left.items()))
+    got = f"{made.served} linear layers" + (f"; {left}" if left else "")
+    how = f"fast forwards on the live model, at most {made.worst:.1g} from the modules' own (relative)"
+    ledger.add("speed.fused", "what can be fused", got, how, ok=True)
+    return got
+
+
+def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
+    """`none`, or how many of the layers are recomputed (`8 of 32`); `auto` takes the fewest that fit."""
+    layers = plan.layers
+    if asked in ("none", "all"):
+        return Choice("none" if asked == "none" else f"{layers} of {layers}", "asked for")
+    if isinstance(asked, int):
+        return Choice(f"{min(asked, layers)} of {layers}", "asked for")
+    if hardware.device == "cpu":
+        return Choice("none", "auto: on the CPU memory is not what is short")
+    text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
+    if plan.kept <= plan.room:
+        return Choice("none", text)
+    saved = plan.kept / layers - plan.entry
+    count = min(layers, math.ceil((plan.kept - plan.room) / saved) + 1)  # one is whole while it runs again
+    return Choice(f"{count} of {layers}", text)
+
+
+def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger) -> None:
+    """Recompute `count` of the layers, evenly spread, the first among them."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    chosen = {i * len(layers) // count for i in range(count)}
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
+    wrapped = sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers)
+    total = len(layers)
+    ledger.add("speed.recompute", f"{count} of {total}", f"{wrapped} of {total}", "layers with the flag set")
+
+
+def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> Choice:
+    """Whether each decoder layer is compiled: where the run is long enough for it to pay.
+
+    Args:
+        work: `None` where it is not known yet.
+    """
+    if asked != "auto":
+        return Choice("on" if asked else "off", "asked for")
+    if hardware.device == "cpu":
+        return Choice("off", "auto: on the CPU it does not pay")
+    if work is None:
+        return Choice(
+            "on", f"auto: in runs of more than {COMPILE_SECONDS} s, decided when the model is loaded"
         )
-    return {"speed.compile": compile, "speed.recompute": recompute}
+    seconds = work.flops / (0.4 * (hardware.peak_flops or 100e12))
+    text = f"auto: about {seconds:,.0f} s of training"
+    if seconds < COMPILE_SECONDS:
+        return Choice("off", f"{text}, it pays from {COMPILE_SECONDS} s up")
+    return Choice("on", text)
 
 
 def decoder_layers(model: Any) -> list[Any]:
@@ -76,12 +141,40 @@ def decoder_layers(model: Any) -> list[Any]:
     return list(base.get_decoder().layers)
 
 
-def activation_gib(config: Any, tokens: int) -> float:
+def memory(model: Any, tokens: int, hardware: Hardware, *, fused: bool) -> Memory:
+    """The memory plan of `tokens` tokens on this model and device."""
+    kept = kept_gib(model.config, tokens, fused=fused, dora=_is_dora(model)) + qat.kept_gib(model)
+    hidden, layers = model.config.get_text_config().hidden_size, len(decoder_layers(model))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    room = SPARE * free_gib(hardware) - HEAD_GIB - 12 * trained / 2**30  # gradient and two moments, fp32
+    return Memory(layers, kept, tokens * hidden * 2 / 2**30, room)
+
+
+def kept_gib(config: Any, tokens: int, *, fused: bool, dora: bool = False) -> float:
     """Memory that backward keeps for `tokens` tokens with nothing recomputed, in GiB.
 
-    2 bytes x (5 hidden + 3 intermediate) a token and layer; an 8B LoRA at 16,384 tokens measures 60 GiB, this
-    gives 62.
+    Numbers a token and layer, of 2 bytes: fused, 5 hidden, q, k and v, 2 intermediate (gate and up); else
+    5 hidden and 3 intermediate. DoRA keeps q, k, v and two hidden more. An 8B LoRA at 16,384 tokens: 54 and
+    62 GiB (measured 54 and 60).
     """
     config = config.get_text_config()
-    kept = 2 * (5 * config.hidden_size + 3 * config.intermediate_size)
-    return tokens * config.num_hidden_layers * kept / 2**30
+    hidden, intermediate = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    heads = config.num_attention_heads + 2 * (config.num_key_value_heads or config.num_attention_heads)
+    qkv = heads * (getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
+    kept = 5 * hidden + (qkv + 2 * intermediate if fused else 3 * intermediate)
+    kept += qkv + 2 * hidden if dora else 0
+    return tokens * config.num_hidden_layers * 2 * kept / 2**30
+
+
+def _is_dora(model: Any) -> bool:
+    return any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
+
+
+def free_gib(hardware: Hardware) -> float:
+    """Memory of the GPU that nothing holds, in GiB."""
+    if hardware.device != "cuda":
+        return hardware.memory_gib
+    torch.cuda.empty_cache()
+    limit = torch.cuda.get_per_process_memory_fraction() * hardware.memory_gib
+    held = torch.cuda.memory_allocated() / 2**30
+    return min(torch.cuda.mem_get_info()[0] / 2**30, limit - held)

@@ -142,7 +142,7 @@ def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: in
     filled["labels"] = pad(inputs["labels"], (0, missing), value=-100)
     counted = torch.arange(missing, device=inputs["position_ids"].device)[None]
     filled["position_ids"] = torch.cat([inputs["position_ids"], counted], dim=1)
-    filled["seq_idx"] = pad(inputs["seq_idx"], (0, missing), value=int(inputs["seq_idx"].max()) + 1)
+    filled["seq_idx"] = pad(inputs["seq_idx"], (0, missing), value=len(inputs["cu_seq_lens_q"]) - 1)
     borders = inputs["cu_seq_lens_q"]
     borders = pad(borders, (0, documents + 1 - len(borders)), value=tokens)  # the rest have no tokens
     filled["cu_seq_lens_q"] = filled["cu_seq_lens_k"] = borders

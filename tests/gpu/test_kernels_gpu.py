@@ -1,0 +1,150 @@
+"""The Triton kernels against plain torch, and fused layers compiled against PEFT's own, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune.speed import fp8, ops
+from finetune.speed.apply import decoder_layers
+from finetune.speed.fuse import Fused
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TYPES = {
+    "lora": lambda: LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+    "dora": lambda: LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora=True),
+    "adalora": lambda: AdaLoraConfig(init_r=24, target_r=16, total_step=100, target_modules=LINEAR),
+    "ia3": lambda: IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float32).to(dtype)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    got, expected = got.double().cpu(), expected.double().cpu()
+    return float((got - expected).norm() / expected.norm())
+
+
+def on_gpu(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.cuda() for tensor in tensors]
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (37, 4096), (64, 6144), (5, 14336), (3, 28672), (2, 40000)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_quantise_rows(shape: tuple[int, int], scaled: bool) -> None:
+    x, column = random(*shape), torch.rand(shape[1]) + 0.5 if scaled else None
+    x[0, :3] = torch.tensor([1e-30, -3.0, 700.0])
+    codes, scale = ops.quantise_rows(*on_gpu(x, column))
+    expected, right = ops.quantise_rows(x, column)
+    assert torch.allclose(scale.cpu(), right, rtol=1e-6)
+    assert error(codes.float(), expected.float()) < 1e-2  # a last bit may turn a code into the next one
+    amax = (x.float() * (1.0 if column is None else column)).abs().amax(1)
+    known, step = ops.quantise_rows(*on_gpu(x, column, amax))
+    assert error(known.float(), expected.float()) < 1e-2 and torch.allclose(step.cpu(), right, rtol=1e-6)
+
+
+def test_zeros_and_broken_rows() -> None:
+    x = torch.zeros(3, 64, dtype=torch.bfloat16, device="cuda")
+    x[1, 5], x[2, 7] = float("nan"), float("inf")
+    codes, scale = ops.quantise_rows(x)
+    assert not codes[0].float().any() and scale[0].isfinite()
+    assert (codes.float() * scale).sum(1).isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (100, 4096, 16), (64, 6144, 64), (33, 200, 32)])
+def test_add_product(shape: tuple[int, int, int]) -> None:
+    tokens, size, rank = shape
+    y, t, b = random(tokens, size), random(tokens, rank), random(size, rank)
+    made = y.cuda()
+    ops.add_product_(made, t.cuda(), b.cuda())
+    assert error(made, y.double() + t.double() @ b.double().T) < 5e-3
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rank", [0, 16, 32, 64])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("shape", [(48, 128), (600, 352), (1030, 14336)])
+def test_activation(shape: tuple[int, int], act: str, rank: int, scaled: bool) -> None:
+    """Every output of both kernels against the same mathematics in float32 on the CPU."""
+    tokens, size = shape
+    gu, dh = random(tokens, 2 * size), random(tokens, size)
+    t, b = (random(tokens, 2 * rank), random(2 * size, 2 * rank) * 0.1) if rank else (None, None)
+    if b is not None:  # block-diagonal
+        b[:size, rank:], b[size:, :rank] = 0, 0
+    dt, a = (random(tokens, rank), random(rank, size) * 0.1) if rank else (None, None)
+    column = torch.rand(2 * size) + 0.5 if scaled else None
+    weight = torch.rand(2 * size) if scaled else None
+    given = (gu, t, b, column)
+    assert error(ops.activate(*on_gpu(*given), act), ops.activate(*given, act)) < 5e-3
+    got = ops.activate_backward(*on_gpu(*given), act, *on_gpu(dh, dt, a, weight))
+    expected = ops.activate_backward(*given, act, dh, dt, a, weight)
+    for name, ours, right in zip(("dgu", "h", "amax", "dcolumn"), got, expected, strict=True):
+        assert ours.shape == right.shape, name
+        if right.numel():
+            assert error(ours, right) < 5e-3, name
+
+
+def model(kind: str, stored: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=1000,
+    )  # fmt: skip
+    made = get_peft_model(LlamaForCausalLM(config).to("cuda", torch.bfloat16), TYPES[kind]())
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad and "magnitude" not in name:
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    if stored == "fp8":
+        for module in made.modules():
+            if isinstance(inside := getattr(module, "base_layer", None), torch.nn.Linear):
+                module.base_layer = fp8.Fp8Linear.of(inside)
+    return made.train()
+
+
+def step(made: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    ids = torch.arange(512, device="cuda").view(2, 256) % 1000
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = made(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None}
+    made.zero_grad()
+    return float(loss.detach()), gradients
+
+
+def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Over all gradients together: a single one of a small tensor is mostly rounding."""
+    assert ours.keys() == theirs.keys()
+    return error(
+        torch.cat([ours[n].flatten() for n in theirs]), torch.cat([theirs[n].flatten() for n in theirs])
+    )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("stored", ["bf16", "fp8"])
+def test_fused_and_compiled_is_pefts(kind: str, stored: str) -> None:
+    """PEFT's own forward on the same storage, fused, and fused and compiled: no gradient is lost."""
+    made = model(kind, stored)
+    loss, gradients = step(made)
+    fused = Fused(made, decoder_layers(made))
+    assert fused.served >= 18 and not fused.left
+    ours, our_gradients = step(made)
+    assert abs(ours - loss) < 1e-2
+    bound = 0.06 if stored == "bf16" else 0.25  # fp8 rounds activations and gradients to 3 bits
+    assert apart(our_gradients, gradients) < bound
+    torch._dynamo.reset()
+    for layer in decoder_layers(made):
+        layer.compile(fullgraph=True)
+    compiled, compiled_gradients = step(made)
+    assert abs(compiled - loss) < 1e-2
+    assert apart(compiled_gradients, gradients) < bound
+    assert all(gradient.any() for gradient in compiled_gradients.values())
