@@ -89,19 +89,10 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
-    with precision(setup):  # before layers are compiled: they see no other shapes than training's
-        attention.prove_same(adapted, PROOF_TOKENS, setup.attention.value, flat, ledger)
-    tokens = batch.per_device * recipe.data.max_length
-    flops = flops_per_token(adapted)
+    tokens, flops = batch.per_device * recipe.data.max_length, flops_per_token(adapted)
     work = speed.Work(tokens, flops * tokens * batch.accumulation * steps)
-    fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
-    fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
-
+    fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
-    if flat:
-        with precision(setup):
-            length = tokens if compiled else PROOF_TOKENS
-            attention.prove_apart(adapted, length, setup.attention.value, ledger)
 
     folder = start_folder(recipe, setup, arguments)
     with recording(screen, ledger, folder, setup), trackers.running(arguments, folder) as tracked:
@@ -212,6 +203,22 @@ def build_trainer(
         trainer.orthogonality_every = section.ours("orth_reg_every") or 1
         trainer.singular_vectors = adalora.singular_vectors(adapted)
     return trainer
+
+
+def make_fast(
+    adapted: Any, recipe: Recipe, setup: Setup, arguments: SFTConfig, work: speed.Work, ledger: Ledger
+) -> dict[str, hardware.Choice]:
+    """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
+    kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
+    with precision(setup):  # before layers are compiled: they see no other shapes than training's
+        attention.prove_same(adapted, PROOF_TOKENS, kernel, flat, ledger)
+    fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
+    fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
+    if flat:
+        length = work.tokens if fast["speed.compile"].value == "on" else PROOF_TOKENS
+        with precision(setup):
+            attention.prove_apart(adapted, length, kernel, ledger)
+    return fast
 
 
 def validation(

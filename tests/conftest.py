@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import os
 import shutil
@@ -81,6 +83,13 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _cut(tmp_path_factory.mktemp("untied"), tied=False)
 
 
+@functools.cache
+def keep_what_is_imported() -> None:
+    """Once a run has imported the libraries: every collection would look at all of their objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
     """`train(*overrides, name="run", code=0)`: the quickstart by the command, cut short -> its folder."""
@@ -92,6 +101,7 @@ def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
         given = {override.partition("=")[0] for override in overrides}
         defaults = [override for override in short if override.partition("=")[0] not in given]
         assert cli.main(["train", str(recipe), *defaults, *overrides, "--quiet"]) == code
+        keep_what_is_imported()
         return RunFolder(folder)
 
     return run
