@@ -46,6 +46,8 @@ def choices(
 
     storage = setup.storage
     compile, recompute = fast["speed.compile"], fast["speed.recompute"]
+    count, _, total = recompute.value.partition(" of ")  # "none", or "6 of 32"
+    recomputed = count if not total else "all" if count == total else int(count)
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {
         **{key: (path, set_by[key]) for key, path in local_paths(recipe).items()},
@@ -54,7 +56,7 @@ def choices(
         **({"speed.base": ("fp8", by("speed.base", "hardware", storage))} if storage.value == "fp8" else {}),
         "speed.storage": (storage.value, by("speed.base", "launch", storage)),
         "speed.compile": (compile.value == "on", by("speed.compile", "default", compile)),
-        "speed.recompute": (recompute.value, by("speed.recompute", "hardware", recompute)),
+        "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
         "train.per_device_train_batch_size": (batch.per_device, per_device),
