@@ -115,7 +115,7 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
         why = "auto: decided when the model is loaded, from its size and this GPU's memory"
     else:
         why = "asked for" if speed.recompute != "auto" else "auto: on the CPU memory is not what is short"
-        recompute = "active" if speed.recompute == "all" else "off"
+        recompute = "off" if speed.recompute in ("auto", "none") else "active"
     meant = find(recipe.adapter.type).storage if recipe else ""
     four_bit = (speed.base if speed.base in QUANTISED else meant) in FOUR_BIT
     bnb = "bitsandbytes is installed" if installed("bitsandbytes") else "pip install 'finetune-toolkit[bnb]'"

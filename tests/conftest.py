@@ -91,13 +91,18 @@ def keep_what_is_imported() -> None:
 
 
 @pytest.fixture
-def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
-    """`train(*overrides, name="run", code=0)`: the quickstart by the command, cut short -> its folder."""
+def train(tmp_path: Path, small: tuple[str, str], two_layers: Path) -> Callable[..., RunFolder]:
+    """`train(*overrides, name="run", code=0)`: the quickstart by the command, cut short, on two layers."""
 
     def run(*overrides: str, name: str = "run", code: int = 0, recipe: Path = QUICKSTART) -> RunFolder:
         folder = tmp_path / name
         short = ["train.max_steps=2", "train.warmup_steps=0", "train.effective_batch_size=8", *small]
-        short += ["eval.max_new_tokens=8", "eval.general=false", f"train.output_dir={folder}"]
+        short += [
+            f"model.name={two_layers}",
+            "eval.max_new_tokens=8",
+            "eval.general=false",
+            f"train.output_dir={folder}",
+        ]
         given = {override.partition("=")[0] for override in overrides}
         defaults = [override for override in short if override.partition("=")[0] not in given]
         assert cli.main(["train", str(recipe), *defaults, *overrides, "--quiet"]) == code
@@ -109,12 +114,13 @@ def train(tmp_path: Path, small: tuple[str, str]) -> Callable[..., RunFolder]:
 
 @pytest.fixture
 def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[[str], RunFolder]:
-    """`trained(type)`: a copy of a run of two steps, which is trained once for all tests."""
+    """`trained(type)`: a copy of a run of two steps on the whole model, trained once for all tests."""
 
     def run(kind: str = "lora") -> RunFolder:
         if kind not in _TRAINED:
             rate = "1e-3" if kind == "full" else "4e-3"
             options = [f"adapter.type={kind}", f"train.learning_rate={rate}", "eval.max_new_tokens=2"]
+            options.append("model.name=examples/tiny_llama/model")
             _TRAINED[kind] = train(*options, name=f"trained-{kind}").path
         return RunFolder(Path(shutil.copytree(_TRAINED[kind], tmp_path / f"run-{kind}")))
 

@@ -150,11 +150,15 @@ def test_loading_holds_no_second_copy_of_what_is_quantised(two_layers, monkeypat
     sizes = {(256, 256), (128, 256), (704, 256), (256, 704)}  # of the layers; the embedding has 4096 rows
     held, quantise = [], fp8.quantise_rows
 
-    def counting(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole() -> dict[int, torch.Tensor]:
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
         live = [t for t in tensors if tuple(t.shape) in sizes]
-        whole = {t.data_ptr() for t in live if t.device.type == "cpu" and t.dtype != fp8.E4M3}
-        held.append(len(whole))
+        return {t.data_ptr(): t for t in live if t.device.type == "cpu" and t.dtype != fp8.E4M3}
+
+    before = whole()  # of tests that ran before in this process; kept, so that no address is used again
+
+    def counting(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        held.append(len(whole().keys() - before.keys()))
         return quantise(x)
 
     monkeypatch.setattr(fp8_base, "quantise_rows", counting)

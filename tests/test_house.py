@@ -142,8 +142,7 @@ def test_every_shipped_recipe_checks(name: str, capsys) -> None:
 @pytest.mark.parametrize("kind", sorted(set(ADAPTERS) - {"qdora"}))
 def test_each_adapter_s_recipe_trains_on_the_tiny_model(kind: str, train) -> None:
     """As it is written for the 8B, but for the model, the data and the length of the run."""
-    small = ["model.name=examples/tiny_llama/model", "model.revision=null", "train.logging_steps=1"]
-    run = train(*small, recipe=RECIPES[f"llama3_8b/{kind}"])
+    run = train("model.revision=null", "train.logging_steps=1", recipe=RECIPES[f"llama3_8b/{kind}"])
     assert all(receipt["ok"] for receipt in run.read("receipts.json"))
 
 

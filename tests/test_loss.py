@@ -181,17 +181,18 @@ def test_a_head_it_does_not_fit_is_left_to_trl() -> None:
     assert head.head_obstacle(half) == "the output head is in float16"
 
 
-def opened(*overrides: str):
-    """The quickstart's model with its adapter and its SFTConfig, and the recipe."""
-    loaded = recipe.load(QUICKSTART, ["train.effective_batch_size=8", "train.max_steps=2", *overrides])
+def opened(base: Path, *overrides: str):
+    """The model of that folder with the quickstart's adapter and SFTConfig, and the recipe."""
+    short = [f"model.name={base}", "train.effective_batch_size=8", "train.max_steps=2"]
+    loaded = recipe.load(QUICKSTART, [*short, *overrides])
     kind = loaded.adapter.type
     setup = hardware.choose(attention=loaded.model.attention, base="auto", adapter_type=kind)
     batch = train.split_batch(loaded.train, 1)
     arguments = train.training_arguments(loaded.train, loaded.data, setup, batch)
-    base = model.load(loaded.model, setup, str(arguments.device))
+    loaded_base = model.load(loaded.model, setup, str(arguments.device))
     set_seed(loaded.train.seed)
     added = model.added_tokens(loaded.model, model.load_tokenizer(loaded.model))
-    adapted = adapters.attach(base, loaded.adapter, arguments.max_steps, Ledger(), added=added)
+    adapted = adapters.attach(loaded_base, loaded.adapter, arguments.max_steps, Ledger(), added=added)
     return adapted, arguments, loaded, setup
 
 
@@ -205,9 +206,9 @@ def opened(*overrides: str):
     ],
 )
 def test_where_it_is_not_the_run_s_loss_trl_s_is_and_an_explicit_request_ends(
-    override: str, reason: str
+    override: str, reason: str, two_layers
 ) -> None:
-    adapted, arguments, _, _ = opened(override)
+    adapted, arguments, _, _ = opened(two_layers, override)
     chosen = head.choose("auto", adapted, arguments)
     assert chosen.value == "trl" and reason in chosen.reason
     assert head.choose("trl", adapted, arguments) == ("trl", "asked for")
@@ -216,8 +217,8 @@ def test_where_it_is_not_the_run_s_loss_trl_s_is_and_an_explicit_request_ends(
     assert raised.value.code == 3 and "loss: auto" in str(raised.value)
 
 
-def test_experts_balance_and_fp16_are_left_to_trl() -> None:
-    adapted, arguments, _, _ = opened()
+def test_experts_balance_and_fp16_are_left_to_trl(two_layers) -> None:
+    adapted, arguments, _, _ = opened(two_layers)
     assert head.choose("auto", adapted, arguments).value == "chunked"
     arguments.fp16 = True
     assert "fp16" in head.choose("auto", adapted, arguments).reason
@@ -230,9 +231,9 @@ def test_experts_balance_and_fp16_are_left_to_trl() -> None:
     assert head.choose("auto", adapted, arguments).value == "chunked"
 
 
-def trainer_of(folder: Path, chosen: str, *overrides: str):
+def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     """The trainer of a run on 96 rows, not yet trained."""
-    adapted, arguments, loaded, setup = opened("data.validation=null", *overrides)
+    adapted, arguments, loaded, setup = opened(base, "data.validation=null", *overrides)
     arguments.output_dir = str(folder)
     tokenizer, prepared = train.prepare_in_turn(loaded)
     first = callbacks.FirstStep(Ledger(), setup, steps=arguments.max_steps, batch=8)
@@ -251,12 +252,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_run_is_what_it_was_with_trl_s(case: str, small, tmp_path) -> None:
+def test_a_run_is_what_it_was_with_trl_s(case: str, small, two_layers, tmp_path) -> None:
     """Losses, gradient norms, weights and what is logged, over micro-batches of unequal numbers of labels."""
     logs, weights = [], []
     steps = ["train.max_steps=4" if case == "adalora" else "train.max_steps=2"]
     for chosen in ("trl", "chunked"):
-        trainer = trainer_of(tmp_path / chosen, chosen, small[0], *steps, *CASES[case])
+        trainer = trainer_of(two_layers, tmp_path / chosen, chosen, small[0], *steps, *CASES[case])
         trainer.train()
         logs.append([line for line in trainer.state.log_history if "loss" in line])
         weights.append(torch.cat([p.detach().flatten() for p in adapters.trainable(trainer.model).values()]))
@@ -293,9 +294,9 @@ class Asked(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["padded", "full rows", "flat"])
 @pytest.mark.parametrize("chosen", ["chunked", "trl"])
-def test_a_micro_batch_asks_the_device_nothing(chosen: str, case: str, small, tmp_path) -> None:
+def test_a_micro_batch_asks_the_device_nothing(chosen: str, case: str, small, two_layers, tmp_path) -> None:
     """But what transformers' own masks of flattened rows ask. TRL's asks for what it logs: it is seen."""
-    trainer = trainer_of(tmp_path, chosen, small[0], "model.attention=eager", *CASES[case])
+    trainer = trainer_of(two_layers, tmp_path, chosen, small[0], "model.attention=eager", *CASES[case])
     batches = iter(trainer.get_train_dataloader())
     trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = 1
@@ -308,8 +309,8 @@ def test_a_micro_batch_asks_the_device_nothing(chosen: str, case: str, small, tm
     assert not ours if chosen == "chunked" else any("sft_trainer.py" in by for by in ours), ours
 
 
-def test_the_collator_counts_what_the_loss_computes(small, tmp_path) -> None:
-    trainer = trainer_of(tmp_path, "chunked", small[0], "train.per_device_train_batch_size=4")
+def test_the_collator_counts_what_the_loss_computes(small, two_layers, tmp_path) -> None:
+    trainer = trainer_of(two_layers, tmp_path, "chunked", small[0], "train.per_device_train_batch_size=4")
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["num_labels"] == int((batch["labels"][:, 1:] != -100).sum()) > 0
     assert batch["num_tokens"] == int(batch["attention_mask"].sum()) < batch["input_ids"].numel()
