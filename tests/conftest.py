@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import hub_server
 import pytest
+import small_tasks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -125,6 +126,12 @@ def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[[str], 
         return RunFolder(Path(shutil.copytree(_TRAINED[kind], tmp_path / f"run-{kind}")))
 
     return run
+
+
+@pytest.fixture
+def task_files(tmp_path: Path) -> list[str]:
+    """One task file of each kind."""
+    return small_tasks.one_of_each(tmp_path)
 
 
 @pytest.fixture

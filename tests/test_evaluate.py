@@ -1,4 +1,4 @@
-"""`finetune evaluate`: tasks of every kind, verdicts, evaluation in training, and runs that were moved."""
+"""`finetune evaluate`: verdicts, evaluation in training, runs that were moved. Its tasks: test_tasks.py."""
 
 from __future__ import annotations
 
@@ -6,184 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import DATA, ROOT, metrics, receipts
+from small_tasks import CHOICE, QUESTIONS, write_task
 
-from finetune import cli, evaluate, recipe, results, scoring, tasks
-from finetune.errors import UserError
+from finetune import cli, evaluate, recipe, results, scoring
 from finetune.run_folder import RunFolder
-
-KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
-QUESTIONS = [
-    {"question": f"What is {a} plus {b}?", "options": [str(a + b), str(a + b + 1), "a stone"], "right": 0}
-    for a in range(4)
-    for b in range(3)
-]
-ANSWERS = [{"asked": f"Say {word}.", "said": f"I say {word}."} for word in ("one", "two", "three")]
-CHOICE = 'kind: multiple_choice\nprompt: "{{ question }}"\nchoices: "{{ options }}"\nanswer: "{{ right }}"\n'
-ASKED = 'prompt: "{{ asked }}"\nanswer: "{{ said }}"\nmax_new_tokens: 6\n'
-
-
-def write_task(folder: Path, name: str, rows: list[Any], text: str) -> str:
-    """A task file and its rows; returns the path of the file."""
-    (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (folder / f"{name}.yaml").write_text(f"data: {name}.jsonl\n{text}")
-    return str(folder / f"{name}.yaml")
-
-
-@pytest.fixture
-def task_files(tmp_path: Path) -> list[str]:
-    """One task of each kind."""
-    as_json = [{"asked": "JSON?", "said": {"a": [1, 2]}}]
-    return [
-        write_task(tmp_path, "choice", QUESTIONS, CHOICE),
-        write_task(tmp_path, "exact", ANSWERS, f"kind: exact_match\nchat: true\n{ASKED}"),
-        write_task(tmp_path, "found", ANSWERS, f"kind: regex_match\npattern: 'say (\\w+)'\n{ASKED}"),
-        write_task(tmp_path, "as_json", as_json, f"kind: json_match\n{ASKED}"),
-        write_task(tmp_path, "likely", ANSWERS, 'kind: perplexity\nprompt: "{{ said }}"\nforgetting: true\n'),
-    ]
-
-
-def test_every_kind_of_task_gives_lm_evals_own_numbers(train, two_layers, task_files, tmp_path) -> None:
-    """Base and tuned by the command, against lm-eval given the adapter's path and a YAML of its own form."""
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    named = json.dumps([*task_files, "general_knowledge"])
-    run = train(f"model.name={two_layers}", f"eval.tasks={named}", "eval.limit=12", "eval.general=true")
-    found = run.read("eval.json")
-    assert set(found["tasks"]) == {
-        *("general_text", "general_knowledge", "choice", "exact", "found", "as_json", "likely")
-    }
-    assert found["tasks"]["choice"]["rows"] == 12 and found["tasks"]["general_text"]["rows"] == 48
-    forgetting = {name for name, task in found["tasks"].items() if task["forgetting"]}
-    assert forgetting == {"general_text", "general_knowledge", "likely"}
-    assert found["tasks"]["exact"]["settings"]["apply_chat_template"] is True
-
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "choice.yaml").write_text(
-        "task: theirs\ndataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'choice.jsonl'}}}}}\n"
-        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{question}}"\n'
-        'doc_to_choice: "{{options}}"\ndoc_to_target: "{{right}}"\n'
-        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-    )
-    for side, adapter in (("base", {}), ("tuned", {"peft": str(run.adapter)})):
-        loaded = {"pretrained": str(two_layers), "dtype": "float32", **adapter}
-        manager = TaskManager(include_path=str(theirs), include_defaults=False)
-        own: Any = simple_evaluate("hf", loaded, ["theirs"], task_manager=manager, device="cpu", batch_size=5)
-        assert own["results"]["theirs"]["acc,none"] == found["tasks"]["choice"][side]["acc"]
-    # lm-eval's own file as a task of ours: the same again, and what was evaluated before is kept
-    assert cli.main(["evaluate", str(run.path), "--tasks", str(theirs / "choice.yaml"), "--quiet"]) == 0
-    again = run.read("eval.json")["tasks"]
-    assert again["theirs"]["tuned"]["acc"] == found["tasks"]["choice"]["tuned"]["acc"]
-    assert again["choice"] == found["tasks"]["choice"]
-
-
-def test_what_an_answer_must_be_to_be_right() -> None:
-    def right(kind: str, said: str, wanted: str, pattern: str | None = None) -> float:
-        named: Any = kind
-        asked = tasks.Task(task="t", data="d", kind=named, prompt="", pattern=pattern)
-        return tasks.right(asked, said, wanted)
-
-    assert right("exact_match", " <think>no</think> yes\n", "yes") == 1.0
-    assert right("exact_match", "yes.", "yes") == 0.0
-    assert right("json_match", 'Here: {"b": 2, "a": [1]} and more', '{"a": [1], "b": 2}') == 1.0
-    assert right("json_match", "{broken", '{"a": 1}') == 0.0
-    extract = "answer1|answer2"
-    assert right("regex_match", "the correct answer is answer2, not answer1", "answer2", extract) == 1.0
-    assert right("regex_match", "Answer2", "answer2", extract) == 0.0  # case-sensitive, as the paper's script
-    assert right("regex_match", "The total is 42 or 43", "42", r"is (\d+)") == 1.0
-
-
-def test_a_number_is_an_index_and_a_text_a_choice() -> None:
-    asked = {"task": "t", "data": "d", "kind": "multiple_choice", "prompt": "?", "choices": "{{ c }}"}
-    task = tasks.Task.model_validate({**asked, "answer": "{{ a }}"})
-    numbers = ["4", "3", "2", "1"]
-    for answer, index in ((1, 1), ("1", 3), ("4", 0)):
-        assert tasks._document(task, {"c": numbers, "a": answer})["answer"] == index
-    assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
-
-
-def test_shipped_tasks_are_whole() -> None:
-    asked = tasks.read(KNOWLEDGE)
-    assert asked
-    rows = tasks.documents(asked, KNOWLEDGE)
-    assert len(rows) == 100 and all(len(row["choices"]) == 4 for row in rows)
-    files = sorted((ROOT / "examples" / "commonsense").glob("*.yaml"))
-    assert len(files) == 8
-    for path in files:
-        task = tasks.read(str(path))
-        assert task and task.kind == "regex_match" and task.chat and task.pattern
-
-
-def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
-    from test_shared_assets import ASSETS
-
-    for name, file in (("arc_easy", "ARC-Easy"), ("openbookqa", "openbookqa")):
-        source = ASSETS / "commonsense" / f"{file}_train.json"
-        if not source.exists():
-            pytest.skip(f"needs {source}")
-        shipped = ROOT / "examples" / "commonsense" / f"{name}.yaml"
-        (tmp_path / file).mkdir()
-        shutil.copy(source, tmp_path / file / "test.json")
-        path = shutil.copy(shipped, tmp_path)
-        task = tasks.read(str(path))
-        assert task
-        rows = tasks.documents(task, str(path))
-        outputs = [row["output"] for row in json.loads(source.read_text())]
-        assert all(tasks.right(task, said, row["answer"]) for said, row in zip(outputs, rows, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("kind: multiple_choise\nprompt: a\n", ("try:       multiple_choice", "bad.yaml:2:1")),
-        ("kind: multiple_choice\nprompt: '{{ question }}'\n", ("choices", "is required")),
-        (
-            CHOICE.replace("question", "qestion"),
-            ("'qestion' is undefined", "columns question, options, right"),
-        ),
-        (CHOICE.replace("options", "right"), ("not a list of two or more",)),
-        (CHOICE.replace("right", "question"), ("none of the choices",)),
-        (CHOICE + "chioces: a\n", ("unknown key", "choices")),
-        ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
-        ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
-        ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),
-    ],
-)
-def test_a_task_file_that_is_wrong_is_explained(text, said, tmp_path, capsys, small) -> None:
-    path = write_task(tmp_path, "bad", QUESTIONS, text)
-    assert cli.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{path}]", *small]) == 2
-    printed = capsys.readouterr().err
-    assert all(part in printed for part in said), printed
-
-
-def test_tasks_that_are_not_there(train, two_layers, tmp_path, capsys) -> None:
-    missing = tmp_path / "knowlege.yaml"
-    assert cli.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{missing}]"]) == 2
-    assert "cannot read the task" in capsys.readouterr().err
-    run = train(f"model.name={two_layers}")
-    before = run.read("eval.json")
-    assert cli.main(["evaluate", str(run.path), "--tasks", "arc_eazy"]) == 2
-    assert "no such task" in capsys.readouterr().err and run.read("eval.json") == before
-
-
-def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) -> None:
-    found = tasks.find_spec
-    monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "lm_eval" else found(name))
-    assert cli.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
-    assert "finetune-toolkit[eval]" in capsys.readouterr().err
-    monkeypatch.undo()
-    if found("vllm") is None:
-        asked = ["eval.tasks=[arc_easy]", "eval.engine=vllm"]
-        assert cli.main(["check", "recipes/quickstart.yaml", *asked]) == 3
-        assert "pip install vllm" in capsys.readouterr().err
 
 
 def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp_path, capsys) -> None:
@@ -370,47 +201,3 @@ def test_two_processes_give_the_numbers_of_one(train, two_layers, task_files) ->
         assert after["tasks"][name]["rows"] == before["tasks"][name]["rows"]
     assert after["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"], rel=1e-6)
     assert after["samples"] == before["samples"]
-
-
-def test_tasks_are_found_before_weights_are_read(two_layers, tmp_path, capsys, small, monkeypatch) -> None:
-    from finetune import model
-
-    def never(*_: Any) -> None:
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(model, "load", never)
-    asked = [f"model.name={two_layers}", "eval.tasks=[arc_eazy]", f"train.output_dir={tmp_path / 'run'}"]
-    assert cli.main(["train", "recipes/quickstart.yaml", *asked, *small, "--quiet"]) == 2
-    said = capsys.readouterr().err
-    assert "no such task" in said and "arc_easy" in said
-
-
-def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None:
-    from finetune import harness
-
-    def row(index: int, right: float) -> dict[str, Any]:
-        return {"doc_id": index, "filter": "none", "prompt_hash": "a", "acc": right}
-
-    def side(values: list[float], said: float) -> dict[str, Any]:
-        rows = [row(index, value) for index, value in enumerate(values)]
-        common = {"higher_is_better": {"acc": True}, "settings": {}}
-        part = {**common, "rows": rows, "subtasks": [], "metrics": {"acc": sum(values) / len(values)}}
-        return {"part": part, "group": {**common, "rows": [], "subtasks": ["part"], "metrics": {"acc": said}}}
-
-    base, tuned = side([0.0] * 10, 0.0), side([1.0] * 9 + [0.0], 0.9)
-    found = harness.compare(base, tuned, set())
-    assert found["group"]["difference"]["acc"]["verdict"] == "better" and found["group"]["asked"]
-    assert not found["part"]["asked"]
-    assert found["part"]["tuned"]["acc_stderr"] == pytest.approx(0.1)
-    weighted = harness.compare(base, side([1.0] * 9 + [0.0], 0.7), set())
-    assert weighted["group"]["difference"] == {}
-
-
-def test_a_task_may_not_differ_between_base_and_tuned() -> None:
-    from finetune import harness
-
-    row = {"doc_id": 0, "filter": "none", "prompt_hash": "a", "acc": 1.0}
-    side = {"t": {"rows": [row], "subtasks": [], "metrics": {}, "higher_is_better": {}, "settings": {}}}
-    other = {"t": {**side["t"], "rows": [{**row, "prompt_hash": "b"}]}}
-    with pytest.raises(UserError, match="not asked the same"):
-        harness.compare(side, other, set())
