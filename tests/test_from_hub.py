@@ -58,7 +58,7 @@ def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, 
 
 def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys) -> None:
     commit = publish(trained())
-    other = ["adapter.from_other_base=true", "data.validation=null"]
+    other = ["adapter.from_other_base=true", "data.validation=null", HERE[0]]
     second = train(f"adapter.from=me/notes@{commit}", *other, name="second")
     assert receipts(second)["adapter.from"]["got"] == f"all 84 of me/notes@{commit}"
     train(f"adapter.from=me/notes@{'0' * 40}", *other, name="third", code=3)

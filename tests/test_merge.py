@@ -28,6 +28,7 @@ def run(train, tmp_path, monkeypatch):
             rate = {"ia3": "5e-2", "full": "1e-3"}.get(kind, "4e-3")
             steps = "6" if kind == "adalora" else "2"
             more = [f"train.learning_rate={rate}", f"train.max_steps={steps}", "eval.max_new_tokens=2"]
+            more.append(f"model.name={MODEL}")
             given = {override.partition("=")[0] for override in overrides}
             more = [override for override in more if override.partition("=")[0] not in given]
             RUNS[key] = train(f"adapter.type={kind}", *more, *overrides, name=f"trained-{len(RUNS)}").path
