@@ -349,7 +349,7 @@ def test_a_push_that_fails_does_not_fail_the_run(hub: Hub, small, tmp_path, caps
     assert hub.repos["me/notes"].files.keys() >= FILES, "the retry needs nothing else"
 
 
-def test_no_token_is_left_anywhere(small, tmp_path) -> None:
+def test_no_token_is_left_anywhere(small, two_layers, tmp_path) -> None:
     """The whole way in a process of its own, by a user's environment; then each byte it left is looked at."""
     with serve() as hub:
         environment = {
@@ -362,7 +362,7 @@ def test_no_token_is_left_anywhere(small, tmp_path) -> None:
         }
         short = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=4"]
         command = ["train", str(QUICKSTART), *short, *small, "publish.repo=me/notes", "eval.max_new_tokens=2"]
-        command += ["eval.general=false"]
+        command += ["eval.general=false", f"model.name={two_layers}"]
         command += [f"train.output_dir={tmp_path / 'run'}", "--debug"]
         done = subprocess.run(
             [sys.executable, "-m", "finetune", *command],

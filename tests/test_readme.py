@@ -21,18 +21,26 @@ def test_the_commands_are_there() -> None:
 
 
 @pytest.mark.parametrize("command", [c.strip() for c in COMMANDS if c.startswith("finetune")])
-def test_a_finetune_command_runs(command: str, trained, small, tmp_path, capsys) -> None:
+def test_a_finetune_command_runs(command: str, trained, small, two_layers, tmp_path, capsys) -> None:
     """Launched in two processes: test_train.py trains by that command, so that here its recipe is checked."""
     words = shlex.split(command)[1:]
     if words[0] in ("evaluate", "merge", "report", "chat", "publish"):
         words[1] = str(trained().path)
         words += ["eval.limit=4"] if words[0] == "evaluate" else []
     elif words[0] == "compare":
-        words += [*SHORT, *small, "eval.general=false", "--output", str(tmp_path / "compare")]
+        words += [
+            *SHORT,
+            *small,
+            "eval.general=false",
+            f"model.name={two_layers}",
+            "--output",
+            str(tmp_path / "compare"),
+        ]
     elif words[0] == "recipes" and "--copy" in words:
         words[-1] = str(tmp_path / words[-1])
     elif words[0] == "train":
-        words += [*SHORT, *small, f"train.output_dir={tmp_path}/run"]
+        words += [*SHORT, *small, "eval.general=false", f"model.name={two_layers}"]
+        words.append(f"train.output_dir={tmp_path}/run")
         if "--accelerate" in words:
             assert words[2:4] == ["--accelerate", "cpu_2"]
             words = ["check", words[1]]

@@ -155,13 +155,14 @@ def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
 
 
 @pytest.mark.xdist_group("launch")  # one port for all that are launched
-def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, small) -> None:
+def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
     """Ranks have different numbers of rows: one that came to an end would keep the other waiting for ever."""
     lines = (DATA / "train.jsonl").read_text().splitlines()[:43]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     overrides = [f"data.name={tmp_path / 'rows.jsonl'}", "data.validation=null", "data.streaming=true"]
     overrides += ["data.packing=true", "data.max_length=256", "train.effective_batch_size=12"]
     overrides += ["train.per_device_train_batch_size=2", "train.max_steps=6", "train.warmup_steps=0"]
+    overrides += ["eval.general=false", f"model.name={two_layers}"]
     command = [
         sys.executable,
         "-m",
