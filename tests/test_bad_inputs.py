@@ -19,7 +19,7 @@ from finetune.sections import Data, Model
 
 LINEAR = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
 
-pytestmark = pytest.mark.alone  # each mistake is answered within a second
+within_a_second = pytest.mark.alone
 
 RECIPE = """model:
   name: "{model}"
@@ -43,6 +43,7 @@ def stderr_of(command: list[str], code: int, capsys: pytest.CaptureFixture[str])
     return text
 
 
+@within_a_second
 @pytest.mark.parametrize(
     ("number", "old", "new", "phrases"),
     [
@@ -83,6 +84,7 @@ def test_4_an_exponent_without_a_point_is_a_number(recipe_file, capsys) -> None:
     assert load(recipe_file(RECIPE)).train.learning_rate == 0.0001
 
 
+@within_a_second
 def test_9_all_together(recipe_file, capsys) -> None:
     text = RECIPE.replace("r: 8", "r: 0\n  lora_dropout: 1.5").replace("1e-4", "-1")
     text = stderr_of(["check", str(recipe_file(text))], 2, capsys)
@@ -235,6 +237,7 @@ def test_22_bom_and_crlf_are_fine(tmp_path) -> None:
     assert [row["where"][0].rpartition(":")[2] for row in found.train] == ["1", "2"]
 
 
+@within_a_second
 def test_16_a_near_file_is_named(recipe_file, capsys) -> None:
     path = recipe_file(RECIPE.replace("{data}", str(DATA / "tran.jsonl")))
     assert str(DATA / "train.jsonl") in stderr_of(["check", str(path)], 2, capsys)
@@ -270,6 +273,7 @@ def test_58_a_batch_that_processes_can_t_share() -> None:
     assert raised.value.code == 2
 
 
+@within_a_second
 def test_a_missing_recipe_names_the_nearest(capsys) -> None:
     assert "quickstart.yaml" in stderr_of(["check", str(ROOT / "recipes" / "quikstart.yaml")], 2, capsys)
 
@@ -296,6 +300,7 @@ def test_debug_shows_the_traceback(recipe_file) -> None:
         cli.main(["check", str(recipe_file(RECIPE.replace("r: 8", "r: 0"))), "--debug"])
 
 
+@within_a_second
 def test_as_a_user_runs_it_five_mistakes_five_messages(recipe_file) -> None:
     text = RECIPE.replace("learning_rate", "learning_rat").replace("r: 8", "r: 0\n  lora_dropout: 2")
     path = recipe_file(text.replace("max_steps: 4", "max_steps: many\n  warmup_ratio: 0.1"))
@@ -317,6 +322,7 @@ def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> N
     assert "does not hold a model that loads" in capsys.readouterr().err
 
 
+@within_a_second
 @pytest.mark.parametrize(
     ("old", "new", "phrases"),
     [
@@ -337,6 +343,7 @@ def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_
     assert all(phrase in text for phrase in phrases), text
 
 
+@within_a_second
 def test_a_git_lfs_pointer_is_not_a_model(recipe_file, tmp_path, capsys) -> None:
     (tmp_path / "model").mkdir()
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n"
