@@ -1,6 +1,5 @@
 """Fingerprints see every change; receipts stop a run; hardware choices have reasons."""
 
-
 import pytest
 import torch
 
