@@ -6,6 +6,8 @@ whose borders are known. Answers are generated with padding on the left and a ca
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,11 @@ FLASH = {
     "flash_attention_2": ("flash-attn", "pip install 'finetune-toolkit[flash]' --no-build-isolation"),
     "flash_attention_3": ("flash-attn-3", "build it from flash-attention's hopper/ folder"),
     "flash_attention_4": ("flash-attn-4", "pip install 'finetune-toolkit[kernels]'"),
+}
+FLASH_MODULES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute.interface",
 }
 # Lowest compute capability; the largest head size forward and backward
 LIMITS = {
@@ -183,9 +190,19 @@ def missing(name: str, hardware: Hardware) -> str:
         return f"{name} is for compute capability 9.0, {hardware.name} is newer"
     if name == "varlen" and not installed("torch.nn.attention.varlen"):
         return "this torch has no torch.nn.attention.varlen"
-    if name not in FLASH or _has_flash(name):
+    if name not in FLASH:
         return ""
-    return f"{name} is not installed: {FLASH[name][1]}"
+    return broken(name) if _has_flash(name) else f"{name} is not installed: {FLASH[name][1]}"
+
+
+@functools.cache
+def broken(name: str) -> str:
+    """Why an installed flash attention can't be imported (it was built for another torch, say), or nothing."""
+    try:
+        importlib.import_module(FLASH_MODULES[name])
+    except Exception as error:  # whatever a foreign extension raises is its reason
+        return f"{name} is installed and can't be imported: {str(error).splitlines()[0]}"
+    return ""
 
 
 def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows) -> str:

@@ -32,7 +32,8 @@ def by_document(query, key, value, *, scale, window, softcap, borders, longest):
     parts = []
     for start, end in pairwise(ends):
         q, k, v = (tensor[:, :, start:end] for tensor in flat)
-        back = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
+        at = torch.arange(end - start, device=query.device)
+        back = at[:, None] - at[None]
         seen = (back >= 0) & (back < (window or math.inf))
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         scores = (q @ k.transpose(-1, -2)) * scale

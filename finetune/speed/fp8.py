@@ -41,12 +41,18 @@ def product(
     """
     if not has_gemm(codes.device):
         with torch.autocast(codes.device.type, enabled=False):
-            return ((codes.float() @ weight.float().t()) * scale * weight_scale.t()).to(dtype)
+            return _cast((codes.float() @ weight.float().t()) * scale * weight_scale.t(), dtype)
     # rowwise scales come with bfloat16 out, and with nothing else
     made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         codes, weight.t(), scale, weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )
-    return made.to(dtype)
+    return _cast(made, dtype)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(dtype)`. Where that changes nothing, torch 2.11 loses the gradient of a compiled
+    autograd.Function that returns it: what comes out was never written (torch 2.13 is right)."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def input_gradient(
@@ -82,7 +88,6 @@ def codes_gradient(
     return product(codes, scale, transpose(weight) if transposed is None else transposed, ones, dtype)
 
 
-@torch.compiler.assume_constant_result
 def has_gemm(device: torch.device) -> bool:
     """Whether fp8 products run as such on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
@@ -107,7 +112,7 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         weight, weight_scale, transposed = ctx.saved_tensors
         made = input_gradient(grads[0], weight, weight_scale, transposed)
-        return made.to(ctx.dtype), None, None, None, None
+        return _cast(made, ctx.dtype), None, None, None, None
 
 
 def linear(

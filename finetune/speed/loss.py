@@ -134,7 +134,7 @@ class _FrozenHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         rows, vocabulary = len(labels), len(weight)
-        held = hidden.element_size() + (0 if compiled else wide.itemsize * (1 if softcap is None else 2))
+        held = hidden.element_size() + (0 if compiled else wide.itemsize * (2 if softcap is None else 3))
         size = chunk_rows(rows, CHUNK_BYTES // (vocabulary * held))
         logits = hidden.new_empty(size, vocabulary)
         gradient = hidden.new_empty(rows if differentiate else 0, hidden.shape[1])
