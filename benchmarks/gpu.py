@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py --rows lora-bf16,lora-fp8,dora-fp8,trl,trl+liger [--layers 32] [--out FOLDER]
 
-The model is Llama-3.1-8B's shape with random weights (made once in --work), the data random tokens in rows of
-4,096; 16,384 tokens a step, LoRA r=16 on all linear layers, AdamW. Each row is a process of its own: the whole
-`finetune train` with the Trainer's loop, or TRL's SFTTrainer as its documentation shows it. Reported are the
-median of the steps after warm-up, the allocator's peak, and the loss of the last step.
+The model is Llama-3.1-8B's shape with random weights (made once in --work), the data random words in rows of
+4,096 tokens; 16,384 tokens a step, LoRA r=16 on all linear layers, AdamW. Each row is a process of its own:
+the whole `finetune train` with the Trainer's loop, or TRL's SFTTrainer as its documentation shows it. Reported
+are the median of the steps after warm-up, the allocator's peak, and the loss of the last step.
 """
 
 from __future__ import annotations
@@ -156,6 +156,21 @@ def result(seconds: list[float], loss: float, peak: float) -> dict[str, Any]:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def table(measured: dict[str, dict[str, Any]]) -> str:
+    """The measured rows as a markdown table."""
+    lines = [
+        "| | tokens/s | step, s | peak GiB | last loss | first step, s | GPU, torch, date |",
+        "|---|" + "---|" * 6,
+    ]
+    for name, row in measured.items():
+        where = f"{row['gpu']}, {row['torch'].partition('+')[0]}, {row['date']}"
+        lines.append(
+            f"| {name} | {row['tokens_per_second']:,.0f} | {row['step_seconds']:.3f} | {row['peak_gib']:.1f} "
+            f"| {row['loss']:.3f} | {row['first_step_seconds']:.0f} | {where} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def make_model(folder: Path, layers: int) -> None:

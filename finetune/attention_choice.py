@@ -197,7 +197,7 @@ def missing(name: str, hardware: Hardware) -> str:
 
 @functools.cache
 def broken(name: str) -> str:
-    """Why an installed flash attention can't be imported (it was built for another torch, say), or nothing."""
+    """Why an installed flash attention can't be imported (built for another torch, say), or nothing."""
     try:
         importlib.import_module(FLASH_MODULES[name])
     except Exception as error:  # whatever a foreign extension raises is its reason

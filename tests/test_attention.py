@@ -351,3 +351,14 @@ def test_the_kernel_is_told_from_the_operations(operation: str, name: str, mask:
         {"aten::_softmax": [], operation: shapes} if name != "none seen" else {operation: []}
     )
     assert name in ran.names and ran.mask == mask
+
+
+def test_a_kernel_that_was_built_for_another_torch_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    attention_choice.broken.cache_clear()
+    said = attention_choice.missing("flash_attention_3", H100)
+    attention_choice.broken.cache_clear()
+    assert said == "flash_attention_3 is installed and can't be imported: undefined symbol: x"

@@ -93,7 +93,7 @@ def test_recompute_is_planned_from_memory() -> None:
     assert kept_gib(llama_8b, 16384, fused=True) == pytest.approx(54, rel=0.1)  # measured
     plan = Memory(layers=32, kept=54.0, entry=0.125, room=60.0)
     assert choose_recompute("auto", plan, H100).value == "none"
-    assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "7 of 32"  # 8 / 1.56, up, and one
+    assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "7 of 32"  # 8 / 1.56, and one
     assert choose_recompute("auto", plan._replace(room=1.0), H100).value == "32 of 32"
     assert choose_recompute("auto", plan._replace(room=1.0), CPU).value == "none"
     assert choose_recompute("all", plan, CPU).value == "32 of 32"

@@ -120,3 +120,13 @@ def test_the_adapters_tables_are_what_was_measured() -> None:
         ("recipes/README.md", tables.guide_table),
     ):
         assert table(rows) in (ROOT / page).read_text(), f"{page}: adapters.py --table"
+
+
+def test_the_table_of_speed_on_a_gpu_is_made_from_its_measurements() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import gpu
+    finally:
+        sys.path.pop(0)
+    measured = json.loads((ROOT / "benchmarks" / "gpu.json").read_text())
+    assert gpu.table(measured) in (ROOT / "benchmarks" / "README.md").read_text()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # A GPU may not add up in the same order twice: what is allowed there, relative. A leak moves both by 0.1 up.
 ALLOWED = {"cpu": (0.0, 0.0), "cuda": (1e-6, 1e-2)}
-# Relative, of one layer's output by two kernels whose sums run in another order, in 16 bits or on an fp8 base.
+# Relative, of one layer's output by two kernels whose sums run in another order, in 16 bits or on fp8.
 # What computes something else - another scale, a token too many - moves it by more than 0.3.
 SAME = 0.03
 
