@@ -44,6 +44,7 @@ def packages(monkeypatch):
 
     def have(*names: str) -> None:
         monkeypatch.setattr(attention_choice, "_has_flash", lambda name: name in names)
+        monkeypatch.setattr(attention_choice, "broken", lambda name: "")
 
     have()
     return have
@@ -353,12 +354,10 @@ def test_the_kernel_is_told_from_the_operations(operation: str, name: str, mask:
     assert name in ran.names and ran.mask == mask
 
 
-def test_a_kernel_that_was_built_for_another_torch_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_was_built_for_another_torch_is_passed_over(tmp_path, monkeypatch):
     (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: x')")
     monkeypatch.syspath_prepend(tmp_path)
     attention_choice.broken.cache_clear()
-    said = attention_choice.missing("flash_attention_3", H100)
+    said = attention_choice.missing("flash_attention_3", H200)
     attention_choice.broken.cache_clear()
     assert said == "flash_attention_3 is installed and can't be imported: undefined symbol: x"
