@@ -40,7 +40,8 @@ def test_the_types_are_those_of_peft() -> None:
 
 
 @pytest.mark.parametrize("kind", [name for name in TYPES if name not in REFUSED_HERE])
-def test_a_type_trains_verifies_reopens_and_merges(kind: str, train, two_layers) -> None:
+def test_a_type_trains_verifies_reopens_and_merges(kind: str, train, two_layers, monkeypatch) -> None:
+    monkeypatch.setattr("finetune.proof.PROBE_ROWS", 6)  # of 32, as in test_merge.py
     rate = RATES.get(kind, 5e-3)
     options = (f"adapter.type={kind}", f"train.learning_rate={rate}", *OPTIONS.get(kind, ()))
     run = train(*options, f"model.name={two_layers}", "train.max_steps=6", "eval.max_new_tokens=2")
