@@ -4,7 +4,7 @@
 
 The model is Llama-3.1-8B's shape with random weights (made once in --work), the data random words in rows of
 4,096 tokens; 16,384 tokens a step, LoRA r=16 on all linear layers, AdamW. Each row is a process of its own:
-the whole `finetune train` with the Trainer's loop, or TRL's SFTTrainer as its documentation shows it. Reported
+the whole `finetune train` with the Trainer's loop, or TRL's SFTTrainer as documented. Reported
 are the median of the steps after warm-up, the allocator's peak, and the loss of the last step.
 """
 
