@@ -67,6 +67,8 @@ def choose_fused(asked: str | bool, model: Any, hardware: Hardware) -> Choice:
     if asked == "auto":
         if hardware.device == "cpu":
             return Choice("off", "auto: it is for GPUs; on the CPU PEFT's own forward runs")
+        if model.dtype != torch.bfloat16:
+            return Choice("off", f"auto: its kernels are measured in bf16, the model is in {model.dtype}")
         if qat.rounding(model):
             return Choice("off", "auto: quantisation-aware training has forwards of its own")
         return Choice("on", "auto")
