@@ -10,7 +10,7 @@ quickstart: .venv/installed
 
 test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone' -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone' -n 2 --dist worksteal
 
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check finetune scripts tests examples

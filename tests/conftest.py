@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import json
@@ -126,6 +127,18 @@ def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[[str], 
         return RunFolder(Path(shutil.copytree(_TRAINED[kind], tmp_path / f"run-{kind}")))
 
     return run
+
+
+@pytest.fixture
+def the_only_launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Launched processes share a port, and fill both cores: one launch at a time, of all workers' tests.
+
+    `xdist_group` does not do it: pytest-xdist 3.8 names groups in `_nodeid`, which pytest 9.2 never reads.
+    """
+    shared = tmp_path_factory.getbasetemp().parent  # of all workers of one `pytest -n`
+    with (shared / "launch.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

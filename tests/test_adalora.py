@@ -286,7 +286,7 @@ def split(rows: int) -> str:
 STRONG = "adapter.orth_reg_weight=50"
 
 
-@pytest.mark.xdist_group("launch")  # one port for all that are launched
+@pytest.mark.usefixtures("the_only_launch")
 def test_two_processes_and_micro_batches_make_one_step(tmp_path) -> None:
     """The same gradients with the regulariser strong, the same ranks on both processes and on one."""
     of_whole, of_parts = Keep(), Keep()

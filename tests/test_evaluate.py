@@ -183,7 +183,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch) -> None:
         scoring.fitting(lambda batch_size: run(99), "auto")
 
 
-@pytest.mark.xdist_group("launch")  # one port for all that are launched
+@pytest.mark.usefixtures("the_only_launch")
 def test_two_processes_give_the_numbers_of_one(train, two_layers, task_files) -> None:
     """`accelerate launch scripts/evaluate.py RUN`, as a user runs it."""
     named = json.dumps([task_files[0], task_files[2], task_files[4]])

@@ -168,7 +168,7 @@ def test_full_fine_tuning_leaves_a_model_and_its_base_untouched(train, two_layer
     assert (two_layers / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.xdist_group("launch")  # one port for all that are launched
+@pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize("launcher", ["command", "script"])
 def test_two_processes_learn_what_one_does(launcher: str, train, small, two_layers, tmp_path) -> None:
     """By `finetune train --accelerate`, as the README says, and by the script under `accelerate launch`."""
