@@ -45,7 +45,7 @@ def choices(
         return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
     storage = setup.storage
-    compile, recompute = fast["speed.compile"], fast["speed.recompute"]
+    compile, recompute, fused = fast["speed.compile"], fast["speed.recompute"], fast["speed.fused"]
     count, _, total = recompute.value.partition(" of ")  # "none", or "6 of 32"
     recomputed = count if not total else "all" if count == total else int(count)
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
@@ -55,6 +55,7 @@ def choices(
         "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
         **({"speed.base": ("fp8", by("speed.base", "hardware", storage))} if storage.value == "fp8" else {}),
         "speed.storage": (storage.value, by("speed.base", "launch", storage)),
+        "speed.fused": (fused.value == "on", by("speed.fused", "hardware", fused)),
         "speed.compile": (compile.value == "on", by("speed.compile", "default", compile)),
         "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),

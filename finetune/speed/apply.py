@@ -45,7 +45,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     layers = decoder_layers(model)
     fused = choose_fused(speed.fused, model, hardware)
     if fused.value == "on":
-        fused = Choice("on", f"{fused.reason}; {add_fused(model, layers, ledger)}")
+        got = add_fused(model, layers, ledger)
+        fused = fused if fused.reason == "asked for" else Choice("on", f"{fused.reason}: {got}")
     plan = memory(model, work.tokens, hardware, fused=fused.value == "on")
     recompute = choose_recompute(speed.recompute, plan, hardware)
     if recompute.value != "none":
