@@ -46,6 +46,9 @@ TYPES: dict[str, Callable[[], Any]] = {
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
     "ia3_everywhere": lambda: IA3Config(target_modules=LINEAR, feedforward_modules=["down_proj"]),
+    "ia3_entries": lambda: IA3Config(
+        target_modules=LINEAR, feedforward_modules=["o_proj", "gate_proj", "up_proj", "down_proj"]
+    ),
     "attention only": lambda: LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
 }
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune import qat
+from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     layers = decoder_layers(model)
     fused = choose_fused(speed.fused, model, hardware)
     if fused.value == "on":
-        got = add_fused(model, layers, ledger)
-        fused = fused if fused.reason == "asked for" else Choice("on", f"{fused.reason}: {got}")
+        fused = add_fused(model, layers, fused, ledger)
     plan = memory(model, work.tokens, hardware, fused=fused.value == "on")
     recompute = choose_recompute(speed.recompute, plan, hardware)
     if recompute.value != "none":
@@ -62,8 +62,15 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
 
 
 def choose_fused(asked: str | bool, model: Any, hardware: Hardware) -> Choice:
-    """Whether adapters run through the fast forwards of `lora`."""
+    """Whether adapters run through the fast forwards of `lora`.
+
+    Raises:
+        UserError: asked for where there is no adapter (exit 2).
+    """
     if not hasattr(model, "peft_config"):
+        if asked is True:
+            what, fix = "there is no adapter to fuse: every parameter trains", "speed.fused: auto"
+            raise UserError(Problem(what, "speed.fused", found="adapter.type: full", fix=fix))
         return Choice("off", "no adapter: every parameter trains")
     if asked == "auto":
         if hardware.device == "cpu":
@@ -76,16 +83,24 @@ def choose_fused(asked: str | bool, model: Any, hardware: Hardware) -> Choice:
     return Choice("on" if asked else "off", "asked for")
 
 
-def add_fused(model: Any, layers: list[Any], ledger: Ledger) -> str:
-    """Fuse, with a receipt; returns what was done in words."""
+def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> Choice:
+    """Fuse, with a receipt; returns the choice with what was done.
+
+    Raises:
+        UserError: asked for, and no layer can be (exit 3).
+    """
     from finetune.speed.fuse import Fused
 
     made = Fused(model, layers)
     left = "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(made.left.items()))
     got = f"{made.served} linear layers" + (f"; {left}" if left else "")
+    if chosen.reason == "asked for" and not made.served:
+        what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
+        raise UserError(Problem(what, "speed.fused", found=left, fix=fix), code=Exit.ENVIRONMENT)
     how = f"fast forwards on the live model, at most {made.worst:.1g} from the modules' own (relative)"
     ledger.add("speed.fused", "what can be fused", got, how, ok=True)
-    return got
+    value = "on" if made.served else "off"
+    return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}")
 
 
 def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:

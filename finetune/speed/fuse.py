@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TYPES = (lora.Linear, adalora.SVDLinear, ia3.Linear)
-TOGETHER = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-)  # names of layers that share their input
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that share their input
 ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -108,7 +105,7 @@ def _mlp(module: Any, fast: set[nn.Module]) -> dict[str, list[nn.Module]]:
     """The layers of a gated MLP that can be fused whole, its forward replaced; nothing if it is not one."""
     down, act = getattr(module, "down_proj", None), getattr(module, "act_fn", None)
     act = ACTIVATIONS.get(type(getattr(module, "activation_fn", act)).__name__)
-    first = [getattr(module, name, None) for name in TOGETHER[1]]
+    first: list[Any] = [getattr(module, name, None) for name in TOGETHER[1]]
     if first == [None, None]:
         first = [getattr(module, "gate_up_proj", None)]
     members: list[Any] = [*first, down]
@@ -117,10 +114,9 @@ def _mlp(module: Any, fast: set[nn.Module]) -> dict[str, list[nn.Module]]:
     dropped = isinstance(down, lora.LoraLayer) and _dropout(down)  # of h, which is never made alone
     if any(map(obstacle, members)) or not alike(first) or dropped or not any(map(_adapted, members)):
         return {}
-    if any(base_of(one).bias is not None for one in members):
+    if any(base_of(one).bias is not None for one in members) or any(map(_entered, first)):
         return {}
     both, last = Stack(first), Stack([down])
-
     module.finetune_fused = (both, last, act)
     module.forward = MethodType(_mlp_forward, module)
     return {"mlp": members}
@@ -203,7 +199,8 @@ def alike(members: list[Any]) -> bool:
     bases = [base_of(one) for one in members]
     kinds = {(type(b), b.in_features, b.weight.dtype, b.weight.device, b.bias is None) for b in bases}
     ranks = [one.r[one.active_adapters[0]] for one in members if isinstance(one, TYPES[:2])]
-    return len(kinds) == 1 and sum(ranks) <= MAX_RANK
+    together = len(members) == 1 or not any(map(_entered, members))
+    return len(kinds) == 1 and sum(ranks) <= MAX_RANK and together
 
 
 def _linear(module: nn.Module) -> bool:
@@ -212,6 +209,11 @@ def _linear(module: nn.Module) -> bool:
 
 def _adapted(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer)
+
+
+def _entered(layer: nn.Module) -> bool:
+    """Whether an IA3 layer scales its input, which others must not see scaled."""
+    return isinstance(layer, ia3.Linear) and bool(layer.is_feedforward)
 
 
 def _dropout(layer: Any) -> bool:

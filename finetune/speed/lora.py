@@ -27,7 +27,7 @@ class Factors(NamedTuple):
     a: torch.Tensor | None = None  # [r, in], the scaling in it
     b: torch.Tensor | None = None  # [out, r]
     column: torch.Tensor | None = None  # [out]
-    entry: torch.Tensor | None = None  # [in]: IA3's factor of x, in the MLP's last layer
+    entry: torch.Tensor | None = None  # [in]: a factor of x, of IA3's feedforward layers
 
 
 def factors(layer: Any) -> Factors:
@@ -94,6 +94,8 @@ def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
     """What all layers of a stack make of x [..., in]: [..., sum of outputs]."""
     flat = x.reshape(-1, x.shape[-1])
     found = [factors(layer) for layer in stack.layers]
+    if found[0].entry is not None:  # such a layer stands alone
+        flat = (flat * found[0].entry).to(flat.dtype)
     t, b = inner(flat, stack.layers, found), outer(flat, stack.sizes, found)
     y = _Linear.apply(flat, t, b, stack.weight, stack.scale)
     column = columns(stack.sizes, found, flat)
@@ -108,7 +110,7 @@ def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tens
     found = [factors(layer) for layer in both.layers]
     halves = found if len(found) == 2 else split(found[0])
     size = sum(both.sizes) // 2
-    t, b = inner(flat, [*both.layers] * (2 // len(found)), halves, even=True), None
+    t = inner(flat, [*both.layers] * (2 // len(found)), halves, even=True)
     b = outer(flat, [size, size], halves, even=True)
     column, last = columns([size, size], halves, flat), factors(down.layers[0])
     if last.entry is not None:  # a factor of act(gate) * up is one of up
