@@ -204,7 +204,7 @@ class _Deviation(torch.autograd.Function):
         return norms.sum()
 
     @staticmethod  # torch declares `*grad_outputs`; there is one here
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's is *args)
         stack, direction = ctx.saved_tensors
         direction = direction * (2 * gradient)
         stacked = direction @ stack if ctx.rows else stack @ direction

@@ -145,13 +145,13 @@ def flash(package: Any) -> Callable[..., Tensor]:
 
 
 def flash2() -> Callable[..., Tensor]:
-    import flash_attn  # type: ignore[reportMissingImports]
+    import flash_attn  # type: ignore[reportMissingImports]  (GPU only)
 
     return flash(flash_attn)
 
 
 def flash3() -> Callable[..., Tensor]:
-    import flash_attn_interface  # type: ignore[reportMissingImports]
+    import flash_attn_interface  # type: ignore[reportMissingImports]  (GPU only)
 
     return flash(flash_attn_interface)
 
@@ -166,7 +166,7 @@ def flash4_forward(
     Returns:
         What the queries attend to, and the logarithms of the sums of exponentials, fp32.
     """
-    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[reportMissingImports]
+    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[reportMissingImports]  (GPU only)
 
     out, sums = _flash_attn_fwd(
         query, key, value, return_lse=True, **_flash4_options(borders, longest, scale, window, softcap)
@@ -187,7 +187,7 @@ def flash4_backward(
     borders: Tensor | None, longest: int, scale: float, window: int | None, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values."""
-    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[reportMissingImports]
+    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[reportMissingImports]  (GPU only)
 
     options = _flash4_options(borders, longest, scale, window, softcap)
     dq, dk, dv = _flash_attn_bwd(query, key, value, out, gradient.contiguous(), sums, **options)[:3]
@@ -237,7 +237,7 @@ def flash4_kernel(
 
 
 def flash4() -> Callable[..., Tensor]:
-    import flash_attn.cute.interface  # type: ignore[reportMissingImports]  # noqa: F401 (fails here, if at all)
+    import flash_attn.cute.interface  # type: ignore[reportMissingImports]  (GPU only)  # noqa: F401 (fails here, if at all)
 
     return flash4_kernel
 

@@ -43,7 +43,7 @@ def product(
         with torch.autocast(codes.device.type, enabled=False):
             return _cast((codes.float() @ weight.float().t()) * scale * weight_scale.t(), dtype)
     # rowwise scales come with bfloat16 out, and with nothing else
-    made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+    made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
         codes, weight.t(), scale, weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )
     return _cast(made, dtype)
@@ -59,7 +59,6 @@ def input_gradient(
     grad: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    transposed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of x in y = x W^T.
 
@@ -67,13 +66,12 @@ def input_gradient(
         grad: [rows, out], that of y.
         weight: [out, in] e4m3.
         weight_scale: [out, 1] float32.
-        transposed: [in, out] e4m3, contiguous: `transpose(weight)` where it is kept; made here if `None`.
 
     Returns:
         [rows, in] in `grad`'s dtype.
     """
     codes, scale = quantise_rows(grad, weight_scale.flatten())
-    return codes_gradient(codes, scale, weight, grad.dtype, transposed)
+    return codes_gradient(codes, scale, weight, grad.dtype)
 
 
 def codes_gradient(
@@ -81,11 +79,10 @@ def codes_gradient(
     scale: torch.Tensor,
     weight: torch.Tensor,
     dtype: torch.dtype,
-    transposed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`input_gradient` of a gradient that is quantised already, the weight's scale in it."""
     ones = torch.ones(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
-    return product(codes, scale, transpose(weight) if transposed is None else transposed, ones, dtype)
+    return product(codes, scale, transpose(weight), ones, dtype)
 
 
 def has_gemm(device: torch.device) -> bool:
@@ -100,19 +97,18 @@ class _FrozenLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
-        transposed: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        ctx.save_for_backward(weight, weight_scale, transposed)
+        ctx.save_for_backward(weight, weight_scale)
         ctx.dtype = x.dtype
         codes, scale = quantise_rows(x)
         return product(codes, scale, weight, weight_scale, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        weight, weight_scale, transposed = ctx.saved_tensors
-        made = input_gradient(grads[0], weight, weight_scale, transposed)
-        return _cast(made, ctx.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        weight, weight_scale = ctx.saved_tensors
+        made = input_gradient(grads[0], weight, weight_scale)
+        return _cast(made, ctx.dtype), None, None, None
 
 
 def linear(
@@ -120,7 +116,6 @@ def linear(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     *,
-    transposed: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """y = x W^T, with a gradient for x alone. Can be traced whole by torch.compile.
@@ -129,7 +124,6 @@ def linear(
         x: [..., in], any float dtype.
         weight: [out, in] e4m3.
         weight_scale: [out, 1] float32.
-        transposed: `transpose(weight)`, where it is kept.
         dtype: of y; `None`: autocast's, or x's without autocast.
 
     Returns:
@@ -138,7 +132,7 @@ def linear(
     if dtype is None:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    rows: Any = _FrozenLinear.apply(x.reshape(-1, x.shape[-1]), weight, weight_scale, transposed, dtype)
+    rows: Any = _FrozenLinear.apply(x.reshape(-1, x.shape[-1]), weight, weight_scale, dtype)
     return rows.view(*x.shape[:-1], -1)  # a view made inside the function could not be added to in place
 
 
@@ -148,13 +142,11 @@ class Fp8Linear(torch.nn.Linear):
     Attributes:
         weight: [out, in] e4m3, without gradient.
         weight_scale: buffer [out, 1] float32.
-        transposed: buffer [in, out] e4m3 (not saved), or `None`: made anew in each backward pass.
         compute_dtype: the dtype that this layer would have without fp8. PEFT moves a new adapter to it, as it
             does on a base that is not quantised; to e4m3, the adapter would be rounded.
     """
 
     weight_scale: torch.Tensor
-    transposed: torch.Tensor | None
 
     def __init__(
         self,
@@ -170,7 +162,6 @@ class Fp8Linear(torch.nn.Linear):
         codes = torch.empty(out_features, in_features, dtype=E4M3, device=device)
         self.weight = torch.nn.Parameter(codes, requires_grad=False)
         self.register_buffer("weight_scale", torch.empty(out_features, 1, device=device))
-        self.register_buffer("transposed", None, persistent=False)
         if bias:
             empty = torch.empty(out_features, dtype=compute_dtype, device=device)
             self.bias = torch.nn.Parameter(empty, requires_grad=False)
@@ -199,12 +190,8 @@ class Fp8Linear(torch.nn.Linear):
         """The weight that this layer computes with: [out, in] float32."""
         return self.weight.float() * self.weight_scale
 
-    def keep_transposed(self) -> None:
-        """Keep the second layout, for one byte more a parameter and no transposition in backward passes."""
-        self.transposed = transpose(self.weight)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = linear(input, self.weight, self.weight_scale, transposed=self.transposed)
+        y = linear(input, self.weight, self.weight_scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:

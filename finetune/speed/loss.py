@@ -113,7 +113,8 @@ def token_loss(
             compiled,
         )
         gradient = torch.is_grad_enabled() and hidden.requires_grad
-        nll, entropy, correct = _FrozenHead.apply(hidden, *given, gradient)  # pyright: ignore[reportGeneralTypeIssues]
+        made: Any = _FrozenHead.apply(hidden, *given, gradient)
+        nll, entropy, correct = made
     return TokenLoss(nll=nll, entropy=entropy, correct=correct)
 
 
@@ -169,7 +170,7 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         gradient, has_label, picked = ctx.saved_tensors
         if gradients[0] is None:
             return (None,) * 8

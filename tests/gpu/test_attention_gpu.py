@@ -64,7 +64,7 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def cases() -> list[tuple[str, str]]:
     without = {"cudnn": ["packed", "window", "packed window", "softcap"], "varlen": ["softcap"]}
     if "flash_attention_3" in HERE:  # whose builds may leave out what takes long to compile
-        from flash_attn_config import CONFIG  # type: ignore[reportMissingImports]
+        from flash_attn_config import CONFIG  # type: ignore[reportMissingImports]  (GPU only)
 
         off = [flag for flag, is_off in CONFIG["build_flags"].items() if is_off]
         windows = ["window", "packed window"] if "FLASHATTENTION_DISABLE_LOCAL" in off else []

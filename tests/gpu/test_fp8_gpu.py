@@ -38,8 +38,6 @@ def test_fp8_gemms_give_what_the_emulation_gives(rows: int, out: int, width: int
     assert error(y, wanted) < 5e-3
     codes, scale = fp8.quantise_rows(g.float() * quantised.weight_scale.T)
     assert error(gradient, (codes.double() * scale) @ quantised.weight.double()) < 5e-3
-    quantised.keep_transposed()
-    assert torch.equal(torch.autograd.grad(quantised(x), x, g)[0], gradient)
 
 
 def test_a_gpu_quantises_as_the_cpu_does() -> None:
@@ -60,11 +58,8 @@ def test_the_transposition_is_eager_s(shape: tuple[int, int]) -> None:
     assert torch.equal(got.view(torch.uint8), codes.view(torch.uint8).t())
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_it_compiles_whole_and_gives_the_same(kept: bool) -> None:
+def test_it_compiles_whole_and_gives_the_same() -> None:
     quantised = layer(1024, 2048)
-    if kept:
-        quantised.keep_transposed()
     x = torch.randn(4, 128, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(4, 128, 1024, device="cuda", dtype=torch.bfloat16)
 
