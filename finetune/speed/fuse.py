@@ -155,7 +155,10 @@ def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
         return type(self).forward(self, x, *args, **kwargs)
     if stack.x is not x:
         stack.x = x
-        stack.ready = dict(enumerate(project(stack, x).split(stack.sizes, dim=-1)))
+        parts = list(project(stack, x).split(stack.sizes, dim=-1))
+        if len(parts) == 3:  # attention keeps the values for backward, and with a view of them all three
+            parts[2] = parts[2].contiguous()
+        stack.ready = dict(enumerate(parts))
     y = stack.ready.pop(place)
     if not stack.ready:
         stack.x = None

@@ -15,8 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = {"ROWS": 512, "BT": 16, "BN": 128, "STAGES": 3}  # of the activation; H200, F = 14336, R = 16
+TILE = {
+    "ROWS": 512,
+    "BT": 16,
+    "BN": 128,
+    "STAGES": 3,
+    "WARPS": 4,
+}  # of the activation; H200, F = 14336, R = 16
 LONGEST_ROW = 32768  # that one program quantises
+THIN_TILE = {"BT": 64, "BN": 128, "STAGES": 4, "WARPS": 4}  # of a product made while rounding
+THIN = 64  # columns of a product that is made beside something else
+THIN_RANK = 32  # of the adapters whose gradients are summed where the activation's are made
 
 
 @triton.jit
@@ -50,8 +59,9 @@ def _act(x, GELU: tl.constexpr):
 
 @triton.jit
 def _activate(
-    gu, t, b, column, h, T, F, R: tl.constexpr, ADAPTED: tl.constexpr, COLUMN: tl.constexpr,
-    GELU: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    gu, t, b, column, h, amax, T, F, R: tl.constexpr, ADAPTED: tl.constexpr, COLUMN: tl.constexpr,
+    AMAX: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     ranks, here = tl.arange(0, R), cols < F
@@ -72,16 +82,20 @@ def _activate(
         if COLUMN:
             gate, up = gate * scale_gate[None, :], up * scale_up[None, :]
         value, _ = _act(gate, GELU)
-        tl.store(h + rows[:, None] * F + cols[None, :], (value * up).to(h.dtype.element_ty), ok)
+        made = (value * up).to(h.dtype.element_ty)
+        tl.store(h + rows[:, None] * F + cols[None, :], made, ok)
+        if AMAX:
+            tl.store(amax + tl.program_id(0) * T + rows, tl.max(tl.abs(made.to(tl.float32)), 1), rows < T)
 
 
 @triton.jit
 def _activate_backward(
-    gu, t, b, column, dh, dt_down, a_down, weight_scale, dgu, h, amax, dcolumn, T, F, R: tl.constexpr,
-    ADAPTED: tl.constexpr, R_DOWN: tl.constexpr, ADAPTED_DOWN: tl.constexpr, COLUMN: tl.constexpr,
-    AMAX: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    gu, t, b, column, dh, dt_down, a_down, weight_scale, dgu, h, amax, dcolumn, db, da_down, T, F,
+    R: tl.constexpr, ADAPTED: tl.constexpr, R_DOWN: tl.constexpr, ADAPTED_DOWN: tl.constexpr,
+    COLUMN: tl.constexpr, AMAX: tl.constexpr, SUMS: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """With SUMS each program writes what its rows add to the gradients of b and a_down; else h is written."""
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     ranks, ranks_down, here = tl.arange(0, R), tl.arange(0, R_DOWN), cols < F
     if ADAPTED:
@@ -95,6 +109,10 @@ def _activate_backward(
     if AMAX:
         weight_gate = tl.load(weight_scale + cols, here, 0.0)
         weight_up = tl.load(weight_scale + F + cols, here, 0.0)
+    if SUMS and ADAPTED:
+        db_gate, db_up = tl.zeros([BN, R], tl.float32), tl.zeros([BN, R], tl.float32)
+    if SUMS and ADAPTED_DOWN:
+        da = tl.zeros([R_DOWN, BN], tl.float32)
     for start in tl.range(0, ROWS, BT, num_stages=STAGES):
         rows = tl.program_id(1).to(tl.int64) * ROWS + start + tl.arange(0, BT)
         ok = (rows < T)[:, None] & here[None, :]
@@ -103,16 +121,25 @@ def _activate_backward(
         grad = tl.load(dh + at_h, ok, 0.0).to(tl.float32)
         if ADAPTED:
             left = t + rows[:, None] * 2 * R + ranks[None, :]
-            gate += tl.dot(tl.load(left, (rows < T)[:, None], 0.0), b_gate)
-            up += tl.dot(tl.load(left + R, (rows < T)[:, None], 0.0), b_up)
+            t_gate, t_up = (
+                tl.load(left, (rows < T)[:, None], 0.0),
+                tl.load(left + R, (rows < T)[:, None], 0.0),
+            )
+            gate += tl.dot(t_gate, b_gate)
+            up += tl.dot(t_up, b_up)
         if ADAPTED_DOWN:
             left = dt_down + rows[:, None] * R_DOWN + ranks_down[None, :]
-            grad += tl.dot(tl.load(left, (rows < T)[:, None], 0.0), right)
+            dt = tl.load(left, (rows < T)[:, None], 0.0)
+            grad += tl.dot(dt, right)
         if COLUMN:
             plain_gate, plain_up = gate, up
             gate, up = gate * scale_gate[None, :], up * scale_up[None, :]
         value, slope = _act(gate, GELU)
-        tl.store(h + at_h, (value * up).to(h.dtype.element_ty), ok)
+        made = (value * up).to(dgu.dtype.element_ty)
+        if ADAPTED_DOWN and SUMS:
+            da += tl.dot(tl.trans(dt), made)
+        elif ADAPTED_DOWN:
+            tl.store(h + at_h, made, ok)
         dgate, dup = grad * up * slope, grad * value
         if COLUMN:
             sum_gate += tl.sum(dgate * plain_gate, 0)
@@ -121,6 +148,9 @@ def _activate_backward(
         dgate, dup = dgate.to(dgu.dtype.element_ty), dup.to(dgu.dtype.element_ty)
         tl.store(dgu + at, dgate, ok)
         tl.store(dgu + at + F, dup, ok)
+        if SUMS and ADAPTED:
+            db_gate += tl.dot(tl.trans(dgate), t_gate)
+            db_up += tl.dot(tl.trans(dup), t_up)
         if AMAX:
             big = tl.abs(dgate.to(tl.float32) * weight_gate[None, :])
             big = tl.maximum(big, tl.abs(dup.to(tl.float32) * weight_up[None, :]))
@@ -129,6 +159,13 @@ def _activate_backward(
         part = dcolumn + tl.program_id(1).to(tl.int64) * 2 * F + cols
         tl.store(part, sum_gate, here)
         tl.store(part + F, sum_up, here)
+    if SUMS and ADAPTED:
+        part = db + (tl.program_id(1).to(tl.int64) * 2 * F + cols)[:, None] * R + ranks[None, :]
+        tl.store(part, db_gate, here[:, None])
+        tl.store(part + F * R, db_up, here[:, None])
+    if SUMS and ADAPTED_DOWN:
+        part = da_down + (tl.program_id(1).to(tl.int64) * R_DOWN + ranks_down)[:, None] * F + cols[None, :]
+        tl.store(part, da, here[None, :])
 
 
 @triton.jit
@@ -142,6 +179,31 @@ def _quantise(x, column, amax, codes, scale, N, SCALED: tl.constexpr, BN: tl.con
     tl.store(codes + row * N + cols, (values / step).to(tl.float8e4nv), cols < N)
     if tl.program_id(0) == 0:
         tl.store(scale + row, step)
+
+
+@triton.jit
+def _quantise_product(
+    x, column, amax, b, codes, scale, product, T, N, stride_n, stride_r, R: tl.constexpr,
+    SCALED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    rows, ranks = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT), tl.arange(0, R)
+    step = tl.maximum(tl.load(amax + rows, rows < T, 0.0) / 448.0, 1.1754943508222875e-38)
+    total = tl.zeros([BT, R], tl.float32)
+    for start in tl.range(0, N, BN, num_stages=STAGES):
+        cols = start + tl.arange(0, BN)
+        here = cols < N
+        at, ok = rows[:, None] * N + cols[None, :], (rows < T)[:, None] & here[None, :]
+        block = tl.load(x + at, ok, 0.0)
+        right = tl.load(b + cols[:, None] * stride_n + ranks[None, :] * stride_r, here[:, None], 0.0)
+        total += tl.dot(block, right)
+        values = block.to(tl.float32)
+        if SCALED:
+            values *= tl.load(column + cols, here, 0.0)[None, :]
+        tl.store(codes + at, (values / step[:, None]).to(tl.float8e4nv), ok)
+    tl.store(scale + rows, step, rows < T)
+    tl.store(
+        product + rows[:, None] * R + ranks[None, :], total.to(product.dtype.element_ty), (rows < T)[:, None]
+    )
 
 
 @triton.jit
@@ -173,34 +235,60 @@ def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
     _add_product[grid](y, t, b, tokens, size, t.shape[1], 64, 128, num_warps=4)
 
 
-def activate(gu, t, b, column, act):
+def activate(gu, t, b, column, act, largest):
     tokens, size = gu.shape[0], gu.shape[1] // 2
     h = torch.empty(tokens, size, device=gu.device, dtype=gu.dtype)
     grid = (triton.cdiv(size, TILE["BN"]), triton.cdiv(tokens, TILE["ROWS"]))
+    parts = torch.empty(grid[0], tokens, device=gu.device) if largest else None
     rank = t.shape[1] // 2 if t is not None else 16
     _activate[grid](
-        gu, t, b, column, h, tokens, size, rank, t is not None, column is not None, act == "gelu_tanh",
-        TILE["ROWS"], TILE["BT"], TILE["BN"], TILE["STAGES"], num_warps=4,
+        gu, t, b, column, h, parts, tokens, size, rank, t is not None, column is not None, largest,
+        act == "gelu_tanh", TILE["ROWS"], TILE["BT"], TILE["BN"], TILE["STAGES"], num_warps=TILE["WARPS"],
     )  # fmt: skip
-    return h
+    return h, parts.amax(0) if parts is not None else torch.empty(0, device=gu.device)
 
 
 def activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale):
+    """dgu, h (if not summed), amax, dcolumn, the two blocks of db and da_down (if summed on the way)."""
     tokens, size = dh.shape
     grid = (triton.cdiv(size, TILE["BN"]), triton.cdiv(tokens, TILE["ROWS"]))
-    dgu, h = torch.empty_like(gu), torch.empty_like(dh)
+    dgu, h, db, da_down = torch.empty_like(gu), None, None, None
     largest = torch.empty(grid[0], tokens, device=gu.device) if weight_scale is not None else None
     parts = torch.empty(grid[1], 2 * size, device=gu.device) if column is not None else None
     rank = t.shape[1] // 2 if t is not None else 16
     rank_down = dt_down.shape[1] if dt_down is not None else 16
+    sums = max(rank, rank_down) <= THIN_RANK  # they would not fit into registers
+    if sums and t is not None:
+        db = torch.empty(grid[1], 2 * size, rank, device=gu.device)
+    if dt_down is not None and sums:
+        da_down = torch.empty(grid[1], rank_down, size, device=gu.device)
+    elif dt_down is not None:
+        h = torch.empty_like(dh)
     _activate_backward[grid](
-        gu, t, b, column, dh, dt_down, a_down, weight_scale, dgu, h, largest, parts, tokens, size,
-        rank, t is not None, rank_down, dt_down is not None, column is not None, weight_scale is not None,
-        act == "gelu_tanh", TILE["ROWS"], TILE["BT"], TILE["BN"], TILE["STAGES"], num_warps=4,
+        gu, t, b, column, dh, dt_down, a_down, weight_scale, dgu, h, largest, parts, db, da_down, tokens,
+        size, rank, t is not None, rank_down, dt_down is not None, column is not None,
+        weight_scale is not None, sums, act == "gelu_tanh", TILE["ROWS"], TILE["BT"], TILE["BN"],
+        TILE["STAGES"], num_warps=TILE["WARPS"],
     )  # fmt: skip
     empty = torch.empty(0, device=gu.device)
     amax = largest.amax(0) if largest is not None else empty
-    return dgu, h, amax, parts.sum(0) if parts is not None else empty.clone()
+    dcolumn = parts.sum(0) if parts is not None else empty.clone()
+    db = None if db is None else db.sum(0).to(gu.dtype).chunk(2)
+    return dgu, h, amax, dcolumn, db, None if da_down is None else da_down.sum(0).to(gu.dtype)
+
+
+def quantise_product(x, column, amax, b):
+    (rows, size), rank = x.shape, b.shape[1]
+    codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(rows, 1, device=x.device)
+    product = x.new_empty(rows, rank)
+    grid = (triton.cdiv(rows, THIN_TILE["BT"]),)
+    _quantise_product[grid](
+        x, column, amax, b, codes, scale, product, rows, size, b.stride(0), b.stride(1), rank,
+        column is not None, THIN_TILE["BT"], THIN_TILE["BN"], THIN_TILE["STAGES"],
+        num_warps=THIN_TILE["WARPS"],
+    )  # fmt: skip
+    return codes, scale, product
 
 
 def quantise_known(x, column, amax):

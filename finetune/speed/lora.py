@@ -239,11 +239,17 @@ class _GatedMlp(torch.autograd.Function):
         weight: Any, scale: Any, weight_down: Any, scale_down: Any, act: str,
     ) -> torch.Tensor:  # fmt: skip
         gu = product(x, weight, scale)
-        h = ops.activate(gu, t, b, column, act)
-        y = product(h, weight_down, scale_down)
+        h, amax = ops.activate(gu, t, b, column, act, scale_down is not None)
         t_down = None
-        if a_down is not None:
-            t_down = h @ a_down.t()
+        if scale_down is None:
+            y = h @ weight_down.t()
+            t_down = None if a_down is None else h @ a_down.t()
+        elif a_down is None:
+            y = fp8.product(*ops.quantise_rows(h, None, amax), weight_down, scale_down, h.dtype)
+        else:
+            codes, step, t_down = ops.quantise_product(h, None, amax, a_down.t())
+            y = fp8.product(codes, step, weight_down, scale_down, h.dtype)
+        if t_down is not None:
             ops.add_product_(y, t_down, b_down)
         ctx.act = act
         ctx.save_for_backward(
@@ -259,16 +265,19 @@ class _GatedMlp(torch.autograd.Function):
         dt_down = None if a_down is None else grad @ b_down
         db_down = None if a_down is None else grad.t() @ t_down
         weight_scale = None if scale is None else scale.flatten()
-        dgu, h, amax, dcolumn = ops.activate_backward(
+        dgu, amax, dcolumn, db, da_down = ops.activate_backward(
             gu, t, b, column, ctx.act, dh, dt_down, a_down, weight_scale
         )
-        da_down = None if dt_down is None else dt_down.t() @ h
-        dt, db = (None, None) if t is None else (dgu @ b, dgu.t() @ t)
-        dx = None
-        if ctx.needs_input_grad[0] and scale is None:
-            dx = dgu @ weight
-        elif ctx.needs_input_grad[0]:
-            codes, step = ops.quantise_rows(dgu, weight_scale, amax)
+        dt = dx = None
+        if scale is None or not ctx.needs_input_grad[0]:
+            dt = None if t is None else dgu @ b
+            dx = dgu @ weight if ctx.needs_input_grad[0] else None
+        else:
+            if t is None:
+                codes, step = ops.quantise_rows(dgu, weight_scale, amax)
+            else:
+                codes, step, dt = ops.quantise_product(dgu, weight_scale, amax, b)
             dx = fp8.codes_gradient(codes, step, weight, grad.dtype)
-        dcolumn = None if column is None else dcolumn
+        dcolumn, db = None if column is None else dcolumn, None if t is None else db
+        da_down = None if a_down is None else da_down
         return dx, dt, db, dcolumn, da_down, db_down, None, None, None, None, None

@@ -58,6 +58,35 @@ def _(x: torch.Tensor, column: object = None, amax: object = None) -> tuple[torc
     return codes, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
+@torch.library.custom_op(
+    "finetune::quantise_product",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? column, Tensor amax, Tensor b) -> (Tensor, Tensor, Tensor)",
+)
+def quantise_product(
+    x: torch.Tensor, column: torch.Tensor | None, amax: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantise_rows` of x [rows, columns], and the thin product x b of b [columns, R], in one pass over x.
+
+    Returns:
+        codes: [rows, columns] e4m3.
+        scale: [rows, 1] float32.
+        product: [rows, R], of x without `column`.
+    """
+    if x.is_cuda and b.shape[1] <= kernels.THIN:
+        return kernels.quantise_product(x.contiguous(), column, amax, b)
+    return *quantise_rows(x, column, amax), x @ b
+
+
+@quantise_product.register_fake
+def _(
+    x: torch.Tensor, column: object, amax: object, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    return codes, scale, x.new_empty(x.shape[0], b.shape[1])
+
+
 @torch.library.custom_op("finetune::transpose", mutates_args=(), schema="(Tensor codes) -> Tensor")
 def transpose(codes: torch.Tensor) -> torch.Tensor:
     """A contiguous [in, out] copy of codes [out, in]: an fp8 GEMM wants its second operand column-major."""
@@ -90,11 +119,16 @@ def _(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
 @torch.library.custom_op(
     "finetune::activate",
     mutates_args=(),
-    schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act) -> Tensor",
+    schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act, bool largest) -> (Tensor, Tensor)",
 )
 def activate(
-    gu: torch.Tensor, t: torch.Tensor | None, b: torch.Tensor | None, column: torch.Tensor | None, act: str
-) -> torch.Tensor:
+    gu: torch.Tensor,
+    t: torch.Tensor | None,
+    b: torch.Tensor | None,
+    column: torch.Tensor | None,
+    act: str,
+    largest: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """h = act(gate) up, of (gate, up) = column (gu + t b^T).
 
     Args:
@@ -103,26 +137,31 @@ def activate(
         b: their block-diagonal outer matrix [2 F, 2 R].
         column: a factor for each output [2 F] in fp32, or `None`.
         act: `silu` or `gelu_tanh`.
+        largest: whether each row's largest |h| is wanted, to round h to fp8.
 
     Returns:
-        [T, F].
+        h [T, F]; the largest |h| of each row [T] in float32 (empty if not wanted).
     """
     if gu.is_cuda:
-        return kernels.activate(gu, t, b, column, act)
+        return kernels.activate(gu, t, b, column, act, largest)
     gate, up = _gate_and_up(gu, t, b, column)
-    return (_act(gate, act)[0] * up).to(gu.dtype)
+    h = (_act(gate, act)[0] * up).to(gu.dtype)
+    return h, h.float().abs().amax(1) if largest else gu.new_empty(0, dtype=torch.float32)
 
 
 @activate.register_fake
-def _(gu: torch.Tensor, t: object, b: object, column: object, act: str) -> torch.Tensor:
-    return gu.new_empty(gu.shape[0], gu.shape[1] // 2)
+def _(
+    gu: torch.Tensor, t: object, b: object, column: object, act: str, largest: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    amax = gu.new_empty(gu.shape[0] if largest else 0, dtype=torch.float32)
+    return gu.new_empty(gu.shape[0], gu.shape[1] // 2), amax
 
 
 @torch.library.custom_op(
     "finetune::activate_backward",
     mutates_args=(),
     schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act, Tensor dh, Tensor? dt_down, "
-    "Tensor? a_down, Tensor? weight_scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? a_down, Tensor? weight_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def activate_backward(
     gu: torch.Tensor,
@@ -134,8 +173,8 @@ def activate_backward(
     dt_down: torch.Tensor | None,
     a_down: torch.Tensor | None,
     weight_scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `activate` gives back for the gradient dh + dt_down a_down of h.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `activate` gives back for the gradient dh + dt_down a_down of h; h itself is made again inside.
 
     Args:
         dh: the gradient through the frozen weight [T, F].
@@ -143,11 +182,33 @@ def activate_backward(
         weight_scale: of the fp8 weight that made gu [2 F], or `None`.
 
     Returns:
-        dgu [T, 2 F]; h once more [T, F], so that it need not be kept; the largest |dgu weight_scale| of each
-        row [T] (empty without `weight_scale`); the gradient of `column` [2 F] (empty without it).
+        dgu [T, 2 F]; the largest |dgu weight_scale| of each row [T] (empty without `weight_scale`); the
+        gradients of `column` [2 F], of b [2 F, 2 R] (where b is not block-diagonal, zero) and of a_down
+        [R, F], each empty without it.
     """
     if gu.is_cuda:
-        return kernels.activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale)
+        made = kernels.activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale)
+    else:
+        made = _activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale)
+    dgu, h, amax, dcolumn, db, da_down = made
+    if t is not None and db is None:
+        full, (rows, rank) = dgu.t() @ t, (dgu.shape[1] // 2, t.shape[1] // 2)
+        db = full[:rows, :rank], full[rows:, rank:]
+    if dt_down is not None and da_down is None:
+        da_down = dt_down.t() @ h
+    return (
+        dgu,
+        amax,
+        dcolumn,
+        gu.new_empty(0) if db is None else torch.block_diag(*db),
+        gu.new_empty(0) if da_down is None else da_down,
+    )
+
+
+def _activate_backward(
+    gu: Any, t: Any, b: Any, column: Any, act: str, dh: Any, dt_down: Any, a_down: Any, weight_scale: Any
+) -> tuple[Any, ...]:
+    """dgu, h, amax, dcolumn, and where they are not summed on the way, `None` for the adapters' gradients."""
     plain = torch.cat(_gate_and_up(gu, t, b, None), dim=1)
     gate, up = _gate_and_up(gu, t, b, column)
     grad = dh.to(gate.dtype)
@@ -162,25 +223,27 @@ def activate_backward(
         if weight_scale is not None
         else dgu.new_empty(0, dtype=torch.float32)
     )
-    return dgu, (value * up).to(gu.dtype, copy=True), amax, dcolumn
+    return dgu, (value * up).to(gu.dtype), amax, dcolumn, None, None
 
 
 @activate_backward.register_fake
 def _(
     gu: torch.Tensor,
     t: object,
-    b: object,
+    b: torch.Tensor | None,
     column: object,
     act: str,
-    dh: torch.Tensor,
+    dh: object,
     dt_down: object,
-    a_down: object,
+    a_down: torch.Tensor | None,
     weight_scale: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     exact = gu.dtype if gu.dtype == torch.float64 else torch.float32
     amax = gu.new_empty(gu.shape[0] if weight_scale is not None else 0, dtype=torch.float32)
     dcolumn = gu.new_empty(gu.shape[1] if column is not None else 0, dtype=exact)
-    return torch.empty_like(gu), torch.empty_like(dh), amax, dcolumn
+    db = gu.new_empty(0 if b is None else b.shape)
+    da_down = gu.new_empty(0 if a_down is None else a_down.shape)
+    return torch.empty_like(gu), amax, dcolumn, db, da_down
 
 
 def _gate_and_up(

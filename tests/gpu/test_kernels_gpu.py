@@ -70,10 +70,30 @@ def test_add_product(shape: tuple[int, int, int]) -> None:
     assert error(made, y.double() + t.double() @ b.double().T) < 5e-3
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("rank", [0, 16, 32, 64])
+@pytest.mark.parametrize("shape", [(1, 16, 16), (100, 4096, 32), (70, 352, 64), (33, 200, 128)])
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("shape", [(48, 128), (600, 352), (1030, 14336)])
+def test_quantise_product(shape: tuple[int, int, int], scaled: bool) -> None:
+    rows, size, rank = shape
+    x, b, column = random(rows, size), random(rank, size).t(), torch.rand(size) + 0.5 if scaled else None
+    amax = (x.float() * (1.0 if column is None else column)).abs().amax(1)
+    codes, scale, product = ops.quantise_product(*on_gpu(x, column, amax, b))
+    expected, right = ops.quantise_rows(x, column)
+    assert error(codes.float(), expected.float()) < 1e-2 and torch.allclose(scale.cpu(), right, rtol=1e-6)
+    assert error(product, x.double() @ b.double()) < 5e-3
+
+
+CASES = [
+    (shape, act, rank, scaled)
+    for shape in ((48, 128), (600, 352))
+    for act in ("silu", "gelu_tanh")
+    for rank in (0, 16, 32, 64)
+    for scaled in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "act", "rank", "scaled"), [*CASES, ((1030, 14336), "silu", 16, True)], ids=str
+)
 def test_activation(shape: tuple[int, int], act: str, rank: int, scaled: bool) -> None:
     """Every output of both kernels against the same mathematics in float32 on the CPU."""
     tokens, size = shape
@@ -85,10 +105,14 @@ def test_activation(shape: tuple[int, int], act: str, rank: int, scaled: bool) -
     column = torch.rand(2 * size) + 0.5 if scaled else None
     weight = torch.rand(2 * size) if scaled else None
     given = (gu, t, b, column)
-    assert error(ops.activate(*on_gpu(*given), act), ops.activate(*given, act)) < 5e-3
+    for ours, right in zip(
+        ops.activate(*on_gpu(*given), act, scaled), ops.activate(*given, act, scaled), strict=True
+    ):
+        assert ours.shape == right.shape and (not right.numel() or error(ours, right) < 5e-3)
     got = ops.activate_backward(*on_gpu(*given), act, *on_gpu(dh, dt, a, weight))
     expected = ops.activate_backward(*given, act, dh, dt, a, weight)
-    for name, ours, right in zip(("dgu", "h", "amax", "dcolumn"), got, expected, strict=True):
+    names = ("dgu", "amax", "dcolumn", "db", "da_down")
+    for name, ours, right in zip(names, got, expected, strict=True):
         assert ours.shape == right.shape, name
         if right.numel():
             assert error(ours, right) < 5e-3, name
@@ -105,9 +129,9 @@ def model(kind: str, stored: str) -> torch.nn.Module:
         if parameter.requires_grad and "magnitude" not in name:
             parameter.data += 0.02 * torch.randn_like(parameter)
     if stored == "fp8":
-        for module in made.modules():
-            if isinstance(inside := getattr(module, "base_layer", None), torch.nn.Linear):
-                module.base_layer = fp8.Fp8Linear.of(inside)
+        for name, module in list(made.get_base_model().get_decoder().layers.named_modules()):
+            if type(module) is torch.nn.Linear and "lora" not in name:
+                made.get_base_model().get_decoder().layers.set_submodule(name, fp8.Fp8Linear.of(module))
     return made.train()
 
 
