@@ -58,6 +58,7 @@ def make_model(folder: Path, shape: str, stored: str, layers: int) -> Path:
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
     text = {**config.to_dict(), **_quantised(stored)}
     (folder / "config.json").write_text(json.dumps(text, indent=1))  # the last: it says that all is there
+    torch.cuda.empty_cache()  # this process lives on while a row runs in another
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures with: checkpoints that our own loading takes, lengths of rows, the table."""
+"""What benchmarks/gpu.py measures with, and what loss_parity.py says: checkpoints that load, rows, tables."""
 
 import random
 import sys
@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
     import gpu
     import gpu_inputs
+    import loss_parity
 finally:
     sys.path.pop(0)
 
@@ -93,3 +94,27 @@ def test_the_table_says_what_failed_and_what_packing_left_empty(tmp_path) -> Non
     assert packed == "| a | 1,000 | 2,000 of 2,048 | 2.000 | 1.5 | 1.000 | 9 | cudnn | H, 2.11.0, d |"
     assert failed.startswith("| b | failed: error: speed.base: can't be; found:  a / b |")
     assert failed.count("|") == packed.count("|")
+
+
+def test_loss_parity_holds_the_others_against_the_first(tmp_path) -> None:
+    def run(after: float) -> dict:
+        curve = [[step, 3.0 - step / 100] for step in range(1, 41)]
+        held_out = [[step, after] for step in (20, 40)]
+        found = {"training": curve, "held_out": held_out, "before": 3.0, "after": after}
+        return {**found, "device": "H", "torch": "2.11.0+cu130", "date": "d"}
+
+    near = loss_parity.compared({"bf16": run(2.0), "fp8": run(2.009)})
+    far = loss_parity.compared({"bf16": run(2.0), "fp8": run(1.98)})
+    assert near["within"] and not far["within"]
+    *_, first, second = loss_parity.table({"questions": near}).splitlines()
+    assert first == "| questions | bf16 | 3.0000 | 2.0000 | +0.00% | 2.6950 | H, 2.11.0, d |"
+    assert "| 2.0090 | +0.45% |" in second
+    drawn = loss_parity.drawn(near)
+    assert drawn.startswith("<svg") and "fp8, held out" in drawn
+
+
+def test_a_book_is_cut_between_paragraphs_and_no_word_is_lost() -> None:
+    paragraphs = ["word " * count for count in (100, 250, 40, 5, 290)]
+    pieces = loss_parity.passages("\n\n".join(paragraphs[:3]) + "<|endoftext|>" + "\n\n".join(paragraphs[3:]))
+    assert sum(piece.count("word") for piece in pieces) == 685 and len(pieces) == 3
+    assert max(map(len, pieces)) <= loss_parity.ROW_CHARACTERS + 4
