@@ -1,11 +1,24 @@
-"""Speed on one GPU: `finetune train` and its peers on an 8B Llama, side by side, into gpu.json and a table.
+"""Speed on one GPU: `finetune train` and its peers on LLaMA's shapes, side by side, into gpu.json.
 
     python benchmarks/gpu.py --rows lora-bf16,lora-fp8,dora-fp8,trl,trl+liger [--layers 32] [--out FOLDER]
+    python benchmarks/gpu.py --table        # the table of benchmarks/README.md, from benchmarks/gpu.json
 
-The model is Llama-3.1-8B's shape with random weights (made once in --work), the data random words in rows of
-4,096 tokens; 16,384 tokens a step, LoRA r=16 on all linear layers, AdamW. Each row is a process of its own:
-the whole `finetune train` with the Trainer's loop, or TRL's SFTTrainer as documented. Reported
-are the median of the steps after warm-up, the allocator's peak, and the loss of the last step.
+Random weights of Llama-3.1-8B's shape, made once in --work, and random words; unless a row says otherwise
+16,384 tokens a step in rows of 4,096, LoRA r=16 on all linear layers, AdamW. Each row is a process of its
+own: the whole `finetune train` with the Trainer's loop; TRL's SFTTrainer, or that on Unsloth's model, as
+documented. Reported are real tokens (neither padding nor what packing leaves empty) by the median of the
+steps after warm-up, the allocator's peak, and the loss of the last step. Rows of their own kind:
+
+*-packed       documents of real lengths: log-normal, 400 tokens in the mean (median 245), clipped at 4,096
+*-recomputed   every layer recomputed, for little memory
+lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
+full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
+70b-fp8        Llama-3-70B's shape from an fp8 checkpoint (68 GiB in --work), rows of 8,192, attention alone
+cap-24         8B LoRA, rows of 2,048, in 24 GiB of the allocator
+cap-48         70B qLoRA from an NF4 checkpoint (37 GiB in --work), rows of 2,048, in 48 GiB
+
+A 70B checkpoint is removed after the last row that reads it; --work may be a tmpfs. A row that fails is
+written down with what its log says, and the others go on. Rows that OUT/gpu.json has already stay in it.
 """
 
 from __future__ import annotations
@@ -13,90 +26,277 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-LENGTH, BATCH, WARM = 4096, 4, 4
-ROWS: dict[str, list[str]] = {  # of ours: what is overridden
-    "lora-bf16": ["speed.base=bf16"],
-    "lora-fp8": ["speed.base=fp8"],
-    "dora-bf16": ["adapter.type=dora", "speed.base=bf16"],
-    "dora-fp8": ["adapter.type=dora", "speed.base=fp8"],
-    "adalora-fp8": ["adapter.type=adalora", "speed.base=fp8"],
-    "ia3-fp8": ["adapter.type=ia3", "speed.base=fp8"],
-    "qlora": ["adapter.type=qlora"],
-    "lora-bf16-recomputed": ["speed.base=bf16", "speed.recompute=all"],
-    "lora-fp8-recomputed": ["speed.base=fp8", "speed.recompute=all"],
+RESULTS = Path(__file__).with_name("gpu.json")
+WARM = 4  # steps
+TINY = 64  # times shorter rows, to try a row on the CPU
+
+
+class Row(NamedTuple):
+    changes: tuple[str, ...] = ()
+    """Overrides of the recipe, for rows of ours."""
+    model: str = "8b-bf16"
+    """Shape and storage of the checkpoint."""
+    layers: int | None = None
+    """At most; `None`: --layers, or all for 70B."""
+    length: int = 4096
+    batch: int = 4
+    """Rows of `length` tokens in a step."""
+    packed: bool = False
+    cap_gib: float | None = None
+    steps: int = 0
+    """At least."""
+
+
+WHOLE = ("speed.compile=true", "speed.recompute=none")
+SMALL = ("speed.compile=true", "speed.recompute=all")
+ATTENTION = "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
+ROWS = {
+    "lora-bf16": Row(("speed.base=bf16", *WHOLE)),
+    "lora-fp8": Row(("speed.base=fp8", *WHOLE)),
+    "lora-auto": Row(steps=100),
+    "dora-bf16": Row(("adapter.type=dora", "speed.base=bf16", *WHOLE)),
+    "dora-fp8": Row(("adapter.type=dora", "speed.base=fp8", *WHOLE)),
+    "adalora-bf16": Row(("adapter.type=adalora", "speed.base=bf16", *WHOLE)),
+    "adalora-fp8": Row(("adapter.type=adalora", "speed.base=fp8", *WHOLE)),
+    "ia3-bf16": Row(("adapter.type=ia3", "speed.base=bf16", *WHOLE)),
+    "ia3-fp8": Row(("adapter.type=ia3", "speed.base=fp8", *WHOLE)),
+    "qlora": Row(("adapter.type=qlora", *WHOLE)),
+    "lora-bf16-recomputed": Row(("speed.base=bf16", *SMALL)),
+    "lora-fp8-recomputed": Row(("speed.base=fp8", *SMALL)),
+    "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),
+    "lora-fp8-packed": Row(("speed.base=fp8", "data.packing=true", *WHOLE), packed=True),
+    "full-bf16": Row(("adapter.type=full", "train.learning_rate=1e-5", *WHOLE), layers=8),
+    "70b-fp8": Row(("speed.base=fp8", "speed.compile=true", ATTENTION), "70b-fp8", length=8192, batch=1),
+    "cap-24": Row(("speed.compile=true",), length=2048, batch=8, cap_gib=24),
+    "cap-48": Row(("adapter.type=qlora", "speed.compile=true"), "70b-nf4", length=2048, batch=1, cap_gib=48),
 }
-PEERS = ("trl", "trl+checkpointing", "trl+liger", "trl-dora+liger")
+PEERS = {  # what a name says is what is switched on
+    "trl": Row(),
+    "trl+checkpointing": Row(),
+    "trl+liger": Row(),
+    "trl+liger+checkpointing": Row(),
+    "trl-dora+liger": Row(),
+    "trl-qlora+liger": Row(),
+    "trl-qlora+liger+checkpointing": Row(),
+    "trl-full": Row(layers=8),
+    "trl-full+liger": Row(layers=8),
+    "trl-full-fp32+liger": Row(layers=8),
+    "unsloth": Row(),
+    "unsloth+checkpointing": Row(),
+    "unsloth-qlora": Row(),
+}
 RECIPE = """
 model: {{name: {model}}}
 data: {{name: {data}, format: text, max_length: {length}, train_on: all, too_long: split}}
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
-speed: {{compile: true, recompute: none}}
 train: {{max_steps: {steps}, effective_batch_size: {batch}, per_device_train_batch_size: {batch},
   learning_rate: 1.0e-4, logging_steps: 1, output_dir: {folder}}}
 eval: {{general: false, samples: 0}}
 """
 
 
+class Job(NamedTuple):
+    """One row, ready to run."""
+
+    name: str
+    model: Path
+    data: Path
+    length: int
+    batch: int
+    steps: int
+    row: Row
+    out: Path
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, help="at most so many, in every row")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        row = peer(options) if options.one in PEERS else ours(options)
-        (options.out / f"{options.one}.json").write_text(json.dumps(row))
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    make_model(options.work / "model", options.layers)
-    make_data(options.work / "data.jsonl", options.steps)
-    measured = {}
-    for name in options.rows.split(","):
-        started = time.perf_counter()
-        given = ["--layers", options.layers, "--steps", options.steps, "--work", options.work]
-        command = [sys.executable, __file__, "--one", name, *map(str, given), "--out", str(options.out)]
-        with (options.out / f"{name}.log").open("w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-        found = options.out / f"{name}.json"
-        row = json.loads(found.read_text()) if code == 0 else {"failed": code}
-        measured[name] = {**row, "process_seconds": time.perf_counter() - started}
-        print(name, measured[name], flush=True)
-    (options.out / "gpu.json").write_text(json.dumps(measured, indent=1) + "\n")
+    if options.table:
+        print(table(json.loads(RESULTS.read_text())))
+    elif options.one:
+        job = plan(options.one, options)
+        (job.out / f"{job.name}.json").write_text(json.dumps(ours(job) if job.name in ROWS else peer(job)))
+    else:
+        run(options.rows.split(","), options)
 
 
-def ours(options: Any) -> dict[str, Any]:
+def plan(name: str, options: Any) -> Job:
+    """What a row needs, by its paths and sizes."""
+    row = {**ROWS, **PEERS}[name]
+    shape, stored = row.model.split("-")
+    shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)
+    layers = min(n for n in (row.layers, options.layers, 80 if shape == "70b" else 32) if n)
+    length, steps = row.length // shorter, max(options.steps, 0 if options.tiny else row.steps)
+    kind = "documents" if row.packed else "text"
+    data = options.work / f"{kind}-{(steps + 2) * row.batch * length}.jsonl"
+    model = options.work / f"{shape}-{stored}-{layers}"
+    return Job(name, model, data, length, row.batch, steps, row, options.out)
+
+
+def run(names: list[str], options: Any) -> None:
+    """Each row in a process of its own; gpu.json is written after each."""
+    from gpu_inputs import make_data, make_model
+
+    jobs = [plan(name, options) for name in names]
+    for folder in (options.work, options.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    found = options.out / "gpu.json"
+    measured = json.loads(found.read_text()) if found.exists() else {}
+    passed = ["--steps", options.steps, "--work", options.work, "--out", options.out]
+    passed += [*(["--layers", options.layers] if options.layers else []), *(["--tiny"] * options.tiny)]
+    for index, job in enumerate(jobs):
+        shape, stored, layers = job.model.name.split("-")
+        make_model(job.model, shape, stored, int(layers))
+        make_data(job.data, (job.steps + 2) * job.batch * job.length, documents=job.row.packed)
+        started, log = time.perf_counter(), options.out / f"{job.name}.log"
+        with log.open("w") as file:
+            command = [sys.executable, __file__, "--one", job.name, *map(str, passed)]
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        row = json.loads((options.out / f"{job.name}.json").read_text()) if code == 0 else failure(code, log)
+        measured[job.name] = {**row, "process_seconds": time.perf_counter() - started}
+        found.write_text(json.dumps(measured, indent=1) + "\n")
+        print(job.name, measured[job.name], flush=True)
+        if shape == "70b" and all(job.model != later.model for later in jobs[index + 1 :]):
+            shutil.rmtree(job.model)  # of a tmpfs, which has no room for two
+    print(table(measured))
+
+
+def failure(code: int, log: Path) -> dict[str, Any]:
+    """Why a row failed: our error with what was found, or the last line of its log."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+    said = lines[errors[-1] :] if errors else lines[-1:]
+    return {"failed": code, "reason": "; ".join(said)[:300] or "nothing was said"}
+
+
+def ours(job: Job) -> dict[str, Any]:
     """`finetune train`, in this process, and what its metrics say."""
+    import torch
+
     from finetune import cli
 
-    folder = options.out / "runs" / options.one
-    paths = {"model": options.work / "model", "data": options.work / "data.jsonl", "folder": folder}
-    recipe = options.work / f"{options.one}.yaml"
-    recipe.write_text(RECIPE.format(**paths, length=LENGTH, batch=BATCH, steps=options.steps))
-    code = cli.main(["train", str(recipe), *ROWS[options.one]])
-    if code:
-        sys.exit(code)
+    if job.row.cap_gib and torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(job.row.cap_gib * 2**30 / whole)
+    folder, recipe = job.out / "runs" / job.name, job.out / f"{job.name}.yaml"
+    sizes = {"length": job.length, "batch": job.batch, "steps": job.steps}
+    recipe.write_text(RECIPE.format(model=job.model, data=job.data, folder=folder, **sizes))
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        if code := cli.main(["train", str(recipe), *job.row.changes]):
+            sys.exit(code)
+    finally:
+        for big in ("adapter", "model", "checkpoints"):
+            shutil.rmtree(folder / big, ignore_errors=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    return result([line["step_seconds"] for line in steps], steps[-1]["loss"], steps[-1]["gpu_memory_gib"])
+    real = (steps[-1]["tokens"] - steps[WARM - 1]["tokens"]) / (len(steps) - WARM)
+    receipts = json.loads((folder / "receipts.json").read_text())
+    attention = next(one["got"] for one in receipts if one["option"] == "model.attention")
+    peak, seconds = steps[-1]["gpu_memory_gib"], [line["step_seconds"] for line in steps]
+    return result(job, seconds, steps[-1]["loss"], peak, attention=attention, real=real)
 
 
-def peer(options: Any) -> dict[str, Any]:
-    """TRL's SFTTrainer with PEFT, as their documentation shows it."""
+def peer(job: Job) -> dict[str, Any]:
+    """TRL's SFTTrainer with PEFT, or on Unsloth's model, as their documentation shows it."""
+    words = set(re.split("[-+]", job.name))
+    model, tokenizer, config = unsloth(job, words) if "unsloth" in words else trl(job, words)
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
+
+    texts = [json.loads(line)["text"] for line in job.data.read_text().splitlines()]
+    ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    rows = [ids[i : i + job.length] for i in range(0, len(ids) - job.length, job.length)]
+    halves = 2 if "dora" in words else 1  # PEFT's DoRA does not fit with four rows at once
+    recompute = "checkpointing" in words or "dora" in words
+    # Unsloth's own checkpointing is its model's; SFTConfig's is left as it is there
+    checkpointing = {} if recompute and "unsloth" in words else {"gradient_checkpointing": recompute}
+    arguments = SFTConfig(
+        output_dir=str(job.out / "runs" / job.name), max_steps=job.steps,
+        learning_rate=1e-5 if "full" in words else 1e-4, max_length=job.length, logging_steps=1,
+        per_device_train_batch_size=job.batch // halves, gradient_accumulation_steps=halves,
+        bf16=torch.cuda.is_available(), save_strategy="no", report_to="none",
+        use_liger_kernel="liger" in words, **checkpointing,
+    )  # fmt: skip
+    clock = make_clock()
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"input_ids": rows[: job.steps * job.batch]}),
+        processing_class=tokenizer,
+        peft_config=config,
+        callbacks=[clock],
+    )
+    trainer.train()
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    attention = f"{model.config._attn_implementation} (as set)"
+    return result(job, clock.seconds, clock.loss, peak, attention=attention)
+
+
+def trl(job: Job, words: set[str]) -> tuple[Any, Any, Any]:
+    """Model, tokenizer and PEFT's config, which is none where every weight is trained."""
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    options: dict[str, Any] = {"dtype": torch.float32 if "fp32" in words else torch.bfloat16}
+    if torch.cuda.is_available():
+        options["device_map"] = {"": 0}
+    if "qlora" in words:
+        settings: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        settings["bnb_4bit_compute_dtype"] = torch.bfloat16
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **settings)
+    model = AutoModelForCausalLM.from_pretrained(job.model, **options)
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora="dora" in words)
+    return model, AutoTokenizer.from_pretrained(job.model), None if "full" in words else config
+
+
+def unsloth(job: Job, words: set[str]) -> tuple[Any, Any, None]:
+    """Unsloth's model with its adapter on it, and the tokenizer."""
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which would look for a network
+    try:
+        from unsloth import FastLanguageModel  # before TRL and transformers, which it changes
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error.name} is not installed")
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=str(job.model), max_seq_length=job.length, load_in_4bit="qlora" in words
+    )
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    checkpointing = "unsloth" if "checkpointing" in words else False
+    settings: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0, "bias": "none"}
+    settings |= {"target_modules": linear, "use_gradient_checkpointing": checkpointing}
+    return FastLanguageModel.get_peft_model(model, **settings), tokenizer, None
+
+
+def make_clock() -> Any:
+    """A callback that keeps the seconds of each step, the device's work included, and the last loss."""
+    import torch
+    from transformers import TrainerCallback
+
+    def now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -104,55 +304,36 @@ def peer(options: Any) -> dict[str, Any]:
             self.loss = float("nan")
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
-            self.begun = time.perf_counter()
+            self.begun = now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - self.begun)
+            self.seconds.append(now() - self.begun)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             self.loss = logs.get("loss", self.loss)
 
-    dora = "dora" in options.one
-    recompute = "checkpointing" in options.one or dora
-    folder, tokenizer = options.work / "model", AutoTokenizer.from_pretrained(options.work / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": 0})
-    texts = [json.loads(line)["text"] for line in (options.work / "data.jsonl").read_text().splitlines()]
-    ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    rows = [ids[i : i + LENGTH] for i in range(0, len(ids) - LENGTH, LENGTH)][: options.steps * BATCH]
-    checkpointing = {"gradient_checkpointing": recompute}
-    clock = Clock()
-    arguments = SFTConfig(
-        output_dir=str(options.out / "runs" / options.one), max_steps=options.steps, learning_rate=1e-4,
-        per_device_train_batch_size=2 if dora else BATCH, gradient_accumulation_steps=2 if dora else 1,
-        bf16=True, max_length=LENGTH, logging_steps=1, save_strategy="no", report_to="none",
-        use_liger_kernel="liger" in options.one, **checkpointing,
-    )  # fmt: skip
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_dict({"input_ids": rows}),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora=dora),
-        callbacks=[clock],
-    )
-    trainer.train()
-    return result(clock.seconds, clock.loss, torch.cuda.max_memory_allocated() / 2**30)
+    return Clock()
 
 
-def result(seconds: list[float], loss: float, peak: float) -> dict[str, Any]:
+def result(
+    job: Job, seconds: list[float], loss: float, peak: float | None, *, attention: str, real: float = 0.0
+) -> dict[str, Any]:
+    """A row of gpu.json; `real`: tokens of a step, if not all that are asked for."""
     import torch
 
-    median = statistics.median(seconds[WARM:])
+    asked, median = job.batch * job.length, statistics.median(seconds[WARM:])
     return {
-        "tokens_per_second": LENGTH * BATCH / median,
+        "tokens_per_second": (real or asked) / median,
+        "tokens_per_step": asked,
+        "real_tokens_per_step": real or asked,
         "step_seconds": median,
         "first_step_seconds": seconds[0],
-        "peak_gib": peak,
+        "peak_gib": peak or 0.0,
         "loss": loss,
         "steps": len(seconds) - WARM,
-        "gpu": torch.cuda.get_device_name(),
+        "attention": attention,
+        "layers": int(job.model.name.rpartition("-")[2]),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -161,50 +342,24 @@ def result(seconds: list[float], loss: float, peak: float) -> dict[str, Any]:
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """The measured rows as a markdown table."""
     lines = [
-        "| | tokens/s | step, s | peak GiB | last loss | first step, s | GPU, torch, date |",
-        "|---|" + "---|" * 6,
+        "| | tokens/s | tokens a step | step, s | peak GiB | last loss | first step, s | attention "
+        "| GPU, torch, date |",
+        "|---|" + "---|" * 8,
     ]
     for name, row in measured.items():
+        if "failed" in row:
+            lines.append(f"| {name} | failed: {row['reason'].replace('|', '/')} |" + " |" * 7)
+            continue
+        tokens = row.get("tokens_per_step", 16384)
+        real = row.get("real_tokens_per_step", tokens)
+        held = f"{tokens:,}" if real == tokens else f"{real:,.0f} of {tokens:,}"
         where = f"{row['gpu']}, {row['torch'].partition('+')[0]}, {row['date']}"
         lines.append(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {row['step_seconds']:.3f} | {row['peak_gib']:.1f} "
-            f"| {row['loss']:.3f} | {row['first_step_seconds']:.0f} | {where} |"
+            f"| {name} | {row['tokens_per_second']:,.0f} | {held} | {row['step_seconds']:.3f} "
+            f"| {row['peak_gib']:.1f} | {row['loss']:.3f} | {row['first_step_seconds']:.0f} "
+            f"| {row.get('attention', '')} | {where} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def make_model(folder: Path, layers: int) -> None:
-    """Llama-3.1-8B's shape with random weights, and the embedded example's tokenizer."""
-    if (folder / "config.json").exists():
-        return
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, rope_theta=500000.0, max_position_embeddings=8192,
-        rms_norm_eps=1e-5, dtype="bfloat16", tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer = Path(__file__).parents[1] / "examples" / "tiny_llama" / "model"
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    del model
-    torch.cuda.empty_cache()
-    torch.set_default_dtype(torch.float32)
-
-
-def make_data(path: Path, steps: int) -> None:
-    """One text of random words, which is split into rows: about 2.7 tokens a word."""
-    import random
-
-    random.seed(0)
-    words = [f"{a}{b}{c}" for a in "bcdfgklm" for b in "aeiou" for c in "nrst"]
-    text = " ".join(random.choices(words, k=(steps + 2) * BATCH * LENGTH // 2))
-    path.write_text(json.dumps({"text": text}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""Does the fp8 base learn what bf16 does? `finetune train` on both, the same seed, a real model, real data.
+
+    python benchmarks/loss_parity.py --assets FOLDER [--data questions,books]    # needs a GPU with fp8 GEMMs
+    python benchmarks/loss_parity.py --table       # the table of benchmarks/README.md, from loss_parity.json
+
+FOLDER holds books-16m (a LLaMA of 15.7 M parameters, pre-trained on books) and what it is tuned on: gsm8k
+(`questions`: school mathematics, which it has never seen) or text-books (`books`: more of what it knows).
+LoRA r=16 on all linear layers, 300 steps of 16 rows of at most 512 tokens, every twentieth row held out (200
+at most); their loss every 25 steps, and of what was saved, reopened, at the end: that of fp8 has to be within
+0.5 % of bf16's. Curves go into loss_parity.json and loss_parity-DATA.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("loss_parity.json")
+ALLOWED = 0.005  # relative difference of the held-out losses at the end
+HELD_OUT = 20  # every so many'th row
+ROW_CHARACTERS = 1500  # of a book, cut between its paragraphs: less than 512 tokens
+MOST_HELD_OUT = 200  # rows
+RECIPE = """
+model: {{name: {model}}}
+data: {{name: {train}, validation: {held_out}, max_length: 512, train_on: {train_on}, too_long: drop}}
+adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
+speed: {{base: {base}}}
+train: {{max_steps: {steps}, effective_batch_size: 16, per_device_train_batch_size: 16, learning_rate: 1.0e-3,
+  warmup_steps: 10, lr_scheduler_type: cosine, logging_steps: 1, seed: 42, output_dir: {folder}}}
+eval: {{general: false, samples: 0, every: {every}, keep_best: false}}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--assets", type=Path)
+    parser.add_argument("--data", default="questions")
+    parser.add_argument("--bases", default="bf16,fp8", help="the first is what the others are held against")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=RESULTS.parent, help="where JSON and curves go")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(RESULTS.read_text())))
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for name in options.data.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            files = write_data(name, options.assets, Path(folder))
+            runs = {base: train(base, files, options, Path(folder)) for base in options.bases.split(",")}
+        results[name] = compared(runs)
+        (options.out / "loss_parity.json").write_text(json.dumps(results, indent=1) + "\n")
+        (options.out / f"loss_parity-{name}.svg").write_text(drawn(results[name]))
+    print(table(results))
+    if not all(result["within"] for result in results.values()):
+        sys.exit(f"a held-out loss is further than {ALLOWED:.1%} from the first base's")
+
+
+def write_data(name: str, assets: Path, folder: Path) -> dict[str, Any]:
+    """Rows to train on and rows held out, as files; and which tokens carry loss."""
+    if name == "questions":
+        rows = [json.loads(line) for line in (assets / "gsm8k" / "train.jsonl").read_text().splitlines()]
+        rows = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
+    else:
+        rows = [{"text": text} for text in passages((assets / "text-books" / "val.txt").read_text())]
+    held_out = rows[::HELD_OUT][:MOST_HELD_OUT]
+    trained = [row for index, row in enumerate(rows) if index % HELD_OUT]
+    for file, part in (("train", trained), ("held_out", held_out)):
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"{name}-{file}.jsonl").write_text(lines)
+    paths = {file: folder / f"{name}-{file}.jsonl" for file in ("train", "held_out")}
+    return {**paths, "train_on": "assistant" if name == "questions" else "all"}
+
+
+def passages(text: str) -> list[str]:
+    """Books in pieces of whole paragraphs."""
+    pieces = [""]
+    for paragraph in text.replace("<|endoftext|>", "\n\n").split("\n\n"):
+        if len(pieces[-1]) + len(paragraph) > ROW_CHARACTERS:
+            pieces.append("")
+        pieces[-1] = f"{pieces[-1]}\n\n{paragraph[:ROW_CHARACTERS]}".strip()
+    return [piece for piece in pieces if piece]
+
+
+def train(base: str, files: dict[str, Any], options: Any, folder: Path) -> dict[str, Any]:
+    """One run: its losses by step, those of the held-out rows, and that of what was saved."""
+    import torch
+
+    from finetune import cli
+
+    run, recipe = folder / base, folder / f"{base}.yaml"
+    shutil.rmtree(run, ignore_errors=True)
+    settings = {"steps": options.steps, "every": options.every, "model": options.assets / "books-16m"}
+    recipe.write_text(RECIPE.format(base=base, folder=run, **settings, **files))
+    if code := cli.main(["train", str(recipe), "--quiet"]):
+        sys.exit(f"{base}: exit {code}")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = json.loads((run / "eval.json").read_text())
+    receipts = json.loads((run / "receipts.json").read_text())
+    stored = [one["got"] for one in receipts if one["option"] in ("speed.base", "fp8 products")]
+    return {
+        "training": [[line["step"], line["loss"]] for line in lines if "loss" in line],
+        "held_out": [[line["step"], line["eval_loss"]] for line in lines if "eval_loss" in line],
+        "before": found["base"]["loss"],
+        "after": found["tuned"]["loss"],
+        "receipts": stored,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def compared(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The runs, with how far each ends from the first."""
+    first = next(iter(runs.values()))["after"]
+    apart = {base: run["after"] / first - 1 for base, run in runs.items()}
+    return {"runs": runs, "apart": apart, "within": all(abs(value) <= ALLOWED for value in apart.values())}
+
+
+def drawn(result: dict[str, Any]) -> str:
+    """Both curves, of training and of the held-out rows, as an SVG."""
+    from finetune.plots import Curve, curves, smoothed
+
+    lines = []
+    for base, run in result["runs"].items():
+        for kind, style in (("training", "line"), ("held_out", "points")):
+            x, y = map(list, zip(*run[kind], strict=True))
+            y = smoothed(y) if kind == "training" else y
+            lines.append(Curve(f"{base}, {kind.replace('_', ' ')}", x, y, style))
+    return curves(lines, "loss")
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Held-out loss of base and tuned, by base, as a markdown table."""
+    lines = [
+        "| data | base | held-out loss: before | after | beside the first | last 20 training losses "
+        "| GPU, torch, date |",
+        "|---|---|" + "---|" * 5,
+    ]
+    for name, result in results.items():
+        for base, run in result["runs"].items():
+            last = [loss for _, loss in run["training"][-20:]]
+            where = f"{run['device']}, {run['torch'].partition('+')[0]}, {run['date']}"
+            lines.append(
+                f"| {name} | {base} | {run['before']:.4f} | {run['after']:.4f} "
+                f"| {result['apart'][base]:+.2%} | {sum(last) / len(last):.4f} | {where} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
