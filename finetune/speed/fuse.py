@@ -112,8 +112,10 @@ def _mlp(module: Any, fast: set[nn.Module]) -> dict[str, list[nn.Module]]:
     if act is None or fast & set(members) or not all(isinstance(one, nn.Module) for one in members):
         return {}
     dropped = isinstance(down, lora.LoraLayer) and _dropout(down)  # of h, which is never made alone
-    if any(map(obstacle, members)) or not alike(first) or dropped or not any(map(_adapted, members)):
+    if any(map(obstacle, members)) or not alike(first) or dropped:
         return {}
+    if not any(map(_adapted, members)) and not isinstance(base_of(members[-1]), fp8.Fp8Linear):
+        return {}  # with nothing adapted there is only the rounding to fp8 to save
     if any(base_of(one).bias is not None for one in members) or any(map(_entered, first)):
         return {}
     both, last = Stack(first), Stack([down])

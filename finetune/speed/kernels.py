@@ -58,16 +58,31 @@ def _act(x, GELU: tl.constexpr):
 
 
 @triton.jit
+def _blocks(b, cols, here, F, R: tl.constexpr):
+    """Both blocks of the block-diagonal b [2 F, 2 R], transposed."""
+    at = b + cols[:, None] * 2 * R + tl.arange(0, R)[None, :]
+    gate, up = tl.load(at, here[:, None], 0.0), tl.load(at + F * 2 * R + R, here[:, None], 0.0)
+    return tl.trans(gate), tl.trans(up)
+
+
+@triton.jit
+def _products(t, rows, T, b_gate, b_up, R: tl.constexpr):
+    """What the adapters add to gate and up, and their inner products."""
+    at, ok = t + rows[:, None] * 2 * R + tl.arange(0, R)[None, :], (rows < T)[:, None]
+    t_gate, t_up = tl.load(at, ok, 0.0), tl.load(at + R, ok, 0.0)
+    return tl.dot(t_gate, b_gate), tl.dot(t_up, b_up), t_gate, t_up
+
+
+@triton.jit
 def _activate(
     gu, t, b, column, h, amax, T, F, R: tl.constexpr, ADAPTED: tl.constexpr, COLUMN: tl.constexpr,
     AMAX: tl.constexpr, GELU: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
-    ranks, here = tl.arange(0, R), cols < F
+    here = cols < F
     if ADAPTED:
-        b_gate = tl.trans(tl.load(b + cols[:, None] * 2 * R + ranks[None, :], here[:, None], 0.0))
-        b_up = tl.trans(tl.load(b + (cols + F)[:, None] * 2 * R + R + ranks[None, :], here[:, None], 0.0))
+        b_gate, b_up = _blocks(b, cols, here, F, R)
     if COLUMN:
         scale_gate, scale_up = tl.load(column + cols, here, 0.0), tl.load(column + F + cols, here, 0.0)
     for start in tl.range(0, ROWS, BT, num_stages=STAGES):
@@ -76,9 +91,8 @@ def _activate(
         at = gu + rows[:, None] * 2 * F + cols[None, :]
         gate, up = tl.load(at, ok, 0.0).to(tl.float32), tl.load(at + F, ok, 0.0).to(tl.float32)
         if ADAPTED:
-            left = t + rows[:, None] * 2 * R + ranks[None, :]
-            gate += tl.dot(tl.load(left, (rows < T)[:, None], 0.0), b_gate)
-            up += tl.dot(tl.load(left + R, (rows < T)[:, None], 0.0), b_up)
+            more_gate, more_up, _, _ = _products(t, rows, T, b_gate, b_up, R)
+            gate, up = gate + more_gate, up + more_up
         if COLUMN:
             gate, up = gate * scale_gate[None, :], up * scale_up[None, :]
         value, _ = _act(gate, GELU)
@@ -99,8 +113,7 @@ def _activate_backward(
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     ranks, ranks_down, here = tl.arange(0, R), tl.arange(0, R_DOWN), cols < F
     if ADAPTED:
-        b_gate = tl.trans(tl.load(b + cols[:, None] * 2 * R + ranks[None, :], here[:, None], 0.0))
-        b_up = tl.trans(tl.load(b + (cols + F)[:, None] * 2 * R + R + ranks[None, :], here[:, None], 0.0))
+        b_gate, b_up = _blocks(b, cols, here, F, R)
     if ADAPTED_DOWN:
         right = tl.load(a_down + ranks_down[:, None] * F + cols[None, :], here[None, :], 0.0)
     if COLUMN:
@@ -120,13 +133,8 @@ def _activate_backward(
         gate, up = tl.load(gu + at, ok, 0.0).to(tl.float32), tl.load(gu + at + F, ok, 0.0).to(tl.float32)
         grad = tl.load(dh + at_h, ok, 0.0).to(tl.float32)
         if ADAPTED:
-            left = t + rows[:, None] * 2 * R + ranks[None, :]
-            t_gate, t_up = (
-                tl.load(left, (rows < T)[:, None], 0.0),
-                tl.load(left + R, (rows < T)[:, None], 0.0),
-            )
-            gate += tl.dot(t_gate, b_gate)
-            up += tl.dot(t_up, b_up)
+            more_gate, more_up, t_gate, t_up = _products(t, rows, T, b_gate, b_up, R)
+            gate, up = gate + more_gate, up + more_up
         if ADAPTED_DOWN:
             left = dt_down + rows[:, None] * R_DOWN + ranks_down[None, :]
             dt = tl.load(left, (rows < T)[:, None], 0.0)
@@ -155,16 +163,16 @@ def _activate_backward(
             big = tl.abs(dgate.to(tl.float32) * weight_gate[None, :])
             big = tl.maximum(big, tl.abs(dup.to(tl.float32) * weight_up[None, :]))
             tl.store(amax + tl.program_id(0) * T + rows, tl.max(big, 1), rows < T)
+    place = tl.program_id(1).to(tl.int64)
     if COLUMN:
-        part = dcolumn + tl.program_id(1).to(tl.int64) * 2 * F + cols
-        tl.store(part, sum_gate, here)
-        tl.store(part + F, sum_up, here)
+        tl.store(dcolumn + place * 2 * F + cols, sum_gate, here)
+        tl.store(dcolumn + place * 2 * F + F + cols, sum_up, here)
     if SUMS and ADAPTED:
-        part = db + (tl.program_id(1).to(tl.int64) * 2 * F + cols)[:, None] * R + ranks[None, :]
+        part = db + (place * 2 * F + cols)[:, None] * R + ranks[None, :]
         tl.store(part, db_gate, here[:, None])
         tl.store(part + F * R, db_up, here[:, None])
     if SUMS and ADAPTED_DOWN:
-        part = da_down + (tl.program_id(1).to(tl.int64) * R_DOWN + ranks_down)[:, None] * F + cols[None, :]
+        part = da_down + (place * R_DOWN + ranks_down)[:, None] * F + cols[None, :]
         tl.store(part, da, here[None, :])
 
 

@@ -245,7 +245,8 @@ class _GatedMlp(torch.autograd.Function):
             y = h @ weight_down.t()
             t_down = None if a_down is None else h @ a_down.t()
         elif a_down is None:
-            y = fp8.product(*ops.quantise_rows(h, None, amax), weight_down, scale_down, h.dtype)
+            codes, step = ops.quantise_rows(h, None, amax)
+            y = fp8.product(codes, step, weight_down, scale_down, h.dtype)
         else:
             codes, step, t_down = ops.quantise_product(h, None, amax, a_down.t())
             y = fp8.product(codes, step, weight_down, scale_down, h.dtype)
