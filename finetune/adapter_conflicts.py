@@ -47,7 +47,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
-    found += _offload(adapter, speed, train)
+    found += _offload(kind, adapter, speed, train)
     flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
     if kind.prompt and flat:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
@@ -69,22 +69,27 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
     return []
 
 
-def _offload(adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
+def _offload(
+    kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
+) -> Found:
     """What moves to the CPU's memory must be there, and be what torchao can move."""
     asked, optim = speed.get("offload"), train.get("optim", OFFLOADED[0])
     found: Found = []
     if asked in ("activations", "all") and speed.get("recompute") == "none":
         what = "keeps the inputs of recomputed layers in the CPU's memory, and none is recomputed"
         found.append(("speed.offload", what, {"found": asked, "fix": "speed.recompute: auto"}))
-    if asked in ("optimizer", "all") and optim not in OFFLOADED:
-        texts = {"found": str(optim), "expected": " or ".join(OFFLOADED), "fix": "speed.offload: activations"}
+    if asked not in ("optimizer", "all"):
+        return found
+    without = "activations" if asked == "all" else "none"
+    if optim not in OFFLOADED:
+        texts = {"found": str(optim), "expected": " or ".join(OFFLOADED)}
         found.append(("train.optim", f"speed.offload: {asked} is for torch's AdamW", texts))
-    if asked in ("optimizer", "all") and adapter.get("loraplus_lr_ratio"):
-        what, fix = (
-            f"has an optimizer of its own, which excludes speed.offload: {asked}",
-            "speed.offload: none",
-        )
-        found.append(("adapter.loraplus_lr_ratio", what, {"fix": fix}))
+    if adapter.get("loraplus_lr_ratio"):
+        what = f"has an optimizer of its own, which excludes speed.offload: {asked}"
+        found.append(("adapter.loraplus_lr_ratio", what, {"fix": f"speed.offload: {without}"}))
+    if kind.peft == "adalora":
+        what = "AdaLoRA masks ranks between steps, which weights that step on the CPU do not see"
+        found.append(("speed.offload", what, {"found": asked, "fix": without}))
     return found
 
 

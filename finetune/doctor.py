@@ -165,7 +165,7 @@ def _optimizer(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
         Optimisation(
             "8-bit optimizer",
             "train.optim",
-            "active" if "8bit" in optim else "off",
+            "active" if "8bit" in optim or "4bit" in optim else "off",
             f"optim: {optim}",
         ),
         Optimisation("set_to_none", "the Trainer", "active", "model.zero_grad() frees the gradients"),

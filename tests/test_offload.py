@@ -101,6 +101,7 @@ def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
         ("speed.offload=all,speed.recompute=none", 2, "speed.recompute: auto"),
         ("speed.offload=optimizer,train.optim=adamw_8bit", 2, "torch's AdamW"),
         ("speed.offload=all,adapter.loraplus_lr_ratio=16", 2, "an optimizer of its own"),
+        ("speed.offload=optimizer,adapter.type=adalora", 2, "masks ranks between steps"),
         ("train.optim=galore_adamw", 3, "galore"),
     ],
 )
