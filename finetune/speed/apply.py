@@ -141,7 +141,7 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger) -> 
 def choose_offload(asked: str, model: Any) -> Choice:
     """As asked, with what there is to gain from the optimizer's part."""
     if asked not in ("optimizer", "all"):
-        return Choice(asked, "asked for")
+        return Choice(asked, "not asked for" if asked == "none" else "asked for")
     state = 8 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**30
     little = ", which is little: an adapter's" if hasattr(model, "peft_config") else ""
     return Choice(asked, f"AdamW's state takes {state:.2g} GiB{little}")
