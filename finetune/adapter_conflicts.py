@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     Found = list[tuple[str, str, dict[str, str]]]  # dotted key, what is wrong, the message's other texts
 
+OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be kept on the CPU
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
 _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
 _UNCODED = re.compile("embed|head|norm")  # in names of modules that the fp8 base leaves as they are
@@ -46,6 +47,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
+    found += _offload(kind, adapter, speed, train)
     flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
     if kind.prompt and flat:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
@@ -65,6 +67,30 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
         texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
         return [("speed.base", obstacle(name, base), texts)]
     return []
+
+
+def _offload(
+    kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
+) -> Found:
+    """What moves to the CPU's memory must be there, and be what torchao can move."""
+    asked, optim = speed.get("offload"), train.get("optim", OFFLOADED[0])
+    found: Found = []
+    if asked in ("activations", "all") and speed.get("recompute") == "none":
+        what = "keeps the inputs of recomputed layers in the CPU's memory, and none is recomputed"
+        found.append(("speed.offload", what, {"found": asked, "fix": "speed.recompute: auto"}))
+    if asked not in ("optimizer", "all"):
+        return found
+    without = "activations" if asked == "all" else "none"
+    if optim not in OFFLOADED:
+        texts = {"found": str(optim), "expected": " or ".join(OFFLOADED)}
+        found.append(("train.optim", f"speed.offload: {asked} is for torch's AdamW", texts))
+    if adapter.get("loraplus_lr_ratio"):
+        what = f"has an optimizer of its own, which excludes speed.offload: {asked}"
+        found.append(("adapter.loraplus_lr_ratio", what, {"fix": f"speed.offload: {without}"}))
+    if kind.peft == "adalora":
+        what = "AdaLoRA masks ranks between steps, which weights that step on the CPU do not see"
+        found.append(("speed.offload", what, {"found": asked, "fix": without}))
+    return found
 
 
 def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:

@@ -12,8 +12,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
-from finetune import attention_choice, qat
+from finetune import attention_choice, optimizers, qat
 from finetune.errors import Exit, Problem, UserError
+from finetune.speed import offload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -187,6 +188,11 @@ class FirstStep(TrainerCallback):
         self.operations = {event.name: event.input_shapes for event in events}
         self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.offloaded = offload.of(model)
+        if self.offloaded:
+            self.offloaded.restart()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step != 1:
             return
@@ -213,6 +219,9 @@ class FirstStep(TrainerCallback):
         if self.add_loss:
             self.add_loss(sorted(self.operations), self.micro_batches, self.ledger)
         self.rounding.add_receipt(self.ledger)
+        if self.offloaded:
+            self.offloaded.add_receipt(self.micro_batches, self.ledger)
+        optimizers.add_receipt(kwargs["optimizer"], str(args.optim), self.ledger)
         if self.compiled:
             counters = torch._dynamo.utils.counters
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]

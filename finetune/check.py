@@ -15,6 +15,7 @@ from finetune import (
     hub,
     model,
     modules,
+    optimizers,
     qat,
     upstream,
 )
@@ -58,7 +59,8 @@ def run(recipe: Recipe) -> list[str]:
         recipe.speed.base if recipe.speed.base != "auto" else adapter_types.find(recipe.adapter.type).storage
     )
     missing = hardware.missing_package(asked)
-    lacking = (missing, recipe.speed.qat and qat.missing())
+    optimizer = optimizers.missing_packages(optimizers.asked(recipe.train), recipe.speed)
+    lacking = (missing, recipe.speed.qat and qat.missing(), *optimizer)
     packages += [problem for problem in lacking if problem]
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
@@ -73,7 +75,7 @@ def setup_of(recipe: Recipe) -> Setup:
     """
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
-    return hardware.choose(
+    setup = hardware.choose(
         attention=recipe.model.attention,
         base=recipe.speed.base,
         adapter_type=recipe.adapter.type,
@@ -81,6 +83,8 @@ def setup_of(recipe: Recipe) -> Setup:
         rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
         against_fp8=partial(against_fp8, recipe),
     )
+    optimizers.check(recipe.train, recipe.speed, setup)
+    return setup
 
 
 def against_fp8(recipe: Recipe) -> str:

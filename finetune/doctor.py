@@ -124,9 +124,16 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
         Optimisation("torch.compile", "speed.compile", state, reason),
         Optimisation("activation recompute", "speed.recompute", recompute, why),
         Optimisation("4-bit base (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
+        Optimisation("CPU offload", "speed.offload", *_offload(speed.offload, machine)),
         _loss(speed, recipe),
         _qat(speed),
     ]
+
+
+def _offload(asked: str, machine: Hardware) -> tuple[str, str]:
+    if machine.device == "cpu":
+        return "not possible", "there is no GPU whose memory it could spare"
+    return ("off", "costs time: for GPUs that are too small") if asked == "none" else ("active", asked)
 
 
 def _loss(speed: Speed, recipe: Recipe | None) -> Optimisation:
@@ -158,7 +165,7 @@ def _optimizer(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
         Optimisation(
             "8-bit optimizer",
             "train.optim",
-            "active" if "8bit" in optim else "off",
+            "active" if "8bit" in optim or "4bit" in optim else "off",
             f"optim: {optim}",
         ),
         Optimisation("set_to_none", "the Trainer", "active", "model.zero_grad() frees the gradients"),

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trl.trainer.sft_trainer import SFTTrainer
+from torch import nn
 
 from finetune import adapters
-from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     import torch
-    from trl.trainer.sft_config import SFTConfig
 
     from finetune.receipts import Ledger
 
 
-def optimizer(adapted: Any, arguments: SFTConfig, ratio: float) -> torch.optim.Optimizer:
+def optimizer(
+    adapted: Any, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
+) -> torch.optim.Optimizer:
     """The recipe's optimizer, in which B learns `ratio` times as fast as A; so do one-dimensional weights,
-    such as DoRA's magnitudes."""
+    such as DoRA's magnitudes.
+
+    Args:
+        made_by: its class and options, of `optimizers.kind_and_options`.
+        decay: weight decay.
+    """
     from peft.optimizers import create_loraplus_optimizer
 
-    try:
-        kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)
-    except (ImportError, ValueError) as error:
-        problem = Problem("can't be had here", "train.optim", found=" ".join(str(error).split()))
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
-    rate, decay = options.pop("lr"), arguments.weight_decay
-    return create_loraplus_optimizer(
+    kind, options = made_by[0], dict(made_by[1])
+    rate = options.pop("lr")
+    made = create_loraplus_optimizer(
         adapted,
         kind,
         lr=rate,
@@ -36,12 +37,21 @@ def optimizer(adapted: Any, arguments: SFTConfig, ratio: float) -> torch.optim.O
         loraplus_lr_embedding=rate,  # PEFT's 1e-6 would leave LoRA on embeddings where it began
         **options,
     )
+    if options.get("optim_bits") == 8:  # as the Trainer does; PEFT only for classes that are named so
+        from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+        for module in adapted.modules():
+            if isinstance(module, nn.Embedding):
+                GlobalOptimManager.get_instance().register_module_override(
+                    module, "weight", {"optim_bits": 32}
+                )
+    return made
 
 
 def add_receipt(adapted: Any, optimizer: Any, rate: float, ratio: float, ledger: Ledger) -> None:
     """How fast A and B learn, read from the optimizer that ran; `rate` is the peak learning rate."""
     groups = optimizer.param_groups
-    rates = {id(p): group.get("initial_lr", group["lr"]) for group in groups for p in group["params"]}
+    rates = {id(p): float(group.get("initial_lr", group["lr"])) for group in groups for p in group["params"]}
     fast, slow, other = set(), set(), set()
     for name, parameter in adapters.trainable(adapted).items():
         faster = ".lora_B." in name or parameter.ndim == 1

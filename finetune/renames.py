@@ -20,7 +20,7 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "gradient_checkpointing_kwargs": "speed.recompute",
     "activation_checkpointing": "speed.recompute",
     "activation_checkpointing_kwargs": "speed.recompute",
-    "activation_offloading": "speed.recompute",
+    "activation_offloading": "speed.offload",
     "torch_compile": "speed.compile",
     "torch_compile_backend": "speed.compile",
     "torch_compile_mode": "speed.compile",

@@ -208,6 +208,10 @@ class Speed(Section):
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=1)] = "auto"
     """Layers that are recomputed in backward, or how many; `all` saves memory and costs about a third more
     time, `auto` takes the fewest that fit."""
+    offload: Literal["none", "activations", "optimizer", "all"] = "none"
+    """What a GPU keeps in the CPU's memory. `activations`: the inputs of recomputed layers, so of all where
+    `recompute` is auto; costs next to no time. `optimizer`: AdamW's state, which steps on the CPU; for
+    `full`, as an adapter's is small."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy of a frozen head in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

@@ -46,6 +46,7 @@ def choices(
 
     storage = setup.storage
     compile, recompute, fused = fast["speed.compile"], fast["speed.recompute"], fast["speed.fused"]
+    offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
     count, _, total = recompute.value.partition(" of ")  # "none", or "6 of 32"
     recomputed = count if not total else "all" if count == total else int(count)
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
@@ -58,6 +59,7 @@ def choices(
         "speed.fused": (fused.value == "on", by("speed.fused", "hardware", fused)),
         "speed.compile": (compile.value == "on", by("speed.compile", "default", compile)),
         "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
+        "speed.offload": (offload.value, by("speed.offload", asked, offload)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
         "train.per_device_train_batch_size": (batch.per_device, per_device),

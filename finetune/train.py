@@ -28,6 +28,7 @@ from finetune import (
     harness,
     loraplus,
     model,
+    optimizers,
     qat,
     report,
     run_folder,
@@ -43,7 +44,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.receipts import Ledger
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
-from finetune.speed import attention, attention_kernels, head
+from finetune.speed import attention, attention_kernels, head, offload
 from finetune.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
-    from finetune.sections import Adapter, Data, Train
+    from finetune.sections import Adapter, Data, Speed, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
@@ -108,7 +109,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validation(recipe, tokenizer, adapted, metrics)
         watching = [first_step, metrics, *validating]
-        trainer = build_trainer(adapted, recipe.adapter, arguments, dataset, tokenizer, watching)
+        sections = recipe.adapter, recipe.speed
+        trainer = build_trainer(adapted, *sections, arguments, dataset, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
@@ -172,6 +174,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
 def build_trainer(
     adapted: Any,
     section: Adapter,
+    fast: Speed,
     arguments: SFTConfig,
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -185,6 +188,9 @@ def build_trainer(
     if allocates:
         watching = [*watching, adalora.AllocateRanks()]
     ratio = section.ours("loraplus_lr_ratio")
+    made_by = optimizers.kind_and_options(arguments, adapted, fast)
+    if fast.offload in ("optimizer", "all"):
+        watching = [*watching, offload.SendGradients()]
     made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
     trainer = Trainer(
         model=adapted,
@@ -192,7 +198,11 @@ def build_trainer(
         train_dataset=dataset,
         processing_class=tokenizer,
         callbacks=watching,
-        optimizers=(loraplus.optimizer(adapted, arguments, ratio) if ratio else None, None),
+        optimizers=(
+            loraplus.optimizer(adapted, made_by, ratio, arguments.weight_decay) if ratio else None,
+            None,
+        ),
+        optimizer_cls_and_kwargs=None if ratio else made_by,
     )
     trainer.remove_callback(PrinterCallback)
     (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))

@@ -1,7 +1,7 @@
-"""All model surgery for speed and memory, in one place and one order: fuse, recompute, compile.
+"""All model surgery for speed and memory, in one place and one order: fuse, recompute, offload, compile.
 
-Fused forwards are what a recomputed layer runs again; recomputation wraps a layer's call, and compile stands
-inside it, so that a recomputed layer runs its compiled code again.
+Fused forwards are what a recomputed layer runs again; recomputation wraps a layer's call, offloading of its
+input wraps that, and compile stands inside both, so that a recomputed layer runs its compiled code again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from finetune import qat
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice
+from finetune.speed.offload import Activations
 
 if TYPE_CHECKING:
     from finetune.hardware import Hardware
@@ -47,10 +48,14 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     fused = choose_fused(speed.fused, model, hardware)
     if fused.value == "on":
         fused = add_fused(model, layers, fused, ledger)
-    plan = memory(model, work.tokens, hardware, fused=fused.value == "on")
+    plan = memory(model, work.tokens, hardware, fused=fused.value == "on", offload=speed.offload)
     recompute = choose_recompute(speed.recompute, plan, hardware)
+    if speed.offload in ("activations", "all") and speed.recompute == "auto":
+        recompute = Choice(f"{len(layers)} of {len(layers)}", "speed.offload keeps recomputed layers' inputs")
     if recompute.value != "none":
         add_recompute(model, layers, int(recompute.value.split()[0]), ledger)
+    if speed.offload in ("activations", "all"):
+        Activations([layer for layer in layers if layer.gradient_checkpointing], model.device)
     compile = choose_compile(speed.compile, work, hardware)
     if compile.value == "on":
         for layer in layers:
@@ -58,7 +63,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
         how = "layers with a compiled call"
         ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
-    return {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
+    chosen = {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
+    return {**chosen, "speed.offload": choose_offload(speed.offload, model)}
 
 
 def choose_fused(asked: str | bool, model: Any, hardware: Hardware) -> Choice:
@@ -132,6 +138,15 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger) -> 
     ledger.add("speed.recompute", f"{count} of {total}", f"{wrapped} of {total}", "layers with the flag set")
 
 
+def choose_offload(asked: str, model: Any) -> Choice:
+    """As asked, with what there is to gain from the optimizer's part."""
+    if asked not in ("optimizer", "all"):
+        return Choice(asked, "not asked for" if asked == "none" else "asked for")
+    state = 8 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**30
+    little = ", which is little: an adapter's" if hasattr(model, "peft_config") else ""
+    return Choice(asked, f"AdamW's state takes {state:.2g} GiB{little}")
+
+
 def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> Choice:
     """Whether each decoder layer is compiled: where the run is long enough for it to pay.
 
@@ -159,13 +174,15 @@ def decoder_layers(model: Any) -> list[Any]:
     return list(base.get_decoder().layers)
 
 
-def memory(model: Any, tokens: int, hardware: Hardware, *, fused: bool) -> Memory:
+def memory(model: Any, tokens: int, hardware: Hardware, *, fused: bool, offload: str = "none") -> Memory:
     """The memory plan of `tokens` tokens on this model and device."""
     kept = kept_gib(model.config, tokens, fused=fused, dora=_is_dora(model)) + qat.kept_gib(model)
     hidden, layers = model.config.get_text_config().hidden_size, len(decoder_layers(model))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    room = SPARE * free_gib(hardware) - HEAD_GIB - 12 * trained / 2**30  # gradient and two moments, fp32
-    return Memory(layers, kept, tokens * hidden * 2 / 2**30, room)
+    each = 4 if offload in ("optimizer", "all") else 12  # gradient and two moments, fp32
+    room = SPARE * free_gib(hardware) - HEAD_GIB - each * trained / 2**30
+    entry = 0.0 if offload in ("activations", "all") else tokens * hidden * 2 / 2**30
+    return Memory(layers, kept, entry, room)
 
 
 def kept_gib(config: Any, tokens: int, *, fused: bool, dora: bool = False) -> float:

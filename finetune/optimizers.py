@@ -1,0 +1,154 @@
+"""Optimizers: what one needs, how the Trainer gets it, and what runs, read back."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import Exit, Problem, UserError
+from finetune.upstream import installed
+
+if TYPE_CHECKING:
+    from finetune.hardware import Setup
+    from finetune.receipts import Ledger
+    from finetune.sections import Speed, Train
+
+DEFAULT = "adamw_torch_fused"
+SMALLEST = 4096  # numbers of a tensor from which bitsandbytes and torchao keep state in 8 or 4 bits
+_OF_BITSANDBYTES = re.compile("8bit|32bit|bnb|paged|ademamix")
+_OF_TORCHAO = re.compile("adamw_torch_[48]bit")
+_LOW_BITS = re.compile("[48]bit|bnb_8bit")
+
+
+def asked(train: Train) -> str:
+    """`train.optim`, or what it is without."""
+    return str(train.passed_on().get("optim", DEFAULT))
+
+
+def missing_packages(optim: str, speed: Speed) -> list[Problem]:
+    """Packages that the optimizer needs and this environment has not; nothing is imported."""
+    needs = {
+        "train.optim": "torchao"
+        if _OF_TORCHAO.fullmatch(optim)
+        else "bitsandbytes"
+        if _OF_BITSANDBYTES.search(optim)
+        else ""
+    }
+    needs["speed.offload"] = "torchao" if speed.offload in ("optimizer", "all") else ""
+    extra = {"torchao": "quantize", "bitsandbytes": "bnb"}
+    return [
+        Problem(
+            f"needs {package}, which is not installed",
+            key,
+            found=optim if key == "train.optim" else speed.offload,
+            fix=f"pip install 'finetune-toolkit[{extra[package]}]'",
+        )
+        for key, package in needs.items()
+        if package and not installed(package)
+    ]
+
+
+def check(train: Train, speed: Speed, setup: Setup) -> None:
+    """Whether this machine and launch can do what was asked of the optimizer and of offloading.
+
+    Raises:
+        UserError: they can't, or a package is missing (exit 3).
+    """
+    optim, launch = asked(train), setup.launch
+    problems = missing_packages(optim, speed)
+    cpu, offload = setup.hardware.device == "cpu", speed.offload
+    if offload != "none" and cpu:
+        what = "there is no GPU here to take memory off: everything is in the CPU's memory already"
+        problems.append(Problem(what, "speed.offload", found=offload, fix="speed.offload: none"))
+    elif offload in ("optimizer", "all"):
+        without = "activations" if offload == "all" else "none"
+        if launch.processes > 1:
+            what, found = "torchao's offloaded optimizer is for one process", f"{launch.processes} processes"
+            problems.append(Problem(what, "speed.offload", found=found, fix=f"speed.offload: {without}"))
+        if launch.precision == "fp16":
+            what = "fp16's loss scaler does not see gradients that are in the CPU's memory"
+            problems.append(Problem(what, "speed.offload", found=offload, fix=f"speed.offload: {without}"))
+    if "paged" in optim and cpu:
+        what = "there is no GPU here whose memory could be paged"
+        problems.append(Problem(what, "train.optim", found=optim, fix=optim.replace("paged_", "")))
+    if problems:
+        raise UserError(*problems, code=Exit.ENVIRONMENT)
+
+
+def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
+    """The optimizer's class and what it is made with, for the Trainer to make it of its parameter groups.
+
+    Raises:
+        UserError: it can't be had here (exit 3).
+    """
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    try:
+        kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)
+    except (ImportError, ValueError) as error:
+        problem = Problem("can't be had here", "train.optim", found=" ".join(str(error).split()))
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    if getattr(kind, "__module__", "").startswith("bitsandbytes"):
+        from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+        # by index of group and parameter, so those of this process's last run would hold for this one
+        GlobalOptimManager.get_instance().initialize()
+    if speed.offload in ("optimizer", "all"):
+        from torchao.optim import CPUOffloadOptimizer
+
+        # Small tensors too: those it leaves to the GPU lose the schedule in `accelerator.prepare`, which puts
+        # the state back, for their groups are then others than those it shows (torchao 0.18)
+        return CPUOffloadOptimizer, {"optimizer_class": kind, "minimal_size": 0, **options}
+    return kind, options
+
+
+def add_receipt(optimizer: Any, optim: str, ledger: Ledger) -> None:
+    """What stepped, and what its state is kept in, read from the state after the first step.
+
+    Args:
+        optimizer: Accelerate's, around the one that steps.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    inner = list(getattr(optimizer, "optim_dict", {}).values())  # torchao's offloaded ones, one a tensor
+    all_of_it = inner or [optimizer]
+    kinds, held, large = Counter(), Counter(), 0
+    for one in all_of_it:
+        for parameter, state in one.state.items():
+            large += parameter.numel() >= SMALLEST
+            kinds[_kept_in(parameter, state)] += 1
+            for tensor in _tensors(state):
+                held["GPU" if tensor.is_cuda else "CPU"] += tensor.nbytes
+    kind = type(all_of_it[0])
+    name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+    of = ", ".join(f"{kinds[dtype]} tensors in {dtype}" for dtype in sorted(kinds))
+    where = ", ".join(f"{held[place] / 2**20:.2f} MiB on the {place}" for place in sorted(held))
+    low = sum(count for dtype, count in kinds.items() if dtype.startswith(("uint8", "OptimState")))
+    ok = bool(low) or not large if _LOW_BITS.search(optim) else True
+    few = f"; none has {SMALLEST} numbers, from which fewer bits are used" if not large and not low else ""
+    how = "the optimizer that stepped, and its state after step 1"
+    got = f"{name}, state of {of or 'no tensor'}: {where or '0 MiB'}"
+    got += few if _LOW_BITS.search(optim) else ""
+    ledger.add("train.optim", optim, got, how, ok=ok, code=Exit.ENVIRONMENT)
+    if inner:
+        got = f"{sum(map(len, (one.state for one in inner)))} tensors' state: {where}"
+        how = "torchao's offloaded optimizer after step 1"
+        ok = set(held) == {"CPU"} and len(inner) == sum(len(one.state) for one in inner)
+        ledger.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", got, how, ok=ok)
+
+
+def _kept_in(parameter: Any, state: dict[str, Any]) -> str:
+    """What the moments of a parameter are kept in: a dtype, or torchao's class of fewer bits."""
+    moments = [t for t in state.values() if hasattr(t, "dtype") and t.shape == parameter.shape]
+    names = {
+        type(t).__name__ if hasattr(t, "tensor_attrs") else str(t.dtype).removeprefix("torch.")
+        for t in moments
+    }
+    return " and ".join(sorted(names)) or "nothing"
+
+
+def _tensors(state: dict[str, Any]) -> list[Any]:
+    """The plain tensors of a parameter's state."""
+    whole = [t for t in state.values() if hasattr(t, "dtype")]
+    parts = [[getattr(t, name) for name in getattr(t, "tensor_attrs", ())] or [t] for t in whole]
+    return [tensor for part in parts for tensor in part]
