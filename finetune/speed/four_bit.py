@@ -37,7 +37,10 @@ def obstacle(base: Any) -> str:
 
 
 def stored(base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """packed, absmax and table of a layer that has no `obstacle`; the first two share its memory."""
+    """packed, absmax and table of a layer that has no `obstacle`; the first two share its memory.
+
+    They are of the weight that training began with: PEFT's merge and unmerge round it anew, into another.
+    """
     state = base.weight.quant_state
     packed = base.weight.detach().as_subclass(torch.Tensor).view(-1).view(torch.uint8)
     table = state.code.float()
