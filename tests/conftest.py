@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hub_server
 import pytest
@@ -179,6 +179,28 @@ def recipe_file(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+def in_four_bits(model: Any, quant_type: str = "nf4", *, nested: bool = True) -> Any:
+    """A model whose decoder layers are stored by bitsandbytes, as loading it so leaves them."""
+    import bitsandbytes as bnb
+    from torch import nn
+
+    for name, plain in model.get_decoder().layers.named_modules():
+        if not isinstance(plain, nn.Linear):
+            continue
+        dtype, device = plain.weight.dtype, plain.weight.device
+        made = bnb.nn.Linear4bit(
+            plain.in_features, plain.out_features, plain.bias is not None, dtype, nested, quant_type
+        )
+        made.weight = bnb.nn.Params4bit(
+            plain.weight.data, compress_statistics=nested, quant_type=quant_type, module=made
+        ).to(device)
+        made.bias = plain.bias
+        made.support_avx512bf16_for_cpu = False  # as `model.load` does
+        model.get_decoder().layers.set_submodule(name, made.requires_grad_(False))
+    model.is_loaded_in_4bit = True  # what PEFT asks
+    return model
 
 
 def receipts(run: RunFolder) -> dict[str, dict[str, str]]:

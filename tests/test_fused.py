@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from conftest import in_four_bits
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES = {
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -29,7 +30,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 IDS = torch.arange(40).view(2, 20) % 99
-Adapted = tuple[Any, Any]
+DTYPES = {"plain": torch.float64, "nf4": torch.float32, "fp4": torch.float32}
 
 
 def ranked(**options: Any) -> LoraConfig:
@@ -53,17 +54,24 @@ TYPES: dict[str, Callable[[], Any]] = {
 }
 
 
-def adapted(config: Any, family: str = "llama", dtype: Any = torch.float64, **sizes: Any) -> Any:
-    """A tiny PEFT model whose adapters are not zero."""
+def adapted(
+    config: Any, family: str = "llama", dtype: Any = torch.float64, base: str = "plain", **sizes: Any
+) -> Any:
+    """A tiny PEFT model whose adapters are not zero, on a base that is stored plainly, in fp8 or 4 bits."""
     torch.manual_seed(0)
     made = AutoConfig.for_model(family, **{**SIZES, **sizes})
-    base = AutoModelForCausalLM.from_config(made, dtype=dtype)
-    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    whole = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    if base in ("nf4", "fp4"):
+        in_four_bits(whole, base)
+    model = get_peft_model(whole, config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
             if "magnitude" not in name:
                 parameter.data += 0.1 * torch.randn_like(parameter)
+    for module in model.modules() if base == "fp8" else ():
+        if isinstance(inside := getattr(module, "base_layer", None), torch.nn.Linear):
+            module.base_layer = fp8.Fp8Linear.of(inside)
     return model.train()
 
 
@@ -81,15 +89,16 @@ def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_loss_and_gradients_are_pefts(kind: str) -> None:
-    model = adapted(TYPES[kind]())
+@pytest.mark.parametrize(("base", "exact"), [("plain", 1e-10), ("nf4", 1e-4)])
+def test_loss_and_gradients_are_pefts(kind: str, base: str, exact: float) -> None:
+    model = adapted(TYPES[kind](), dtype=DTYPES[base], base=base)
     loss, gradients = step(model)
     fused = Fused(model, decoder_layers(model))
     ours, our_gradients = step(model)
     assert fused.served == {"attention only": 6, "ia3": 12}.get(kind, 14)  # with IA3, o_proj has no adapter
     assert not fused.left
-    assert abs(float(ours - loss)) < 1e-10
-    assert worst(our_gradients, gradients) < 1e-10
+    assert abs(float(ours - loss)) < exact
+    assert worst(our_gradients, gradients) < exact
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -101,16 +110,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    ("dora", "base", "exact"),
+    [(False, "plain", 1e-10), (True, "plain", 1e-10), (True, "fp4", 1e-4)],
+    ids=["lora", "dora", "qdora"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, dora: bool) -> None:
-    model = adapted(ranked(use_dora=dora), family, **FAMILIES[family])
+def test_families(family: str, dora: bool, base: str, exact: float) -> None:
+    model = adapted(ranked(use_dora=dora), family, DTYPES[base], base, **FAMILIES[family])
     loss, gradients = step(model)
     fused = Fused(model, decoder_layers(model))
     ours, our_gradients = step(model)
     assert fused.served == (8 if family == "phi3" else 14)
-    assert abs(float(ours - loss)) < 1e-10
-    assert worst(our_gradients, gradients) < 1e-10
+    assert abs(float(ours - loss)) < exact
+    assert worst(our_gradients, gradients) < exact
 
 
 def test_experts_are_left_to_peft() -> None:
@@ -125,8 +138,10 @@ def test_experts_are_left_to_peft() -> None:
     assert worst(our_gradients, gradients) < 1e-4
 
 
-def test_names_state_and_the_base_alone_stay() -> None:
-    model = adapted(TYPES["lora"](), dtype=torch.float32)
+@pytest.mark.parametrize("base_stored", ["plain", "nf4"])
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
+def test_names_state_and_the_base_alone_stay(base_stored: str) -> None:
+    model = adapted(TYPES["lora"](), dtype=torch.float32, base=base_stored)
     keys, trained = list(model.state_dict()), step(model)[0]
     with torch.no_grad(), model.disable_adapter():
         base = model.eval()(input_ids=IDS).logits
@@ -139,9 +154,14 @@ def test_names_state_and_the_base_alone_stay() -> None:
         assert torch.equal(model(input_ids=IDS).logits, base)
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=IDS).logits, tuned)  # out of training it is PEFT's forward
-    merged = model.merge_and_unload()
+    merged, own = (
+        one.eval().merge_and_unload()
+        for one in (model, adapted(TYPES["lora"](), dtype=torch.float32, base=base_stored))
+    )
     with torch.no_grad():
-        assert torch.allclose(merged(input_ids=IDS).logits, tuned, atol=1e-4)
+        logits = merged(input_ids=IDS).logits
+        assert torch.allclose(logits, own(input_ids=IDS).logits, atol=1e-4)
+        assert base_stored == "nf4" or torch.allclose(logits, tuned, atol=1e-4)
 
 
 def test_a_second_adapter_runs_by_peft() -> None:
@@ -203,15 +223,10 @@ def test_dropout_drops_as_often_and_keeps_the_mean() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])
-@pytest.mark.parametrize("base", ["plain", "fp8"])
+@pytest.mark.parametrize("base", ["plain", "fp8", "nf4"])
 def test_compiled_whole_and_once_for_all_layers(kind: str, base: str) -> None:
     """No graph break (fullgraph), and two graphs: the first layer's input has no gradient."""
-    model = adapted(TYPES[kind](), dtype=torch.float32, num_hidden_layers=4)
-    if base == "fp8":
-        for module in model.modules():
-            inside = getattr(module, "base_layer", None)
-            if inside is not None:
-                module.base_layer = fp8.Fp8Linear.of(inside)
+    model = adapted(TYPES[kind](), dtype=torch.float32, base=base, num_hidden_layers=4)
     Fused(model, decoder_layers(model))
     loss, gradients = step(model)
     torch._dynamo.reset()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from finetune.speed import fp8
+from finetune.speed import four_bit, fp8
 
 ROWS = 4096  # of W that are in float32 at once
 
@@ -61,7 +61,7 @@ def norm(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
 
 def _times(base: Any, a: torch.Tensor) -> torch.Tensor:
     """W a^T [out, r] in a's dtype. A 16-bit W goes in as it is, a as three 16-bit parts that sum to it."""
-    weight, exact = base.weight, a.dtype
+    weight, exact = _weight(base), a.dtype
     if isinstance(base, fp8.Fp8Linear):
         return _parts(weight.to(torch.bfloat16), a) * base.weight_scale
     return weight @ a.t() if weight.dtype == exact else _parts(weight, a)
@@ -78,11 +78,17 @@ def _parts(weight: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     return made.view(len(weight), 3, len(a)).sum(1)
 
 
+def _weight(base: Any) -> torch.Tensor:
+    """What `base` computes with, but for an fp8 weight's scale; a 4-bit one is made for the occasion."""
+    return four_bit.weight(base) if four_bit.is_four_bit(base) else base.weight
+
+
 @torch.no_grad()
 def _squares(layer: Any) -> torch.Tensor:
     """||w_i||^2 of each row [out]."""
     base = layer.get_base_layer()
-    exact = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
-    sums = [part.to(exact).square().sum(1) for part in base.weight.split(ROWS)]
+    weight = _weight(base)
+    exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    sums = [part.to(exact).square().sum(1) for part in weight.split(ROWS)]
     scale = base.weight_scale.flatten() if isinstance(base, fp8.Fp8Linear) else 1.0
     return torch.cat(sums) * scale**2

@@ -12,18 +12,22 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.import_utils import is_bnb_4bit_available
 from peft.tuners import adalora, ia3, lora
+from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from finetune.errors import Problem, UserError
-from finetune.speed import dora, fp8
+from finetune.speed import dora, four_bit, fp8
 from finetune.speed.lora import Stack, base_of, gated_mlp, project
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TYPES = (lora.Linear, adalora.SVDLinear, ia3.Linear)
+TYPES: tuple[Any, ...] = (lora.Linear, adalora.SVDLinear, ia3.Linear)
+if is_bnb_4bit_available():
+    TYPES += (lora.Linear4bit, adalora.SVDLinear4bit, ia3.Linear4bit)
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that share their input
 ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -83,6 +87,8 @@ class Fused:
         inside: Any = next(base_of(m) for m in together[0].modules() if hasattr(m, "in_features"))
         stored: torch.dtype = inside.weight.dtype
         dtype = getattr(inside, "compute_dtype", stored)
+        if four_bit.is_four_bit(inside):  # it computes exactly with the weight that it stands for
+            stored = dtype = four_bit.compute_dtype(inside)
         made = torch.Generator().manual_seed(0)
         x = torch.randn(1, TOKENS, inside.in_features, generator=made).to(inside.weight.device, dtype)
         with torch.no_grad(), contextlib.ExitStack() as stack:
@@ -170,10 +176,12 @@ def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
 def obstacle(layer: Any) -> str:
     """Why a linear layer can't have a fast forward; the empty string if it can."""
     base = base_of(layer)
+    if type(base) not in (nn.Linear, fp8.Fp8Linear) and not four_bit.is_four_bit(base):
+        return f"the base is stored as {type(base).__name__}"
     if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TYPES):
         return f"{type(layer).__module__.split('.')[-2]} has a forward of its own"
-    if type(base) not in (nn.Linear, fp8.Fp8Linear):
-        return f"the base is stored as {type(base).__name__}"
+    if four_bit.is_four_bit(base) and (found := four_bit.obstacle(base)):
+        return found
     if base.weight.requires_grad:
         return "the base trains"
     if "forward" in vars(layer):
@@ -182,7 +190,7 @@ def obstacle(layer: Any) -> str:
         return ""
     if len(layer.active_adapters) != 1:
         return "it has several adapters"
-    if isinstance(layer, ia3.Linear):
+    if isinstance(layer, IA3Layer):
         return "IA3 scales its bias" if base.bias is not None else ""
     name = layer.active_adapters[0]
     adapter: Any = layer
@@ -203,7 +211,7 @@ def alike(members: list[Any]) -> bool:
     """Whether layers can lie behind each other: one input, storage and dtype; all with a bias, or none."""
     bases = [base_of(one) for one in members]
     kinds = {(type(b), b.in_features, b.weight.dtype, b.weight.device, b.bias is None) for b in bases}
-    ranks = [one.r[one.active_adapters[0]] for one in members if isinstance(one, TYPES[:2])]
+    ranks = [one.r[one.active_adapters[0]] for one in members if isinstance(one, lora.LoraLayer)]
     together = len(members) == 1 or not any(map(_entered, members))
     return len(kinds) == 1 and sum(ranks) <= MAX_RANK and together
 
@@ -218,7 +226,7 @@ def _adapted(module: nn.Module) -> bool:
 
 def _entered(layer: nn.Module) -> bool:
     """Whether an IA3 layer scales its input, which others must not see scaled."""
-    return isinstance(layer, ia3.Linear) and bool(layer.is_feedforward)
+    return isinstance(layer, IA3Layer) and bool(layer.is_feedforward)
 
 
 def _dropout(layer: Any) -> bool:

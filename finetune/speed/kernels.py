@@ -136,8 +136,7 @@ def _activate_backward(
             more_gate, more_up, t_gate, t_up = _products(t, rows, T, b_gate, b_up, R)
             gate, up = gate + more_gate, up + more_up
         if ADAPTED_DOWN:
-            left = dt_down + rows[:, None] * R_DOWN + ranks_down[None, :]
-            dt = tl.load(left, (rows < T)[:, None], 0.0)
+            dt = tl.load(dt_down + rows[:, None] * R_DOWN + ranks_down[None, :], (rows < T)[:, None], 0.0)
             grad += tl.dot(dt, right)
         if COLUMN:
             plain_gate, plain_up = gate, up
@@ -236,6 +235,26 @@ def _transpose(source, target, rows, columns, tile: tl.constexpr):
     tl.store(at, tl.trans(block), mask=tl.trans(inside))
 
 
+@triton.jit
+def _dequantise(
+    packed, absmax, table, out, WORDS, IN_BLOCK: tl.constexpr, NESTED: tl.constexpr, B: tl.constexpr
+):  # a word is 8 codes, so 16 bytes of bf16: what a thread stores at once
+    start = tl.program_id(0) * B
+    words = start + tl.arange(0, B)
+    here = words < WORDS
+    codes = tl.load(packed + words, here, 0)
+    block = words // IN_BLOCK
+    scale = tl.load(absmax + block, here, 0)
+    if NESTED:
+        outer = tl.load(table + 273 + block // 256, here, 0.0)
+        scale = tl.load(table + 16 + scale.to(tl.int32)) * outer + tl.load(table + 272)
+    place = tl.arange(0, 8)
+    code = (codes[:, None] >> ((place ^ 1) * 4)[None, :]) & 15  # of a byte, the high bits come first
+    values = tl.load(table + code) * scale[:, None]
+    at = out + start.to(tl.int64) * 8 + (tl.arange(0, B) * 8)[:, None] + place[None, :]
+    tl.store(at, values.to(out.dtype.element_ty), here[:, None])
+
+
 def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
     """One pass over y; cuBLAS's needs two."""
     tokens, size = y.shape
@@ -325,3 +344,17 @@ def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
         source, target, rows, columns, 128, num_warps=8
     )
     return target
+
+
+def dequantise(groups, dtype):
+    """All weights of `groups` (packed, absmax, table) in one tensor, at the memory's speed."""
+    rows, columns = [len(packed) for packed, _, _ in groups], 2 * groups[0][0].shape[1]
+    out = torch.empty(sum(rows), columns, dtype=dtype, device=groups[0][0].device)
+    for (packed, absmax, table), part in zip(groups, out.split(rows), strict=True):
+        words = packed.numel() // 4
+        _dequantise[(triton.cdiv(words, 512),)](
+            packed.view(-1).view(torch.int32), absmax, table, part, words, words // absmax.numel(),
+            absmax.dtype == torch.uint8, 512, num_warps=4,
+            enable_fp_fusion=False,  # bitsandbytes rounds a scale before the offset is added to it
+        )  # fmt: skip
+    return out

@@ -6,10 +6,14 @@ Layers that read the same input (q, k and v; gate and up) are one product with t
 adapters, whose b stand block-diagonally in one matrix. The scaling is folded into a, the addition into one
 pass over y, the activation between an MLP's two GEMMs is one kernel with its adapters' products inside, and
 what it makes is made again in backward, not kept. Nothing has a gradient but x, a, b and column: W is frozen.
+
+W is held in one of three ways, a tuple of tensors each: `(weight,)`; `(codes, scale)` in fp8; or packed,
+absmax and table of each layer in 4 bits: its weight is made once in forward, once in backward, and not kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +22,9 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from finetune.speed import dora, fp8, ops
+from finetune.speed import dora, four_bit, fp8, ops
+
+Stored = Sequence[torch.Tensor]  # a frozen weight as it is held
 
 
 class Factors(NamedTuple):
@@ -52,20 +58,18 @@ def base_of(layer: nn.Module) -> Any:
 
 
 class Stack:
-    """Layers that read the same input, run as one; their base weights lie behind each other in memory.
+    """Layers that read the same input, run as one.
 
     Attributes:
-        weight: [sum of outputs, in], of which each layer's own weight is a view: nothing is held twice.
-        scale: [sum of outputs, 1] float32 of an fp8 weight, or `None`.
+        stored: the base weights [sum of outputs, in] as they are held; each layer's own tensors are views of
+            these, or these of them: nothing is held twice.
         bias: [sum of outputs], or `None`.
     """
 
     def __init__(self, layers: list[Any]) -> None:
         bases = [base_of(layer) for layer in layers]
         self.layers, self.sizes = layers, [base.out_features for base in bases]
-        self.weight = behind_each_other([base.weight for base in bases])
-        scaled = isinstance(bases[0], fp8.Fp8Linear)
-        self.scale = behind_each_other([base.weight_scale for base in bases]) if scaled else None
+        self.stored = held(bases)
         self.bias = None if bases[0].bias is None else torch.cat([base.bias.detach() for base in bases])
         self.x: torch.Tensor | None = None
         self.ready: dict[int, torch.Tensor] = {}
@@ -77,6 +81,16 @@ class Stack:
             len(layer.active_adapters) == 1 and not layer.disable_adapters and not layer.merged
             for layer in adapted
         )
+
+
+def held(bases: list[Any]) -> Stored:
+    """The frozen weights of layers as they are stored."""
+    if four_bit.is_four_bit(bases[0]):
+        return tuple(tensor for base in bases for tensor in four_bit.stored(base))
+    weight = behind_each_other([base.weight for base in bases])
+    if isinstance(bases[0], fp8.Fp8Linear):
+        return weight, behind_each_other([base.weight_scale for base in bases])
+    return (weight,)
 
 
 def behind_each_other(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -97,7 +111,7 @@ def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
     if found[0].entry is not None:  # such a layer stands alone
         flat = (flat * found[0].entry).to(flat.dtype)
     t, b = inner(flat, stack.layers, found), outer(flat, stack.sizes, found)
-    y = _Linear.apply(flat, t, b, stack.weight, stack.scale)
+    y = _Linear.apply(flat, t, b, stack.stored)
     column = columns(stack.sizes, found, flat)
     y = y if column is None else (y * column).to(y.dtype)
     y = y if stack.bias is None else y + stack.bias.to(y.dtype)
@@ -119,8 +133,7 @@ def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tens
     a_down, b_down = last.a, outer(flat, down.sizes, [last])
     if a_down is not None and b_down is not None:
         a_down = nn.functional.pad(a_down.to(flat.dtype), (0, 0, 0, b_down.shape[1] - len(a_down)))
-    weights = (both.weight, both.scale, down.weight, down.scale)
-    y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, *weights, act)
+    y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, both.stored, down.stored, act)
     y = y if last.column is None else (y * last.column).to(y.dtype)
     return y.view(x.shape)
 
@@ -193,92 +206,92 @@ def columns(sizes: list[int], found: list[Factors], like: torch.Tensor) -> torch
     return torch.cat([one if f.column is None else f.column for one, f in zip(ones, found, strict=True)])
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """x [T, in] W^T of a frozen weight [out, in], in fp8 if it has a scale."""
-    if scale is None:
-        return x @ weight.t()
-    codes, step = ops.quantise_rows(x)
-    return fp8.product(codes, step, weight, scale, x.dtype)
+def product(x: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """x [T, in] W^T of a frozen weight [out, in] as it is held, in fp8 if it is stored so."""
+    if len(stored) == 2:
+        codes, step = ops.quantise_rows(x)
+        return fp8.product(codes, step, stored[0], stored[1], x.dtype)
+    weight = stored[0] if len(stored) == 1 else ops.dequantise(list(stored), x.dtype)
+    return x @ weight.t()
 
 
-def input_gradient(grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def input_gradient(grad: torch.Tensor, stored: Stored) -> torch.Tensor:
     """The gradient of x in `product`."""
-    return grad @ weight if scale is None else fp8.input_gradient(grad, weight, scale)
+    if len(stored) == 2:
+        return fp8.input_gradient(grad, stored[0], stored[1])
+    return grad @ (stored[0] if len(stored) == 1 else ops.dequantise(list(stored), grad.dtype, grad))
 
 
 class _Linear(torch.autograd.Function):
     """y = x W^T + t b^T; t and b may be `None`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, t: Any, b: Any, weight: Any, scale: Any) -> torch.Tensor:
-        y = product(x, weight, scale)
+    def forward(ctx: Any, x: Any, t: Any, b: Any, stored: Stored) -> torch.Tensor:
+        y = product(x, stored)
         if t is not None:
             ops.add_product_(y, t, b)
-        ctx.save_for_backward(t, b, weight, scale)
+        ctx.save_for_backward(t, b, *stored)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        t, b, weight, scale = ctx.saved_tensors
+        t, b, *stored = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dx = input_gradient(grad, weight, scale) if ctx.needs_input_grad[0] else None
+        dx = input_gradient(grad, stored) if ctx.needs_input_grad[0] else None
         dt, db = (None, None) if t is None else (grad @ b, grad.t() @ t)
-        return dx, dt, db, None, None
+        return dx, dt, db, None
 
 
 class _GatedMlp(torch.autograd.Function):
     """y = h W_down^T + (h a_down^T) b_down^T, of h = act(gate) up and (gate, up) = column (x W^T + t b^T).
 
     Kept for backward are the base's product and the thin ones, not h. t, b, column, and a_down with b_down
-    may be `None`.
+    may be `None`. `stored` are W and W_down as they are held.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, t: Any, b: Any, column: Any, a_down: Any, b_down: Any,
-        weight: Any, scale: Any, weight_down: Any, scale_down: Any, act: str,
+        ctx: Any, x: Any, t: Any, b: Any, column: Any, a_down: Any, b_down: Any, stored: Stored,
+        stored_down: Stored, act: str,
     ) -> torch.Tensor:  # fmt: skip
-        gu = product(x, weight, scale)
-        h, amax = ops.activate(gu, t, b, column, act, scale_down is not None)
+        gu, in_fp8 = product(x, stored), len(stored_down) == 2
+        h, amax = ops.activate(gu, t, b, column, act, in_fp8)
         t_down = None
-        if scale_down is None:
-            y = h @ weight_down.t()
-            t_down = None if a_down is None else h @ a_down.t()
-        elif a_down is None:
-            codes, step = ops.quantise_rows(h, None, amax)
-            y = fp8.product(codes, step, weight_down, scale_down, h.dtype)
-        else:
+        if in_fp8 and a_down is not None:
             codes, step, t_down = ops.quantise_product(h, None, amax, a_down.t())
-            y = fp8.product(codes, step, weight_down, scale_down, h.dtype)
+            y = fp8.product(codes, step, stored_down[0], stored_down[1], h.dtype)
+        elif in_fp8:
+            codes, step = ops.quantise_rows(h, None, amax)
+            y = fp8.product(codes, step, stored_down[0], stored_down[1], h.dtype)
+        else:
+            y = product(h, stored_down)
+            t_down = None if a_down is None else h @ a_down.t()
         if t_down is not None:
             ops.add_product_(y, t_down, b_down)
-        ctx.act = act
-        ctx.save_for_backward(
-            gu, t, b, column, a_down, b_down, t_down, weight, scale, weight_down, scale_down
-        )
+        ctx.act, ctx.count = act, len(stored)
+        ctx.save_for_backward(gu, t, b, column, a_down, b_down, t_down, *stored, *stored_down)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        gu, t, b, column, a_down, b_down, t_down, weight, scale, weight_down, scale_down = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        dh = input_gradient(grad, weight_down, scale_down)
+        gu, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
+        grad, first = grads[0].contiguous(), stored[: ctx.count]
+        dh = input_gradient(grad, stored[ctx.count :])
         dt_down = None if a_down is None else grad @ b_down
         db_down = None if a_down is None else grad.t() @ t_down
-        weight_scale = None if scale is None else scale.flatten()
+        weight_scale = first[1].flatten() if ctx.count == 2 else None
         dgu, amax, dcolumn, db, da_down = ops.activate_backward(
             gu, t, b, column, ctx.act, dh, dt_down, a_down, weight_scale
         )
         dt = dx = None
-        if scale is None or not ctx.needs_input_grad[0]:
+        if weight_scale is None or not ctx.needs_input_grad[0]:
             dt = None if t is None else dgu @ b
-            dx = dgu @ weight if ctx.needs_input_grad[0] else None
+            dx = input_gradient(dgu, first) if ctx.needs_input_grad[0] else None
         else:
             if t is None:
                 codes, step = ops.quantise_rows(dgu, weight_scale, amax)
             else:
                 codes, step, dt = ops.quantise_product(dgu, weight_scale, amax, b)
-            dx = fp8.codes_gradient(codes, step, weight, grad.dtype)
+            dx = fp8.codes_gradient(codes, step, first[0], grad.dtype)
         dcolumn, db = None if column is None else dcolumn, None if t is None else db
-        da_down = None if a_down is None else da_down
-        return dx, dt, db, dcolumn, da_down, db_down, None, None, None, None, None
+        return dx, dt, db, dcolumn, None if a_down is None else da_down, db_down, None, None, None

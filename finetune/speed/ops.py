@@ -1,4 +1,4 @@
-"""The operators that speed needs: rounding to fp8, a transpose, a thin product added, a gated activation.
+"""The operators that speed needs: rounding to fp8, a transpose, 4-bit weights, a thin product, an activation.
 
 Each is registered with torch, so that torch.compile takes it as it is: on a GPU a Triton kernel (`kernels`),
 elsewhere the same mathematics in plain torch, which the kernels are tested against. T is tokens, N outputs,
@@ -18,6 +18,7 @@ if torch.cuda.is_available():
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+NESTED = 256  # scales of 4-bit blocks that share a scale of their own
 
 
 @torch.library.custom_op(
@@ -98,6 +99,48 @@ def transpose(codes: torch.Tensor) -> torch.Tensor:
 @transpose.register_fake
 def _(codes: torch.Tensor) -> torch.Tensor:
     return codes.new_empty(codes.shape[1], codes.shape[0])
+
+
+@torch.library.custom_op(
+    "finetune::dequantise",
+    mutates_args=(),
+    schema="(Tensor[] stored, ScalarType dtype, Tensor? after=None) -> Tensor",
+)
+def dequantise(
+    stored: list[torch.Tensor], dtype: torch.dtype, after: torch.Tensor | None = None
+) -> torch.Tensor:
+    """4-bit weights behind each other, in one pass and equal to bitsandbytes' `dequantize_4bit`.
+
+    Args:
+        stored: packed, absmax and table of each (`four_bit.stored`); all have the same inputs.
+        after: a tensor that must be there before. Backward gives its gradient: else a compiler, seeing
+            that forward has made the same, would keep that for backward.
+
+    Returns:
+        [sum of outputs, in] in `dtype`.
+    """
+    groups = list(zip(stored[::3], stored[1::3], stored[2::3], strict=True))
+    if stored[0].is_cuda:
+        return kernels.dequantise(groups, dtype)
+    return torch.cat([_dequantise(*group, dtype) for group in groups])
+
+
+@dequantise.register_fake
+def _(stored: list[torch.Tensor], dtype: torch.dtype, after: object = None) -> torch.Tensor:
+    rows = sum(packed.shape[0] for packed in stored[::3])
+    return stored[0].new_empty(rows, 2 * stored[0].shape[1], dtype=dtype)
+
+
+def _dequantise(
+    packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    scale = absmax.float()
+    if absmax.dtype == torch.uint8:
+        outer = table[273:].repeat_interleave(NESTED)[: absmax.numel()]
+        scale = table[16:272][absmax.int()] * outer + table[272]
+    codes = torch.stack([packed >> 4, packed & 15], dim=-1).int()
+    values = table[codes].view(absmax.numel(), -1) * scale[:, None]
+    return values.to(dtype).view(len(packed), -1)
 
 
 @torch.library.custom_op(
