@@ -47,7 +47,7 @@ def choices(
     storage = setup.storage
     compile, recompute, fused = fast["speed.compile"], fast["speed.recompute"], fast["speed.fused"]
     offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
-    count, _, total = recompute.value.partition(" of ")  # "none", or "6 of 32"
+    count, _, total = recompute.value.partition(" of ")  # "none", "cheap", or "6 of 32"
     recomputed = count if not total else "all" if count == total else int(count)
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {

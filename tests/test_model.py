@@ -91,11 +91,13 @@ def test_recompute_is_planned_from_memory() -> None:
     )
     assert kept_gib(llama_8b, 16384, fused=False) == pytest.approx(60, rel=0.1)  # measured
     assert kept_gib(llama_8b, 16384, fused=True) == pytest.approx(54, rel=0.1)  # measured
-    plan = Memory(layers=32, kept=54.0, entry=0.125, room=60.0)
+    plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0)
     assert choose_recompute("auto", plan, H100).value == "none"
-    assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "7 of 32"  # 8 / 1.56, and one
+    assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "cheap"
+    assert choose_recompute("auto", plan._replace(room=38.0), H100).value == "8 of 32"  # 8 / 1.31, and one
     assert choose_recompute("auto", plan._replace(room=1.0), H100).value == "32 of 32"
     assert choose_recompute("auto", plan._replace(room=1.0), CPU).value == "none"
     assert choose_recompute("all", plan, CPU).value == "32 of 32"
+    assert choose_recompute("cheap", plan, CPU).value == "cheap"
     assert choose_recompute(4, plan, H100).value == "4 of 32"
     assert choose_recompute(64, plan, H100).value == "32 of 32"

@@ -6,10 +6,12 @@ input wraps that, and compile stands inside both, so that a recomputed layer run
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from finetune import qat
 from finetune.errors import Exit, Problem, UserError
@@ -38,6 +40,7 @@ class Memory(NamedTuple):
 
     layers: int
     kept: float  # until backward, if nothing is recomputed
+    norms: float  # of that, what norms make, which is cheap to make again
     entry: float  # of that, a layer's input: all that is kept of a recomputed one
     room: float  # for all of it
 
@@ -53,7 +56,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     if speed.offload in ("activations", "all") and speed.recompute == "auto":
         recompute = Choice(f"{len(layers)} of {len(layers)}", "speed.offload keeps recomputed layers' inputs")
     if recompute.value != "none":
-        add_recompute(model, layers, int(recompute.value.split()[0]), ledger)
+        whole = 0 if recompute.value == "cheap" else int(recompute.value.split()[0])
+        add_recompute(model, layers, whole, ledger)
     if speed.offload in ("activations", "all"):
         Activations([layer for layer in layers if layer.gradient_checkpointing], model.device)
     compile = choose_compile(speed.compile, work, hardware)
@@ -110,10 +114,11 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
 
 
 def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
-    """`none`, or how many of the layers are recomputed (`8 of 32`); `auto` takes the fewest that fit."""
+    """`none`, `cheap` (the norms of all layers), or how many layers are recomputed whole beside the other
+    layers' norms (`8 of 32`); `auto` takes the least that fits."""
     layers = plan.layers
-    if asked in ("none", "all"):
-        return Choice("none" if asked == "none" else f"{layers} of {layers}", "asked for")
+    if asked in ("none", "cheap", "all"):
+        return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
     if isinstance(asked, int):
         return Choice(f"{min(asked, layers)} of {layers}", "asked for")
     if hardware.device == "cpu":
@@ -121,21 +126,40 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
     text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
     if plan.kept <= plan.room:
         return Choice("none", text)
-    saved = plan.kept / layers - plan.entry
-    count = min(layers, math.ceil((plan.kept - plan.room) / saved) + 1)  # one is whole while it runs again
+    kept = plan.kept - plan.norms
+    if kept <= plan.room:
+        return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
+    saved = kept / layers - plan.entry
+    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
     return Choice(f"{count} of {layers}", text)
 
 
 def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger) -> None:
-    """Recompute `count` of the layers, evenly spread, the first among them."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    """Recompute `count` of the layers, evenly spread, the first among them; of the others their norms."""
     chosen = {i * len(layers) // count for i in range(count)}
+    if count:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        enable = enable or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
-    wrapped = sum(bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers)
-    total = len(layers)
-    ledger.add("speed.recompute", f"{count} of {total}", f"{wrapped} of {total}", "layers with the flag set")
+        for norm in [] if index in chosen else norms_of(layer):
+            norm.forward = functools.partial(
+                checkpoint, norm.forward, use_reentrant=False, preserve_rng_state=False
+            )
+    total, wrapped = len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers)
+    alone = sum("forward" in vars(norm) for layer in layers for norm in norms_of(layer))
+    got = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
+    asked, how = (
+        f"{count} of {total}" if count else "cheap",
+        "layers with the flag set, norms with a forward that is checkpointed",
+    )
+    ledger.add("speed.recompute", asked, got, how, ok=wrapped == count)
+
+
+def norms_of(layer: Any) -> list[Any]:
+    """The norms of a decoder layer whose output its linear layers read, and so keep until backward."""
+    return [m for m in layer.children() if "Norm" in type(m).__name__ and not list(m.children())]
 
 
 def choose_offload(asked: str, model: Any) -> Choice:
@@ -181,8 +205,8 @@ def memory(model: Any, tokens: int, hardware: Hardware, *, fused: bool, offload:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     each = 4 if offload in ("optimizer", "all") else 12  # gradient and two moments, fp32
     room = SPARE * free_gib(hardware) - HEAD_GIB - each * trained / 2**30
-    entry = 0.0 if offload in ("activations", "all") else tokens * hidden * 2 / 2**30
-    return Memory(layers, kept, entry, room)
+    row = tokens * hidden * 2 / 2**30
+    return Memory(layers, kept, 2 * layers * row, 0.0 if offload in ("activations", "all") else row, room)
 
 
 def kept_gib(config: Any, tokens: int, *, fused: bool, dora: bool = False) -> float:
