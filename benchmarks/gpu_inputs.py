@@ -117,18 +117,23 @@ def _quantised(stored: str) -> dict[str, Any]:
 
 
 def make_data(path: Path, tokens: int, *, documents: bool) -> Path:
-    """Random words, `tokens` tokens of them at least: one text, or documents of real lengths.
+    """Random words: one text that is `tokens` tokens with its end, so that all rows are full; or documents of
+    real lengths, `tokens` together at least.
 
     Documents have log-normal lengths, of MEAN tokens in the mean, clipped at LONGEST; seeded.
     """
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     draw = random.Random(0)
-    sample = " ".join(draw.choices(WORDS, k=10_000))
-    words_a_token = 10_000 / len(tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"])
+    size = {word: len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) for word in WORDS}
+    first = len(tokenizer(WORDS[0], add_special_tokens=False)["input_ids"])
     lengths = document_lengths(tokens, draw) if documents else [tokens]
     with path.open("w") as file:
         for length in lengths:
-            words = draw.choices(WORDS, k=max(1, round(length * words_a_token)))
+            words, left = [WORDS[0]], length - 1 - first  # one is the end's
+            while left > 0:  # words have two or three tokens
+                fitting = WORDS if left > 4 else [word for word in WORDS if left - size[word] in (0, 2)]
+                words.append(draw.choice(fitting))
+                left -= size[words[-1]]
             file.write(json.dumps({"text": " ".join(words)}) + "\n")
     return path
 
