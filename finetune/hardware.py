@@ -60,6 +60,7 @@ class Launch:
     precision: str  # no | bf16 | fp16 | fp8
     precision_by: str  # launch | hardware
     precision_reason: str
+    sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
 
     @property
     def main(self) -> bool:
@@ -168,7 +169,16 @@ def launch(hardware: Hardware) -> Launch:
             fix="mixed_precision: fp16 in the accelerate config",
         )
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return Launch(launcher, processes, rank, precision, "launch" if asked else "hardware", reason)
+    by = "launch" if asked else "hardware"
+    return Launch(launcher, processes, rank, precision, by, reason, sharded())
+
+
+def sharded() -> str:
+    """What the launch splits the weights with; the empty string if nothing does."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
+        return "FSDP"
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1")
+    return "DeepSpeed" if deepspeed and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3" else ""
 
 
 def default_precision(hardware: Hardware) -> Choice:

@@ -91,7 +91,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
     tokens, flops = batch.per_device * recipe.data.max_length, flops_per_token(adapted)
-    work = speed.Work(tokens, flops * tokens * batch.accumulation * steps)
+    work = speed.Work(tokens, flops * tokens * batch.accumulation * steps, setup.launch.sharded)
     fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
 
@@ -109,6 +109,8 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validation(recipe, tokenizer, adapted, metrics)
         watching = [first_step, metrics, *validating]
+        if norms := getattr(adapted, "finetune_norms", None):
+            watching.append(callbacks.RefreshNorms(norms, ledger))
         sections = recipe.adapter, recipe.speed
         trainer = build_trainer(adapted, *sections, arguments, dataset, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
@@ -225,9 +227,8 @@ def make_fast(
     fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
     fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
     if flat:
-        length = work.tokens if fast["speed.compile"].value == "on" else PROOF_TOKENS
         with precision(setup):
-            attention.prove_apart(adapted, length, kernel, ledger)
+            attention.prove_apart(adapted, PROOF_TOKENS, kernel, ledger)
     return fast
 
 

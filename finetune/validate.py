@@ -118,7 +118,8 @@ class Validate(TrainerCallback):
         if not self.weights:
             return
         for name, parameter in adapters.trainable(model).items():
-            parameter.data.copy_(self.weights[name])
+            with torch.no_grad():  # not on `.data`: it counts as a change, which DoRA's norms follow
+                parameter.copy_(self.weights[name])
 
     def add_receipt(self, loss: float, ledger: Ledger) -> None:
         """The loss of the saved weights is the best evaluation's."""

@@ -244,8 +244,12 @@ def test_what_is_not_the_modules_own_forward_is_refused(monkeypatch: pytest.Monk
 
     model = adapted(TYPES["lora"]())
     monkeypatch.setitem(fuse.ACTIVATIONS, "SiLUActivation", "gelu_tanh")
-    with pytest.raises(UserError, match="the fast forward of LlamaMLP"):
-        Fused(model, decoder_layers(model))
+    fused = Fused(model, decoder_layers(model))
+    ((reason, count),) = fused.left.items()
+    assert "its fast forward is not its own" in reason and (count, fused.served, fused.mlps) == (6, 8, 0)
+    assert not any("forward" in vars(layer.mlp) for layer in decoder_layers(model))
+    with pytest.raises(UserError, match=r"LlamaMLP\.mlp can't be fused"):
+        Fused(again := adapted(TYPES["lora"]()), decoder_layers(again), required=True)
 
 
 @pytest.mark.parametrize(

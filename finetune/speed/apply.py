@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune import qat
 from finetune.errors import Exit, Problem, UserError
@@ -33,6 +34,7 @@ class Work(NamedTuple):
 
     tokens: int  # of one forward pass, at most
     flops: float  # of this process, over the whole run
+    sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
 
 
 class Memory(NamedTuple):
@@ -48,10 +50,12 @@ class Memory(NamedTuple):
 def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledger) -> dict[str, Choice]:
     """Change the model's own modules in place, read back what changed, and return what was chosen."""
     layers = decoder_layers(model)
-    fused = choose_fused(speed.fused, model, hardware)
+    if not layers:
+        return unknown(model, speed)
+    fused, whole = choose_fused(speed.fused, model, hardware, work.sharded), False
     if fused.value == "on":
-        fused = add_fused(model, layers, fused, ledger)
-    plan = memory(model, work.tokens, hardware, fused=fused.value == "on", offload=speed.offload)
+        fused, whole = add_fused(model, layers, fused, ledger)
+    plan = memory(model, work.tokens, hardware, fused=whole, offload=speed.offload)
     recompute = choose_recompute(speed.recompute, plan, hardware)
     if speed.offload in ("activations", "all") and speed.recompute == "auto":
         recompute = Choice(f"{len(layers)} of {len(layers)}", "speed.offload keeps recomputed layers' inputs")
@@ -62,6 +66,10 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         Activations([layer for layer in layers if layer.gradient_checkpointing], model.device)
     compile = choose_compile(speed.compile, work, hardware)
     if compile.value == "on":
+        torch._dynamo.reset()  # of a run before in this process
+        torch._dynamo.utils.counters.clear()
+        # eager runs what is over it, without a word: layers may differ by their ranks
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
         for layer in layers:
             layer.compile()  # in place: torch.compile(layer) would rename every key
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
@@ -71,12 +79,38 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     return {**chosen, "speed.offload": choose_offload(speed.offload, model)}
 
 
-def choose_fused(asked: str | bool, model: Any, hardware: Hardware) -> Choice:
+def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
+    """What is chosen for a model whose decoder layers are not where transformers' decoders have them.
+
+    Raises:
+        UserError: something was asked for that needs them (exit 3).
+    """
+    reason, off = f"the layers of {type(base_of(model)).__name__} are not known", (False, "none", "auto")
+    options = ("fused", "compile", "recompute", "offload")
+    problems = [
+        Problem(reason, f"speed.{name}", found=getattr(speed, name), fix=f"speed.{name}: {fix}")
+        for name, fix in zip(options, ("auto", "auto", "auto", "none"), strict=True)
+        if getattr(speed, name) not in off and getattr(speed, name) != "optimizer"
+    ]
+    if problems:
+        raise UserError(*problems, code=Exit.ENVIRONMENT)
+    made = {f"speed.{name}": Choice("off", reason) for name in options[:2]}
+    made["speed.recompute"] = Choice("none", reason)
+    return {**made, "speed.offload": choose_offload(speed.offload, model)}
+
+
+def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str = "") -> Choice:
     """Whether adapters run through the fast forwards of `lora`.
 
     Raises:
-        UserError: asked for where there is no adapter (exit 2).
+        UserError: asked for where there is no adapter (exit 2), or where weights are sharded (exit 3).
     """
+    if sharded and hasattr(model, "peft_config"):
+        reason = f"{sharded} splits the weights that fast forwards hold whole"
+        if asked is True:
+            problem = Problem(reason, "speed.fused", found=sharded, fix="speed.fused: auto")
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        return Choice("off", reason if asked == "auto" else "asked for")
     if not hasattr(model, "peft_config"):
         if asked is True:
             what, fix = "there is no adapter to fuse: every parameter trains", "speed.fused: auto"
@@ -93,15 +127,15 @@ def choose_fused(asked: str | bool, model: Any, hardware: Hardware) -> Choice:
     return Choice("on" if asked else "off", "asked for")
 
 
-def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> Choice:
-    """Fuse, with a receipt; returns the choice with what was done.
+def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> tuple[Choice, bool]:
+    """Fuse, with a receipt; returns the choice with what was done, and whether every layer's MLP is fused.
 
     Raises:
-        UserError: asked for, and no layer can be (exit 3).
+        UserError: asked for, and no layer can be, or one does not compute what it did (exit 3).
     """
     from finetune.speed.fuse import Fused
 
-    made = Fused(model, layers)
+    made = Fused(model, layers, required=chosen.reason == "asked for")
     left = "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(made.left.items()))
     got = f"{made.served} linear layers" + (f"; {left}" if left else "")
     if chosen.reason == "asked for" and not made.served:
@@ -109,8 +143,8 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
         raise UserError(Problem(what, "speed.fused", found=left, fix=fix), code=Exit.ENVIRONMENT)
     how = f"fast forwards on the live model, at most {made.worst:.1g} from the modules' own (relative)"
     ledger.add("speed.fused", "what can be fused", got, how, ok=True)
-    value = "on" if made.served else "off"
-    return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}")
+    value, whole = "on" if made.served else "off", made.mlps == len(layers)
+    return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}"), whole
 
 
 def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
@@ -142,7 +176,7 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger) -> 
         enable = enable or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index in chosen
+        layer.gradient_checkpointing = index in chosen and isinstance(layer, GradientCheckpointingLayer)
         for norm in [] if index in chosen else norms_of(layer):
             norm.forward = functools.partial(
                 checkpoint, norm.forward, use_reentrant=False, preserve_rng_state=False
@@ -193,9 +227,14 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The decoder layers of a transformers or PEFT model, in order."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return list(base.get_decoder().layers)
+    """The decoder layers of a transformers or PEFT model, in order; none where they are not to be found."""
+    layers = getattr(base_of(model).get_decoder(), "layers", None)
+    return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model under an adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def memory(model: Any, tokens: int, hardware: Hardware, *, fused: bool, offload: str = "none") -> Memory:

@@ -36,16 +36,32 @@ class Norms:
             layer.finetune_norm = square.sqrt()
         self.refreshed = 0
 
-    def refresh(self, *_: Any) -> None:
-        """Make the norms of layers whose A or B has changed; as a forward pre-hook it does so in time."""
+    def refresh(self, *, stepped: bool = False) -> None:
+        """Make the norms of layers whose A or B has changed.
+
+        Args:
+            stepped: the optimizer has. Fused ones (torch's, bitsandbytes') do not count it as a new version
+                of a weight, which is what shows other changes.
+        """
         for index, layer in enumerate(self.layers):
             name = layer.active_adapters[0]
             parts = (layer.lora_A[name].weight, layer.lora_B[name].weight)
             state = tuple((part.data_ptr(), part._version) for part in parts)
-            if state != self.seen[index]:
+            if stepped or state != self.seen[index]:
                 self.seen[index] = state
                 self.refreshed += 1
                 layer.finetune_norm.copy_(norm(layer, name, self.squares[index]))
+
+    def error(self) -> float:
+        """The largest relative difference of a norm from one that is made now."""
+        made = [
+            norm(one, one.active_adapters[0], square)
+            for one, square in zip(self.layers, self.squares, strict=True)
+        ]
+        off = [
+            (new - one.finetune_norm).norm() / new.norm() for one, new in zip(self.layers, made, strict=True)
+        ]
+        return float(torch.stack(off).max())
 
 
 @torch.no_grad()

@@ -177,14 +177,14 @@ def _activate_backward(
 
 @triton.jit
 def _quantise(x, column, amax, codes, scale, N, SCALED: tl.constexpr, BN: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
     step = tl.maximum(tl.load(amax + row) / 448.0, 1.1754943508222875e-38)
     values = tl.load(x + row * N + cols, cols < N, 0.0).to(tl.float32)
     if SCALED:
         values *= tl.load(column + cols, cols < N, 0.0)
     tl.store(codes + row * N + cols, (values / step).to(tl.float8e4nv), cols < N)
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(scale + row, step)
 
 
@@ -321,7 +321,7 @@ def quantise_product(x, column, amax, b):
 def quantise_known(x, column, amax):
     codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
     scale = torch.empty(x.shape[0], 1, device=x.device)
-    grid = (triton.cdiv(x.shape[1], 4096), x.shape[0])
+    grid = (x.shape[0], triton.cdiv(x.shape[1], 4096))  # the second has no more than 65,535
     _quantise[grid](x, column, amax, codes, scale, x.shape[1], column is not None, 4096, num_warps=8)
     return codes, scale
 

@@ -66,20 +66,27 @@ class Stack:
         bias: [sum of outputs], or `None`.
     """
 
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers: list[Any], adapted: list[Any] | None = None) -> None:
+        """
+        Args:
+            adapted: layers that say whether the adapter is on, where none of `layers` has one.
+        """
         bases = [base_of(layer) for layer in layers]
+        own: list[Any] = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
+        self.adapted = own or adapted or []
+        self.adapters = [layer.active_adapters for layer in self.adapted]
         self.layers, self.sizes = layers, [base.out_features for base in bases]
         self.stored = held(bases)
         self.bias = None if bases[0].bias is None else torch.cat([base.bias.detach() for base in bases])
-        self.x: torch.Tensor | None = None
+        self.x: torch.Tensor | None = None  # the input that the outputs in `ready` are of
         self.ready: dict[int, torch.Tensor] = {}
+        self.tracked = True  # whether with gradient
 
     def active(self) -> bool:
-        """Whether the layers are in the state this is for: in training, one adapter, on and not merged."""
-        adapted = [layer for layer in self.layers if isinstance(layer, BaseTunerLayer)]
+        """Whether the layers are as they were fused: in training, that adapter on, not merged."""
         return self.layers[0].training and all(
-            len(layer.active_adapters) == 1 and not layer.disable_adapters and not layer.merged
-            for layer in adapted
+            layer.active_adapters == names and not layer.disable_adapters and not layer.merged
+            for layer, names in zip(self.adapted, self.adapters, strict=True)
         )
 
 
@@ -106,7 +113,7 @@ def behind_each_other(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
     """What all layers of a stack make of x [..., in]: [..., sum of outputs]."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = rows_of(x)
     found = [factors(layer) for layer in stack.layers]
     if found[0].entry is not None:  # such a layer stands alone
         flat = (flat * found[0].entry).to(flat.dtype)
@@ -120,7 +127,7 @@ def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
 
 def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) for x [..., hidden]; `both` is gate and up, or one layer that is both."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = rows_of(x)
     found = [factors(layer) for layer in both.layers]
     halves = found if len(found) == 2 else split(found[0])
     size = sum(both.sizes) // 2
@@ -136,6 +143,13 @@ def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tens
     y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, both.stored, down.stored, act)
     y = y if last.column is None else (y * last.column).to(y.dtype)
     return y.view(x.shape)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [..., in] as [T, in], in autocast's dtype where it is on: a norm that trains gives float32."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
 def split(both: Factors) -> list[Factors]:
@@ -156,17 +170,14 @@ def inner(
     size = padded(found, even)
     if size == 0:
         return None
-    share, rows, parts = size // len(found), [], []
+    share, rows, dropouts = size // len(found), [], []
     for layer, factor in zip(layers, found, strict=True):
         rank = 0 if factor.a is None else len(factor.a)
         a = x.new_zeros(0, x.shape[1]) if factor.a is None else factor.a.to(x.dtype)
-        a = nn.functional.pad(a, (0, 0, 0, share - rank)) if even else a
-        dropout = layer.lora_dropout[layer.active_adapters[0]] if rank else None
-        if isinstance(dropout, nn.Dropout):
-            parts.append(dropout(x) @ a.t())  # each layer has a mask of its own
-        rows.append(a)
-    if parts:
-        t = torch.cat(parts, dim=1)
+        rows.append(nn.functional.pad(a, (0, 0, 0, share - rank)) if even else a)
+        dropouts.append(layer.lora_dropout[layer.active_adapters[0]] if rank else nn.Identity())
+    if any(isinstance(dropout, nn.Dropout) for dropout in dropouts):  # each layer has a mask of its own
+        t = torch.cat([dropout(x) @ a.t() for dropout, a in zip(dropouts, rows, strict=True)], dim=1)
         return nn.functional.pad(t, (0, size - t.shape[1]))
     a = torch.cat(rows)
     return x @ nn.functional.pad(a, (0, 0, 0, size - len(a))).t()
@@ -211,7 +222,7 @@ def product(x: torch.Tensor, stored: Stored) -> torch.Tensor:
     if len(stored) == 2:
         codes, step = ops.quantise_rows(x)
         return fp8.product(codes, step, stored[0], stored[1], x.dtype)
-    weight = stored[0] if len(stored) == 1 else ops.dequantise(list(stored), x.dtype)
+    weight = stored[0].to(x.dtype) if len(stored) == 1 else ops.dequantise(list(stored), x.dtype)
     return x @ weight.t()
 
 
@@ -219,7 +230,9 @@ def input_gradient(grad: torch.Tensor, stored: Stored) -> torch.Tensor:
     """The gradient of x in `product`."""
     if len(stored) == 2:
         return fp8.input_gradient(grad, stored[0], stored[1])
-    return grad @ (stored[0] if len(stored) == 1 else ops.dequantise(list(stored), grad.dtype, grad))
+    if len(stored) == 1:
+        return grad @ stored[0].to(grad.dtype)
+    return grad @ ops.dequantise(list(stored), grad.dtype, grad)
 
 
 class _Linear(torch.autograd.Function):

@@ -1,0 +1,187 @@
+"""Where fast forwards meet what else a run does: optimizers, recomputation, autocast, other adapters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from conftest import metrics, receipts
+from peft import LoraConfig
+from test_fused import IDS, LINEAR, TYPES, adapted, ranked, step, worst
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.errors import UserError
+from finetune.hardware import Hardware, sharded
+from finetune.receipts import Ledger
+from finetune.sections import Speed
+from finetune.speed import apply, attention
+from finetune.speed.apply import Work, decoder_layers
+from finetune.speed.fuse import Fused
+
+CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+WORK = Work(64, 1e9)
+
+
+def fused_and_not(config: Any, **options: Any) -> tuple[Any, Any]:
+    """The same model twice, fused and as PEFT has it."""
+    model, own = adapted(config, **options), adapted(config, **options)
+    Fused(model, decoder_layers(model), required=True)
+    return model, own
+
+
+def test_dora_learns_what_pefts_does(train) -> None:
+    """Through the fused AdamW of every run, which moves weights without counting a version."""
+    asked = ("adapter.type=dora", "train.max_steps=6", "train.warmup_steps=0", "train.learning_rate=2e-2")
+    runs = [train(*asked, f"speed.fused={on}", name=f"fused-{on}") for on in ("true", "false")]
+    fast, own = ([line["loss"] for line in metrics(run)] for run in runs)
+    assert fast == pytest.approx(own, abs=2e-4) and fast[0] - fast[-1] > 0.05
+    assert receipts(runs[0])["DoRA norms"]["got"] == "0 off"
+
+
+def test_norms_are_made_anew_when_the_optimizer_says_so() -> None:
+    model = adapted(TYPES["dora"](), dtype=torch.float32)
+    fused = Fused(model, decoder_layers(model))
+    assert fused.norms
+    step(model)
+    before = fused.norms.refreshed
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    torch.optim.AdamW(trained, lr=0.05, fused=True).step()
+    fused.norms.refresh()
+    if fused.norms.refreshed == before:  # as in torch 2.13
+        assert fused.norms.error() > 1e-3
+    fused.norms.refresh(stepped=True)
+    assert fused.norms.error() < 1e-6
+
+
+def test_recomputed_layers_leave_nothing_behind() -> None:
+    """Dropout on down_proj makes its product the last that a layer keeps, where checkpointing ends it."""
+    model = adapted(ranked(lora_dropout=0.1))
+    layers, seen = decoder_layers(model), []
+    fused = Fused(model, layers)
+    apply.add_recompute(model, layers, len(layers), Ledger())
+    for layer in layers:
+        norm = layer.post_attention_layernorm
+        norm.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
+    step(model)
+    gc.collect()
+    assert all(stack.x is None and not stack.ready for stack in fused.stacks)
+    assert len(seen) == 2 * len(layers) and not any(output() is not None for output in seen)
+
+
+def test_float32_hidden_states_under_autocast() -> None:
+    """A norm that trains is kept in float32, and so is what it gives."""
+    both = []
+    for model in fused_and_not(ranked(), dtype=torch.bfloat16):
+        for layer in decoder_layers(model):
+            layer.input_layernorm.float()
+            layer.post_attention_layernorm.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            both.append(step(model))
+    assert abs(float(both[0][0] - both[1][0])) < 0.02
+    fast, own = (torch.cat([g.flatten() for g in one[1].values()]) for one in both)
+    assert float((fast - own).norm() / own.norm()) < 0.05
+
+
+def test_a_proof_compiles_nothing() -> None:
+    model = adapted(TYPES["dora"](), dtype=torch.float32)
+    Fused(model, decoder_layers(model))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in decoder_layers(model):
+        layer.compile(backend="aot_eager")
+    attention.prove_apart(model, 16, "sdpa", ledger := Ledger())
+    assert model.training and ledger.receipts[-1].ok
+    assert not torch._dynamo.utils.counters["stats"] and not torch._dynamo.utils.counters["graph_break"]
+
+
+# Inductor imports a module that scripts: github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/mkldnn.py#L19
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_every_layer_may_have_a_graph_of_its_own() -> None:
+    model = adapted(TYPES["lora"](), num_hidden_layers=3)
+    before = torch._dynamo.config.recompile_limit
+    try:
+        apply.apply(model, Speed(compile=True), WORK, CPU, Ledger())
+        assert torch._dynamo.config.recompile_limit >= 14
+    finally:
+        torch._dynamo.config.recompile_limit = before
+
+
+@pytest.mark.parametrize("targets", [["up_proj"], ["gate_proj", "down_proj"], ["k_proj", "up_proj"]])
+def test_dropout_where_a_neighbour_has_no_adapter(targets: list[str]) -> None:
+    model = adapted(LoraConfig(r=4, target_modules=targets, lora_dropout=0.1))
+    fused = Fused(model, decoder_layers(model))
+    assert fused.served and not fused.left
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_a_bias_that_trains_is_pefts(bias: Any) -> None:
+    model, own = (adapted(ranked(bias=bias), family="qwen2") for _ in range(2))
+    fused = Fused(model, decoder_layers(model))
+    assert fused.left == {"the base trains": 6}  # q, k and v of two layers
+    (loss, gradients), (right, theirs) = step(model), step(own)
+    assert abs(float(loss - right)) < 1e-10 and worst(gradients, theirs) < 1e-10
+
+
+def test_layers_that_are_not_found() -> None:
+    made = AutoConfig.for_model("falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = AutoModelForCausalLM.from_config(made)
+    assert decoder_layers(model) == []
+    chosen = apply.apply(model, Speed(), WORK, CPU, Ledger())
+    assert chosen["speed.compile"].reason == "the layers of FalconForCausalLM are not known"
+    with pytest.raises(UserError) as error:
+        apply.apply(model, Speed(compile=True, recompute="all"), WORK, CPU, Ledger())
+    assert [problem.where or problem.key for problem in error.value.problems] == [
+        "speed.compile",
+        "speed.recompute",
+    ]
+
+
+def test_a_model_that_clips_in_place_is_left() -> None:
+    model = adapted(LoraConfig(r=4, target_modules=LINEAR), family="olmo", clip_qkv=0.5)
+    fused = Fused(model, decoder_layers(model))
+    assert fused.left == {"the model clips q, k and v in place": 14} and fused.served == 0
+    step(model)
+
+
+def test_another_adapter_runs_by_peft() -> None:
+    model, own = fused_and_not(ranked())
+    for one in (model, own):
+        torch.manual_seed(1)
+        one.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+        one.set_adapter("other")
+        one.double()
+    (loss, gradients), (right, theirs) = step(model), step(own)
+    assert float(loss - right) == 0.0 and gradients.keys() == theirs.keys()
+
+
+@pytest.mark.parametrize("base", ["plain", "fp8"])
+def test_a_disabled_adapter_leaves_the_base_also_in_training(base: str) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"])
+    model, own = fused_and_not(config, dtype=torch.float32, base=base)
+    with model.disable_adapter(), own.disable_adapter():
+        assert torch.equal(model(input_ids=IDS).logits, own(input_ids=IDS).logits)
+
+
+def test_the_same_input_twice_and_without_gradient() -> None:
+    model, _ = fused_and_not(ranked())
+    attends = decoder_layers(model)[0].self_attn
+    x = torch.randn(3, 64, dtype=torch.float64)
+    first, again = attends.q_proj(x), attends.q_proj(x)
+    assert torch.equal(first, again)
+    with torch.no_grad():
+        attends.q_proj(x)
+    assert attends.k_proj(x).requires_grad
+
+
+def test_sharded_weights_are_not_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert sharded() == "FSDP"
+    model = adapted(ranked())
+    chosen = apply.choose_fused("auto", model, CPU, sharded())
+    assert chosen.value == "off" and "FSDP splits the weights" in chosen.reason
+    with pytest.raises(UserError, match="FSDP splits the weights"):
+        apply.choose_fused(True, model, CPU, sharded())
