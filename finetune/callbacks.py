@@ -166,6 +166,8 @@ class FirstStep(TrainerCallback):
     add_loss: Callable[..., None] | None = None
     """Adds the loss's receipt, from the profiled operations and the number of micro-batches."""
     compiled = False
+    optimizer: Any = None
+    """The class that `train.optim` means."""
 
     def __init__(self, ledger: Ledger, setup: Setup, *, steps: int, batch: int) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
@@ -235,7 +237,7 @@ class FirstStep(TrainerCallback):
         self.rounding.add_receipt(self.ledger)
         if self.offloaded:
             self.offloaded.add_receipt(self.micro_batches, self.ledger)
-        optimizers.add_receipt(kwargs["optimizer"], str(args.optim), self.ledger)
+        optimizers.add_receipt(kwargs["optimizer"], str(args.optim), self.optimizer, self.ledger)
         if self.compiled:
             counters = torch._dynamo.utils.counters
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]

@@ -103,11 +103,12 @@ def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, d
     return kind, options
 
 
-def add_receipt(optimizer: Any, optim: str, ledger: Ledger) -> None:
+def add_receipt(optimizer: Any, optim: str, kind: Any, ledger: Ledger) -> None:
     """What stepped, and what its state is kept in, read from the state after the first step.
 
     Args:
         optimizer: Accelerate's, around the one that steps.
+        kind: the class that `optim` means.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     inner = list(getattr(optimizer, "optim_dict", {}).values())  # torchao's offloaded ones, one a tensor
@@ -119,12 +120,13 @@ def add_receipt(optimizer: Any, optim: str, ledger: Ledger) -> None:
             kinds[_kept_in(parameter, state)] += 1
             for tensor in _tensors(state):
                 held["GPU" if tensor.is_cuda else "CPU"] += tensor.nbytes
-    kind = type(all_of_it[0])
-    name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+    ran = type(all_of_it[0])
+    name = f"{ran.__module__.partition('.')[0]}'s {ran.__name__}"
+    theirs = ran.__module__.startswith("deepspeed")  # which puts its own around it
     of = ", ".join(f"{kinds[dtype]} tensors in {dtype}" for dtype in sorted(kinds))
     where = ", ".join(f"{held[place] / 2**20:.2f} MiB on the {place}" for place in sorted(held))
     low = sum(count for dtype, count in kinds.items() if dtype.startswith(("uint8", "OptimState")))
-    ok = bool(low) or not large if _LOW_BITS.search(optim) else True
+    ok = (theirs or ran is kind) and (not _LOW_BITS.search(optim) or bool(low) or not large)
     few = f"; none has {SMALLEST} numbers, from which fewer bits are used" if not large and not low else ""
     how = "the optimizer that stepped, and its state after step 1"
     got = f"{name}, state of {of or 'no tensor'}: {where or '0 MiB'}"

@@ -208,6 +208,7 @@ def build_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
+    trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
     for name, parameter in adapters.trainable(adapted).items():
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
     if allocates:

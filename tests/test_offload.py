@@ -155,7 +155,7 @@ def moved(kind: str, optim: str, steps: int = 20):
         optimizer.step()
         optimizer.zero_grad()
     ledger = Ledger()
-    optimizers.add_receipt(optimizer, optim, ledger)
+    optimizers.add_receipt(optimizer, optim, made, ledger)
     return before, torch.cat([p.detach().flatten() for p in parameters]), ledger.receipts[0]
 
 
@@ -186,8 +186,10 @@ def test_an_optimizer_with_all_its_bits_is_not_taken_for_one_in_eight() -> None:
     ids = batches(model, 1)[0]
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    optimizers.add_receipt(optimizer, "adamw_8bit", ledger)
+    optimizers.add_receipt(optimizer, "adamw_8bit", torch.optim.AdamW, ledger)
     assert not ledger.receipts[0].ok and "28 tensors in float32" in ledger.receipts[0].got
+    optimizers.add_receipt(optimizer, "sgd", torch.optim.SGD, ledger)
+    assert not ledger.receipts[1].ok and "torch's AdamW" in ledger.receipts[1].got
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
