@@ -1,6 +1,6 @@
-"""Two ranks of one launch, forked from one process that has imported the libraries: what tests of ranks cost else.
+"""Two ranks of one launch, forked from one process that has imported the libraries once.
 
-Launchers themselves are in test_train.py (`finetune train --accelerate`, `accelerate launch`) and test_evaluate.py.
+Launchers themselves: test_train.py (`finetune train --accelerate`, `accelerate launch`) and test_evaluate.py.
 """
 
 from __future__ import annotations
