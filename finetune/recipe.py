@@ -157,6 +157,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
+@cache
 def _train_section() -> type[Train]:
     found = upstream.fields(upstream.SFT_CONFIG)
     names = [name for name in found if not owner_of(name) and name not in Train.model_fields]

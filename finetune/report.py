@@ -5,6 +5,7 @@ It is made from the run folder alone, whole or not and wherever it lies; the sam
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -365,19 +366,25 @@ def environment(run: Run) -> list[tuple[str, str]]:
     return rows + [(name, at or "not installed") for name, at in (found.get("packages") or {}).items()]
 
 
-def render(run: Run, verdict: Verdict) -> str:
-    """The page."""
+@functools.cache
+def template() -> Any:
+    """The page's template, which a comparison of many runs compiles once."""
     import jinja2
 
     here = Path(__file__).parent
-    page = jinja2.Environment(
+    pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader([here, here / "data"]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    page.filters |= {"shown": shown, "share": share, "value": number, "duration": duration}
+    pages.filters |= {"shown": shown, "share": share, "value": number, "duration": duration}
+    return pages.get_template("report.html.jinja")
+
+
+def render(run: Run, verdict: Verdict) -> str:
+    """The page."""
     drawn = list(charts(run))
     given = {"run": run, "verdict": verdict, "summary": summary(run), "headlines": headlines(run)}
     given |= {"name": run.path.resolve().name, "charts": drawn, "scores": report_scores.table(run.evaluation)}
@@ -389,7 +396,7 @@ def render(run: Run, verdict: Verdict) -> str:
     if run.data:
         given |= {"facts": view.described(run.data), "remarks": view.remarks(run.data)}
         given["mix"] = view.mix(run.data["train"])
-    return page.get_template("report.html.jinja").render(given)
+    return template().render(given)
 
 
 def shown(text: Any) -> str:

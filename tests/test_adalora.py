@@ -1,14 +1,16 @@
 """AdaLoRA: the same numbers as PEFT's, on any split of the batch, and the same again after a stop.
 
-Run as a script (by `accelerate launch`), it is one process of several: see `sft`.
+Run as a script it is two ranks of one launch: see `sft`.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import two_ranks
 from conftest import QUICKSTART, ROOT
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -244,7 +246,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     from finetune.screen import Screen
 
     given = ["adapter.type=adalora", "adapter.r=4", "train.effective_batch_size=8", "train.max_grad_norm=1e9"]
-    given += ["train.max_steps=8", "train.warmup_steps=0", "data.validation=null", *overrides]
+    given += ["train.max_steps=6", "train.warmup_steps=0", "data.validation=null", *overrides]
     given += [f"adapter.orth_reg_every={every}"]
     loaded = recipe.load(QUICKSTART, given)
     setup = hardware.choose(attention="sdpa", base="auto", adapter_type="adalora")
@@ -260,7 +262,8 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     screen = Screen(quiet=True)
     metrics = callbacks.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
     watching = [first, metrics]
-    trainer = train.build_trainer(adapted, loaded.adapter, arguments, prepared.train, tokenizer, watching)
+    sections = loaded.adapter, loaded.speed
+    trainer = train.build_trainer(adapted, *sections, arguments, prepared.train, tokenizer, watching)
     trainer.first_step = first
     trainer.model_accepts_loss_kwargs = counted
     trainer.add_callback(keep or Keep())
@@ -286,44 +289,54 @@ def split(rows: int) -> str:
 STRONG = "adapter.orth_reg_weight=50"
 
 
+@pytest.fixture(scope="module")
+def short(small, two_layers) -> list[str]:
+    return [STRONG, small[0], f"model.name={two_layers}"]
+
+
+@pytest.fixture(scope="module")
+def in_one(short, tmp_path_factory) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model, and the gradients of the first step, where a batch is not split."""
+    keep = Keep()
+    return sft(tmp_path_factory.mktemp("in_one"), *short, split(8), keep=keep), keep.gradients[0]
+
+
 @pytest.mark.usefixtures("the_only_launch")
-def test_two_processes_and_micro_batches_make_one_step(tmp_path) -> None:
+def test_two_processes_and_micro_batches_make_one_step(in_one, short, tmp_path) -> None:
     """The same gradients with the regulariser strong, the same ranks on both processes and on one."""
-    of_whole, of_parts = Keep(), Keep()
-    whole = sft(tmp_path, STRONG, split(8), keep=of_whole)
-    parts = sft(tmp_path, STRONG, split(2), keep=of_parts)
-    assert apart(of_parts.gradients[0], of_whole.gradients[0]) < 1e-6
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launch += ["accelerate_configs/cpu_2.yaml", __file__, str(tmp_path), STRONG, split(2)]
-    done = subprocess.run(launch, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    (whole, of_whole), of_parts = in_one, Keep()
+    parts = sft(tmp_path, *short, split(2), keep=of_parts)
+    assert apart(of_parts.gradients[0], of_whole) < 1e-6
+    command = [sys.executable, __file__, str(tmp_path), *short, split(2)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     one, two = (load_file(tmp_path / f"rank{rank}.safetensors") for rank in (0, 1))
     assert same(one, two), "gradients, weights and masks of both processes"
     gradients = {n.removeprefix("gradient."): t for n, t in one.items() if n.startswith("gradient.")}
-    assert apart(gradients, of_whole.gradients[0]) < 1e-6
+    assert apart(gradients, of_whole) < 1e-6
     wanted = adalora.allocation_state(whole)
     masks = {name: tensor for name, tensor in one.items() if name.startswith("mask.")}
-    assert len(masks) == 42 and sum(int(mask.sum()) for mask in masks.values()) == 4 * len(masks)
+    assert len(masks) == 14 and sum(int(mask.sum()) for mask in masks.values()) == 4 * len(masks)
     assert all(torch.equal(mask, wanted[name]) for name, mask in masks.items())
     assert same(masks, {n: t for n, t in adalora.allocation_state(parts).items() if n in masks})
 
 
-def test_a_loss_without_a_token_count_weighs_the_same(tmp_path) -> None:
+def test_a_loss_without_a_token_count_weighs_the_same(in_one, short, tmp_path) -> None:
     """The Trainer then divides the loss by the micro-batches; the term must come out whole."""
-    of_whole, of_parts = Keep(), Keep()
-    sft(tmp_path, STRONG, split(8), keep=of_whole)
-    sft(tmp_path, STRONG, split(2), keep=of_parts, counted=False)
-    counted, uncounted = of_whole.gradients[0], of_parts.gradients[0]
+    of_parts = Keep()
+    sft(tmp_path, *short, split(2), keep=of_parts, counted=False)
+    counted, uncounted = in_one[1], of_parts.gradients[0]
     vectors = [name for name in counted if "lora_E" not in name]  # E = 0: theirs is the term's alone
     for name in vectors:
         error = torch.linalg.norm(counted[name] - uncounted[name]) / torch.linalg.norm(counted[name])
         assert error < 1e-6
 
 
-def test_every_second_step_pulls_twice_as_much(tmp_path) -> None:
+def test_every_second_step_pulls_twice_as_much(short, tmp_path) -> None:
     each, second = Keep(), Keep()
     for every, keep in ((1, each), (2, second)):  # at rate 0 every step sees the same weights
-        sft(tmp_path, STRONG, split(4), "train.learning_rate=0", every=every, keep=keep)
+        sft(tmp_path, *short, split(4), "train.learning_rate=0", every=every, keep=keep)
     for name in (name for name in each.gradients[0] if "lora_E" not in name):
         for step in (0, 1, 2, 3):
             wanted = 2 * each.gradients[step][name] if step % 2 else torch.zeros(1)
@@ -332,11 +345,15 @@ def test_every_second_step_pulls_twice_as_much(tmp_path) -> None:
             )
 
 
-if __name__ == "__main__":
-    import os
-
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def one_rank(folder: str, *overrides: str) -> None:
     kept = Keep()
-    state = adalora.allocation_state(sft(Path(sys.argv[1]), *sys.argv[2:], keep=kept))
+    state = adalora.allocation_state(sft(Path(folder), *overrides, keep=kept))
     state |= {f"gradient.{name}": tensor for name, tensor in kept.gradients[0].items()}
-    save_file(state, Path(sys.argv[1]) / f"rank{os.environ['RANK']}.safetensors")
+    save_file(state, Path(folder) / f"rank{os.environ['RANK']}.safetensors")
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from finetune import train  # noqa: F401  # once for both ranks
+
+    two_ranks.run(one_rank, *sys.argv[1:])

@@ -10,6 +10,7 @@ import torch
 from conftest import receipts
 
 from finetune import adapter_types, cli, merge, recipe, shipped
+from finetune.run_folder import RunFolder
 
 TYPES = [name for name, kind in adapter_types.all_types().items() if not kind.refused and kind.peft]
 RATES = {
@@ -28,6 +29,7 @@ UNMERGED = {name for name in TYPES if adapter_types.find(name).prompt} | {"lily"
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft", "ignore:Sparse invariant checks"
 )
+RUNS: dict[str, RunFolder] = {}
 REFUSED_HERE = {"trainable_tokens"}  # the embedded model ties its head to its embeddings
 
 
@@ -39,12 +41,25 @@ def test_the_types_are_those_of_peft() -> None:
     assert len(TYPES) >= 40
 
 
+@pytest.fixture
+def run_of(train, two_layers):
+    """`run_of(type)`: a run of six steps, trained once for all tests of a type."""
+
+    def of(kind: str) -> RunFolder:
+        if kind not in RUNS:
+            options = (f"adapter.type={kind}", f"train.learning_rate={RATES.get(kind, 5e-3)}")
+            short = ("train.max_steps=6", "train.effective_batch_size=4", "eval.max_new_tokens=2")
+            more = OPTIONS.get(kind, ())
+            RUNS[kind] = train(*options, *more, *short, f"model.name={two_layers}", name=kind)
+        return RUNS[kind]
+
+    return of
+
+
 @pytest.mark.parametrize("kind", [name for name in TYPES if name not in REFUSED_HERE])
-def test_a_type_trains_verifies_reopens_and_merges(kind: str, train, two_layers, monkeypatch) -> None:
+def test_a_type_trains_verifies_reopens_and_merges(kind: str, run_of, two_layers, monkeypatch) -> None:
     monkeypatch.setattr("finetune.proof.PROBE_ROWS", 6)  # of 32, as in test_merge.py
-    rate = RATES.get(kind, 5e-3)
-    options = (f"adapter.type={kind}", f"train.learning_rate={rate}", *OPTIONS.get(kind, ()))
-    run = train(*options, f"model.name={two_layers}", "train.max_steps=6", "eval.max_new_tokens=2")
+    run = run_of(kind)
     got = receipts(run)
     assert all(receipt["ok"] for receipt in got.values())
     assert got["saved weights"]["got"] == "0", "reopened from disk bit for bit"
@@ -89,7 +104,7 @@ def test_what_is_not_for_fine_tuning_is_refused_with_its_reason(kind: str, capsy
     assert adapter_types.find(kind).refused in capsys.readouterr().err
 
 
-def test_adapters_load_in_a_fresh_process_by_plain_peft(train, two_layers, tmp_path) -> None:
+def test_adapters_load_in_a_fresh_process_by_plain_peft(run_of, two_layers, tmp_path) -> None:
     """Cold: another process, no line of ours, the same bits."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -97,7 +112,7 @@ def test_adapters_load_in_a_fresh_process_by_plain_peft(train, two_layers, tmp_p
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
     folders = []
     for kind in ("lora", "dora", "adalora", "ia3", "oft"):
-        run = train(f"adapter.type={kind}", f"model.name={two_layers}", "train.max_steps=4", name=kind)
+        run = run_of(kind)
         base = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
         with torch.no_grad():
             logits = PeftModel.from_pretrained(base, run.adapter).eval()(ids).logits
@@ -119,6 +134,6 @@ for adapter, saved in {folders!r}:
 
 @pytest.mark.parametrize("name", [name for name in shipped.recipes() if name.startswith("adapters/")])
 def test_a_recipe_of_every_other_adapter_trains_two_steps(name: str, train) -> None:
-    run = train(recipe=shipped.recipes()[name])
+    run = train("train.effective_batch_size=4", recipe=shipped.recipes()[name])
     assert recipe.load(run.recipe).adapter.type == Path(name).name
     assert all(receipt["ok"] for receipt in receipts(run).values())

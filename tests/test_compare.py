@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import two_ranks
 from conftest import QUICKSTART, ROOT, metrics
 
 from finetune import cli, compare, compare_table, differences
@@ -133,41 +134,37 @@ def test_a_run_that_fails_is_a_row_and_the_others_go_on(run, tmp_path) -> None:
     assert "full-seed42 failed" in said
 
 
-RANKS = """
-import sys, types
-from accelerate import PartialState
-from finetune import compare, ranks
-from finetune.errors import Problem, UserError
+def together(who: str, folder: str) -> None:
+    """One run of a comparison whose training fails: on both ranks, or on the first alone."""
+    from types import SimpleNamespace
 
-def training(recipe, quiet):
-    if sys.argv[1] == "all" or state.process_index == 0:
-        raise UserError(Problem("gradients of step 1 are not finite"))
+    from accelerate import PartialState
+
+    from finetune import ranks
+    from finetune.errors import Problem, UserError
+
+    def training(recipe, quiet):
+        if who == "all" or state.process_index == 0:
+            raise UserError(Problem("gradients of step 1 are not finite"))
+        state.wait_for_everyone()
+
+    state = PartialState(cpu=True)
+    ranks.AGREEMENT_SECONDS = 2
+    ranks.failures()
+    compare.train = SimpleNamespace(run=training)
+    reason = compare.run_one(compare.Job(None, 1, None, RunFolder(Path(folder)), "x"))
     state.wait_for_everyone()
-
-state = PartialState(cpu=True)
-ranks.AGREEMENT_SECONDS = 2
-ranks.failures()
-compare.train = types.SimpleNamespace(run=training)
-folder = compare.RunFolder(compare.Path(sys.argv[2]))
-reason = compare.run_one(compare.Job(None, 1, None, folder, "x"))
-state.wait_for_everyone()
-print(f"went on: {reason}|", flush=True)
-"""
+    print(f"went on: {reason}|", flush=True)
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-def test_of_several_processes_all_end_unless_all_failed_alike(who, tmp_path) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "ranks.py"), who, str(tmp_path)]
+def test_of_several_processes_all_end_unless_all_failed_alike(tmp_path) -> None:
+    command = [sys.executable, __file__, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    if who == "all":
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("went on: gradients of step 1 are not finite|") == 2
-    else:
-        assert done.returncode != 0 and "went on" not in done.stdout
-        assert "failed on process 0, and not on all in the same way" in done.stderr
+    all_failed, _, one_failed = done.stdout.partition("all ranks ended\n")
+    assert all_failed.count("went on: gradients of step 1 are not finite|") == 2, done.stderr
+    assert done.returncode != 0 and "all ranks ended" in done.stdout and "went on" not in one_failed
+    assert "failed on process 0, and not on all in the same way" in done.stderr
 
 
 def test_ranked_by_the_first_task_that_was_asked_for() -> None:
@@ -366,3 +363,9 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     types = of(a=(0.9, 0, 5), b=(0.8, 0, 1), c=(0.7, 0, 3), d=(0.9, 0, 7))
     assert compare_table.front(types, "bytes", True) == ["a", "b"]
     assert compare_table.front(types, "bytes", False) == ["b", "c"]
+
+
+if __name__ == "__main__":
+    two_ranks.run(together, "all", sys.argv[1])
+    print("all ranks ended", flush=True)
+    two_ranks.run(together, "one", sys.argv[1])

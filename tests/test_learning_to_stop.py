@@ -18,8 +18,7 @@ def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -
         "data.packing=true",
         "data.max_length=256",
         "train.max_steps=200",
-        "train.effective_batch_size=2",
-        "train.per_device_train_batch_size=2",
+        "train.effective_batch_size=1",
         "eval.max_new_tokens=256",
     )
     scores = run.read("eval.json")

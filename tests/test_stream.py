@@ -1,6 +1,7 @@
 """Streaming: every row once over ranks and workers, in an order that the seed alone decides, resumable."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -8,11 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import DATA, MODEL, ROOT, metrics
+import two_ranks
+from conftest import DATA, MODEL, ROOT, metrics, receipts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from finetune import cli
 from finetune.data import stream
 from finetune.data.formats import Row
 from finetune.errors import Problem, UserError
@@ -163,18 +166,13 @@ def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
     overrides += ["data.packing=true", "data.max_length=256", "train.effective_batch_size=12"]
     overrides += ["train.per_device_train_batch_size=2", "train.max_steps=6", "train.warmup_steps=0"]
     overrides += ["eval.general=false", f"model.name={two_layers}"]
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "accelerate_configs/cpu_2.yaml",
-    ]
-    command += ["-m", "finetune", "train", "recipes/quickstart.yaml", *overrides]
+    command = [sys.executable, __file__, "train", "recipes/quickstart.yaml", *overrides]
     command += [f"train.output_dir={tmp_path / 'run'}", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(metrics(RunFolder(tmp_path / "run"))) == 6
+    run = RunFolder(tmp_path / "run")
+    assert len(metrics(run)) == 6 and receipts(run)["processes"]["got"] == "2"
 
 
 def test_an_error_in_a_loader_s_worker_is_still_a_message() -> None:
@@ -205,3 +203,13 @@ def test_sources_of_two_formats(files, tokenizer, tmp_path) -> None:
     found = stream.stream(Data(name=[*files, str(alpaca)], streaming=True), tokenizer, 0, None, passes=1)
     assert set(found.report["train"].formats.values()) == {"messages", "alpaca"}
     assert sum(seen(found.train).values()) == 90
+
+
+def one_rank(*command: str) -> None:
+    assert cli.main(list(command)) == 0
+
+
+if __name__ == "__main__":
+    from finetune import train  # noqa: F401  # once for both ranks
+
+    two_ranks.run(one_rank, *sys.argv[1:])

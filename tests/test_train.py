@@ -24,6 +24,9 @@ FILES = {
 }
 
 
+IN_ONE: list[RunFolder] = []
+
+
 @pytest.mark.parametrize("kind", ["lora", "qlora", "full"])
 def test_a_run_trains_and_verifies(kind: str, train) -> None:
     """Every type: test_adapter_types.py."""
@@ -168,13 +171,27 @@ def test_full_fine_tuning_leaves_a_model_and_its_base_untouched(train, two_layer
     assert (two_layers / "model.safetensors").read_bytes() == before
 
 
+@pytest.fixture
+def in_one_process(train) -> RunFolder:
+    """What two processes are held against, trained once for both launchers."""
+    if not IN_ONE:
+        IN_ONE.append(train("train.max_steps=4", "train.per_device_train_batch_size=4", name="one"))
+    return IN_ONE[0]
+
+
 @pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize("launcher", ["command", "script"])
-def test_two_processes_learn_what_one_does(launcher: str, train, small, two_layers, tmp_path) -> None:
+def test_two_processes_learn_what_one_does(
+    launcher: str, in_one_process, small, two_layers, tmp_path
+) -> None:
     """By `finetune train --accelerate`, as the README says, and by the script under `accelerate launch`."""
-    one = train("train.max_steps=4", "train.per_device_train_batch_size=4", name="one")
-    overrides = ["train.max_steps=4", "train.warmup_steps=0", "train.per_device_train_batch_size=4", *small]
-    overrides += ["train.effective_batch_size=8", "eval.max_new_tokens=8", "eval.general=false"]
+    one, overrides = in_one_process, ["train.warmup_steps=0", "train.per_device_train_batch_size=4", *small]
+    overrides += [
+        "train.max_steps=4",
+        "train.effective_batch_size=8",
+        "eval.max_new_tokens=8",
+        "eval.general=false",
+    ]
     overrides.append(f"model.name={two_layers}")
     two = tmp_path / "two"
     config = "accelerate_configs/cpu_2.yaml"
