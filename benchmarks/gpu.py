@@ -11,6 +11,8 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 
 *-packed       documents of real lengths: log-normal, 400 tokens in the mean (median 245), clipped at 4,096
 *-recomputed   every layer recomputed, for little memory
+*-small        and their inputs kept in the CPU's memory
+1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
 lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
 full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
 70b-fp8        Llama-3-70B's shape from an fp8 checkpoint (68 GiB in --work), rows of 8,192, attention alone
@@ -58,6 +60,7 @@ class Row(NamedTuple):
 
 WHOLE = ("speed.compile=true", "speed.recompute=none")
 SMALL = ("speed.compile=true", "speed.recompute=all")
+OFFLOADED = ("speed.compile=true", "speed.offload=activations")
 ATTENTION = "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
 ROWS = {
     "lora-bf16": Row(("speed.base=bf16", *WHOLE)),
@@ -72,6 +75,10 @@ ROWS = {
     "qlora": Row(("adapter.type=qlora", *WHOLE)),
     "lora-bf16-recomputed": Row(("speed.base=bf16", *SMALL)),
     "lora-fp8-recomputed": Row(("speed.base=fp8", *SMALL)),
+    "lora-bf16-small": Row(("speed.base=bf16", *OFFLOADED)),
+    "lora-fp8-small": Row(("speed.base=fp8", *OFFLOADED)),
+    "1b-bf16": Row(("speed.base=bf16", *WHOLE), "1b-bf16"),
+    "1b-fp8": Row(("speed.base=fp8", *WHOLE), "1b-bf16"),
     "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),
     "lora-fp8-packed": Row(("speed.base=fp8", "data.packing=true", *WHOLE), packed=True),
     "full-bf16": Row(("adapter.type=full", "train.learning_rate=1e-5", *WHOLE), layers=8),
@@ -144,7 +151,7 @@ def plan(name: str, options: Any) -> Job:
     row = {**ROWS, **PEERS}[name]
     shape, stored = row.model.split("-")
     shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)
-    layers = min(n for n in (row.layers, options.layers, 80 if shape == "70b" else 32) if n)
+    layers = min(n for n in (row.layers, options.layers, {"70b": 80, "1b": 16}.get(shape, 32)) if n)
     length, steps = row.length // shorter, max(options.steps, 0 if options.tiny else row.steps)
     kind = "documents" if row.packed else "text"
     data = options.work / f"{kind}-{(steps + 2) * row.batch * length}.jsonl"

@@ -80,7 +80,7 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = read_config(model)
+    config = _unquantised_config(model) if setup.storage.value == "fp8" else read_config(model)
     # as an argument it would yield to an `_attn_implementation` in config.json, a Hub kernel's name too
     config._attn_implementation = setup.attn_implementation
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
@@ -89,8 +89,6 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
         options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])
     else:
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
-    if setup.storage.value == "fp8":
-        options["config"] = _unquantised_config(model)
     if device != "cpu":
         options["device_map"] = {"": device}
     read = AutoModelForCausalLM.from_pretrained
@@ -171,11 +169,9 @@ def _unquantised_config(model: Model) -> Any:
     Raises:
         UserError: weights that are quantised in another way (exit 2).
     """
-    from transformers import AutoConfig
-
     from finetune.speed import fp8_base
 
-    config = _from_hub(AutoConfig.from_pretrained, model)
+    config = read_config(model)
     fp8_base.check_checkpoint(config)
     return config
 

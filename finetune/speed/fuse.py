@@ -71,7 +71,7 @@ class Fused:
             UserError: there is one (exit 3).
         """
         self.left, self.worst = Counter[str](), 0.0
-        fast: set[nn.Module] = set()
+        fast, given_back = set[nn.Module](), set[nn.Module]()
         groups: list[Group] = []
         clipped = getattr(model.config.get_text_config(), "clip_qkv", None) is not None
         for layer in [] if clipped else layers:
@@ -89,14 +89,14 @@ class Fused:
         for group, error in zip(groups, self._errors(groups), strict=True):
             if error:
                 self._give_back(group, error, required)
-                fast.difference_update(group.members)
-        self.served, self.mlps = (
-            len(fast),
-            sum("forward" in vars(g.called[0]) and "mlp" in g.name for g in groups),
+                given_back.update(group.members)
+        self.served = len(fast - given_back)
+        self.mlps = sum(
+            group.called != group.members and "forward" in vars(group.called[0]) for group in groups
         )
         reason = "the model clips q, k and v in place" if clipped else "no forward of ours is for it"
         for module in model.modules():
-            if isinstance(module, BaseTunerLayer) and module not in fast and not _counted(module):
+            if isinstance(module, BaseTunerLayer) and module not in fast:
                 self.left[obstacle(module) or reason] += 1
         model.finetune_norms = self.norms
 
@@ -134,7 +134,7 @@ class Fused:
         if error <= ALLOWED.get(stored, 2e-2):
             self.worst = max(self.worst, error)
             return ""
-        return f"its fast forward is not its own: they differ by {error:.1g}"
+        return f"its fast forward is not its own: they differ by {error:.0e}"
 
     def _give_back(self, group: Group, error: str, required: bool) -> None:
         if required:
@@ -144,15 +144,7 @@ class Fused:
             raise UserError(problem, code=Exit.ENVIRONMENT)
         for module in group.called:
             del module.forward, module.finetune_fused
-        adapted = [member for member in group.members if _adapted(member)]
-        for member in adapted:
-            member.finetune_left = True
-        self.left[error] += len(adapted)
-
-
-def _counted(module: Any) -> bool:
-    """Whether a module was counted among those left when it got its forward back."""
-    return vars(module).pop("finetune_left", False)
+        self.left[error] += sum(map(_adapted, group.members))
 
 
 def _stacks_of(module: Any) -> list[Stack]:
