@@ -237,7 +237,8 @@ def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     arguments.output_dir = str(folder)
     tokenizer, prepared = train.prepare_in_turn(loaded)
     first = callbacks.FirstStep(Ledger(), setup, steps=arguments.max_steps, batch=8)
-    trainer = train.build_trainer(adapted, loaded.adapter, arguments, prepared.train, tokenizer, [first])
+    sections = loaded.adapter, loaded.speed
+    trainer = train.build_trainer(adapted, *sections, arguments, prepared.train, tokenizer, [first])
     trainer.install_loss(chosen, compiled=False)
     return trainer
 
