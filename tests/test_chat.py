@@ -185,11 +185,13 @@ def test_at_a_terminal(run) -> None:
 
     try:
         assert "/reset forgets the talk" in until("> ")
-        os.write(ours, b"Hello\n")
-        until("base")
-        os.write(ours, b"\x03")
-        until("stopped; this answer is not kept")
-        until("> ")
+        for _ in range(3):  # Python loses an interrupt that comes while a destructor or a C callback runs
+            os.write(ours, b"Hello\n")
+            until("base")
+            os.write(ours, b"\x03")
+            if stopped := "stopped; this answer is not kept" in until("> "):
+                break
+        assert stopped
         os.write(ours, b"/tuned\n")
         until("tuned will answer")
         until("> ")
