@@ -136,7 +136,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
         flat = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
         size = 1 << (
             16 if flat.device.type == "cpu" else 24
-        )  # what a CPU's cache holds; the sums are the same
+        )  # a CPU's cache holds that; the sums are the same
         positions = torch.arange(1, min(size, flat.numel()) + 1, device=flat.device)
         plain = weighted = 0
         for start in range(0, flat.numel(), size):

@@ -206,7 +206,7 @@ class Speed(Section):
     compile: Literal["auto"] | bool = "auto"
     """torch.compile for each decoder layer; `auto`: on GPUs, in runs of more than two minutes."""
     recompute: Literal["auto", "none", "cheap", "all"] | Annotated[int, Field(ge=1)] = "auto"
-    """What is computed again in backward: `cheap`: norms, for a seventh of the memory and next to no time;
+    """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept;
     `all` layers, for a third more time; or how many layers, beside the norms of the others. `auto` takes the
     least that fits."""
     offload: Literal["none", "activations", "optimizer", "all"] = "none"

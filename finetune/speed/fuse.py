@@ -18,7 +18,6 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from finetune.errors import Exit, Problem, UserError
 from finetune.speed import dora, four_bit, fp8
 from finetune.speed.lora import Stack, base_of, gated_mlp, project
 
@@ -59,16 +58,10 @@ class Fused:
         norms: of DoRA layers; to be made anew when the optimizer has stepped (`callbacks.RefreshNorms`).
     """
 
-    def __init__(self, model: Any, layers: list[nn.Module], *, required: bool = False) -> None:
+    def __init__(self, model: Any, layers: list[nn.Module]) -> None:
         """Fuse what can be, in the decoder layers of a PEFT model.
 
         Every fused module is compared with its own forward; one that does not compute the same gets it back.
-
-        Args:
-            required: a module that does not compute the same is an error.
-
-        Raises:
-            UserError: there is one (exit 3).
         """
         self.left, self.worst = Counter[str](), 0.0
         fast, given_back = set[nn.Module](), set[nn.Module]()
@@ -88,7 +81,9 @@ class Fused:
             model.register_forward_pre_hook(self.start)
         for group, error in zip(groups, self._errors(groups), strict=True):
             if error:
-                self._give_back(group, error, required)
+                for module in group.called:
+                    del module.forward, module.finetune_fused
+                self.left[error] += sum(map(_adapted, group.members))
                 given_back.update(group.members)
         self.served = len(fast - given_back)
         self.mlps = sum(
@@ -135,16 +130,6 @@ class Fused:
             self.worst = max(self.worst, error)
             return ""
         return f"its fast forward is not its own: they differ by {error:.0e}"
-
-    def _give_back(self, group: Group, error: str, required: bool) -> None:
-        if required:
-            problem = Problem(
-                f"{group.name} can't be fused", "speed.fused", found=error, fix="speed.fused: auto"
-            )
-            raise UserError(problem, code=Exit.ENVIRONMENT)
-        for module in group.called:
-            del module.forward, module.finetune_fused
-        self.left[error] += sum(map(_adapted, group.members))
 
 
 def _stacks_of(module: Any) -> list[Stack]:

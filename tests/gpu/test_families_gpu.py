@@ -55,7 +55,7 @@ def test_largest_shapes(family: str, stored: str, dora: bool) -> None:
     """Compiled whole, on PEFT's own gradients to what 16 and 8 bits allow (as in test_kernels_gpu)."""
     made = model(family, stored, dora)
     loss, gradients = step(made)
-    fused = Fused(made, decoder_layers(made), required=True)
+    fused = Fused(made, decoder_layers(made))
     assert not fused.left and fused.mlps == 2
     torch._dynamo.reset()
     for layer in decoder_layers(made):
