@@ -131,6 +131,11 @@ def test_the_table_of_speed_on_a_gpu_is_made_from_its_measurements() -> None:
     measured = json.loads((ROOT / "benchmarks" / "gpu.json").read_text())
     assert gpu.table(measured) in (ROOT / "benchmarks" / "README.md").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
+    slower = sorted(
+        measured[f"dora-{base}"]["step_seconds"] / measured[f"lora-{base}"]["step_seconds"]
+        for base in ("bf16", "fp8")
+    )
+    assert "DoRA takes {:.2f} to {:.2f} times as long".format(*slower) in readme
     for name in ("lora-bf16", "lora-fp8", "qlora", "trl+liger"):
         assert f"{measured[name]['tokens_per_second']:,.0f}" in readme
         assert f"in {measured[name]['peak_gib']:.1f}" in readme

@@ -158,7 +158,7 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
     layers = plan.layers
     if asked == "mlp" and not plan.mlps:
         what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
-        raise UserError(Problem(what, "speed.recompute", found=asked, fix=fix), code=Exit.ENVIRONMENT)
+        raise UserError(Problem(what, "speed.recompute", found="mlp", fix=fix), code=Exit.ENVIRONMENT)
     if asked in ("none", "cheap", "mlp", "all"):
         return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
     if isinstance(asked, int):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,8 +32,8 @@ ALLOWED = {"cpu": (0.0, 0.0), "cuda": (1e-6, 1e-2)}
 SAME = 0.03
 
 
-# How much more than the same input twice another may move: where a GPU adds up in any order, fp8 makes much
-# of the last bit, layer by layer
+# How much more than the same input twice another may move: where a kernel adds up in any order all the same,
+# fp8 makes much of the last bit, layer by layer
 NOISE = 1.25
 
 
@@ -52,7 +53,7 @@ def prove_apart(model: Any, tokens: int, attention: str, ledger: Ledger) -> None
     Raises:
         UserError: they do (exit 3).
     """
-    with as_trained(model, attention):
+    with as_trained(model, attention), deterministic():
         same, moved = leaks(model, tokens)
     logits, gradients = ALLOWED[model.device.type]
     ok = moved.logits <= max(logits, NOISE * same.logits)
@@ -87,6 +88,22 @@ def as_trained(model: Any, attention: str) -> Iterator[None]:
         model.train(training)
         for module, p in dropouts:
             module.p = p
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Sums in one order, where a kernel can: on fp8 layers much comes of a last bit."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def leaks(model: Any, tokens: int, **extra: Any) -> tuple[Leak, Leak]:

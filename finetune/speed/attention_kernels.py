@@ -133,6 +133,7 @@ def flash(package: Any) -> Callable[..., Tensor]:
             "causal": True,
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softcap or 0.0,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if borders is None:
             return package.flash_attn_func(query, key, value, **options)
@@ -190,6 +191,7 @@ def flash4_backward(
     from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[reportMissingImports]  (GPU only)
 
     options = _flash4_options(borders, longest, scale, window, softcap)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = _flash_attn_bwd(query, key, value, out, gradient.contiguous(), sums, **options)[:3]
     return dq, dk, dv
 

@@ -30,6 +30,8 @@ def inputs_with(share: float):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_in_bf16_it_is_no_worse_than_transformers_own(share: float, softcap, compiled, monkeypatch) -> None:
     monkeypatch.setattr(loss, "CHUNK_BYTES", VOCABULARY * 6 * 700)
+    # cuBLAS adds parts of a long sum in bf16 for some numbers of rows and not for others
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     hidden, weight, labels = inputs_with(share)
 
     def plain(h, w, dtype):
