@@ -13,10 +13,10 @@ from finetune import hardware as hw
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.attention_choice import Rows
 from finetune.errors import UserError
+from finetune.estimate import choose_compile
 from finetune.run_folder import PACKAGES
 from finetune.screen import Screen
 from finetune.sections import Data, Speed, Train
-from finetune.speed.apply import choose_compile
 from finetune.upstream import installed
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ PACKAGE = ROOT / "finetune"
 # modules named before it. Only `train` (and what drives it) sees everything.
 LAYERS = (
     ("errors",),
-    ("strict_yaml", "upstream", "renames", "sections", "arguments"),
+    ("strict_yaml", "upstream", "renames", "sections", "arguments", "gpus"),
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers"),
     ("recipe_errors",),
     ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks"),
-    ("run_folder", "screen", "adapter_source", "plots"),
+    ("run_folder", "screen", "adapter_source", "plots", "estimate"),
     ("speed",),
     ("data", "model", "adapters", "adalora", "callbacks", "shipped", "trackers"),
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
