@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,17 +46,17 @@ class Architecture:
     unknown: str = ""
     """Why what it keeps for backward, and how long it takes, is not known; the empty string if it is."""
 
-    @property
+    @cached_property
     def names(self) -> Names:
         return modules.of_tensors(self.tensors)
 
-    @property
+    @cached_property
     def linear(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of each linear layer, without the head."""
         sizes = {name: self.tensors[f"{name}.weight"] for name in self.names.linear}
         return {name: (size[0], size[1]) for name, size in sizes.items()}
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(map(prod, self.tensors.values()))
 

@@ -133,6 +133,18 @@ def data(options: argparse.Namespace) -> None:
         screen.say("", f"next: {shlex.join(['finetune', 'train', options.recipe, *options.overrides])}")
 
 
+def plan(options: argparse.Namespace) -> None:
+    """Say what a recipe takes in memory, time and money before a weight is loaded, and what to change."""
+    from finetune import plan_changes
+    from finetune.screen import Screen
+
+    recipe = load(options)
+    with located(recipe):
+        screen, price = Screen(quiet=options.quiet), options.price_per_hour
+        given = {"gpu": options.gpu, "count": options.gpus, "price": price}
+        plan_changes.run(recipe, options.overrides, screen, **given)
+
+
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
     from finetune import launch
@@ -256,7 +268,7 @@ def doctor(options: argparse.Namespace) -> None:
 
     recipe = load(options) if options.recipe else None
     with located(recipe):
-        examination.run(recipe, quiet=options.quiet)
+        examination.run(recipe, quiet=options.quiet, measured=options.measure)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -289,6 +301,7 @@ def parser() -> argparse.ArgumentParser:
         ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
+    add(plan, RECIPE, OVERRIDES, *arguments.PLAN)
     add(
         evaluate,
         RUN,
@@ -326,7 +339,7 @@ def parser() -> argparse.ArgumentParser:
         ("name", {"metavar": "NAME", "nargs": "?"}),
         ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
     )
-    add(doctor, MAYBE_RECIPE, OVERRIDES)
+    add(doctor, MAYBE_RECIPE, OVERRIDES, arguments.MEASURE)
     return top
 
 

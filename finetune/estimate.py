@@ -103,10 +103,12 @@ def choose_fused(
     return Choice("on", "auto")
 
 
-def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
+def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload: str = "none") -> Choice:
     """`none`, `cheap` (the norms of all layers), or how many layers are recomputed whole beside the other
     layers' norms (`8 of 32`); `auto` takes the least that fits."""
     layers = plan.layers
+    if offload in ("activations", "all") and asked == "auto":
+        return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
     if asked in ("none", "cheap", "all"):
         return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
     if isinstance(asked, int):

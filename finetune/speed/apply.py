@@ -36,9 +36,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     compile = choose_compile(speed.compile, work, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how)
-    recompute = choose_recompute(speed.recompute, plan, hardware)
-    if speed.offload in ("activations", "all") and speed.recompute == "auto":
-        recompute = Choice(f"{len(layers)} of {len(layers)}", "speed.offload keeps recomputed layers' inputs")
+    recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
     if recompute.value != "none":
         whole = 0 if recompute.value == "cheap" else int(recompute.value.split()[0])
         add_recompute(model, layers, whole, ledger)

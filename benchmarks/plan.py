@@ -1,0 +1,163 @@
+"""`finetune plan` beside what runs measured: every row of gpu.json, and the 1.1B shape of adapters.json.
+
+    python benchmarks/plan.py             # plans each row, writes plan.json, prints the table
+    python benchmarks/plan.py --table     # the table of benchmarks/README.md, from plan.json
+
+No GPU is needed: rows are planned for the GPU that they were measured on. Rows of TRL and Unsloth are others'
+code; those whose run failed have no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu
+from gpu_inputs import SHAPES
+
+from finetune import gpus, plan, recipe
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "plan.json"
+QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
+# Rows measured before a change whose effect on memory was measured by itself (LOG.md): GiB since then
+SINCE = {"lora-bf16": 71.4}
+# Types whose parts a plan counts; the 1.1B rows are older than fused forwards, and attended with a mask
+COUNTED = ("lora", "rslora", "dora", "adalora", "ia3", "full", "qlora", "qdora", "qadalora")
+EAGER = (
+    "speed.fused=false",
+    "speed.compile=false",
+    "speed.recompute=none",
+    "model.attention=sdpa",
+    "speed.base=auto",
+)
+LARGE = (
+    2048,
+    8192,
+    18,
+    32,
+    8,
+    4096,
+)  # benchmarks/adapters.py: hidden, intermediate, layers, heads, kv, vocabulary
+LARGE_LENGTH = 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true")
+    if not parser.parse_args().table:
+        RESULTS.write_text(json.dumps(compare(), indent=1) + "\n")
+    print(table(json.loads(RESULTS.read_text())))
+
+
+def compare() -> dict[str, dict[str, Any]]:
+    """Each measured row with what is planned for it."""
+    made = {}
+    measured = json.loads(gpu.RESULTS.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**16}) + "\n")
+        for name, row in measured.items():
+            if name in gpu.ROWS and "failed" not in row:
+                peak = SINCE.get(name, row["peak_gib"])
+                found = planned_row(name, row, place)
+                made[name] = compared(found, row["step_seconds"], peak, row["gpu"], since=name in SINCE)
+        for row in json.loads((HERE / "adapters.json").read_text()):
+            if row["part"] == "shape" and row["type"] in COUNTED and "step_seconds" in row:
+                found = planned_shape(row, place)
+                name = f"1.1b-{row['type']}, {row['task']}"
+                made[name] = compared(found, row["step_seconds"], row["gpu_memory_gib"], row["device"])
+    return made
+
+
+def planned_row(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
+    """The plan of a row of gpu.py, on as many layers as it was measured with."""
+    row = gpu.ROWS[name]
+    shape, stored = row.model.split("-")
+    hidden, wide, whole, *rest = SHAPES[shape]
+    layers = measured.get("layers") or row.layers or whole
+    model = write_config(place / f"{shape}-{stored}-{layers}", (hidden, wide, layers, *rest), tied=False)
+    text = gpu.RECIPE.format(
+        model=model, data=place / "rows.jsonl", length=row.length, batch=row.batch,
+        steps=max(14, row.steps), folder=place / "run",
+    )  # fmt: skip
+    path = place / f"{name}.yaml"
+    path.write_text(text)
+    return make(recipe.load(path, row.changes), measured["gpu"], row.cap_gib)
+
+
+def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
+    """The plan of a row of adapters.py on the 1.1B shape."""
+    model, rows = write_config(place / "1.1b", LARGE, tied=True), int(row["task"].split()[0])
+    given = [f"adapter.type={row['type']}", f"model.name={model}", f"data.max_length={LARGE_LENGTH}"]
+    given += [f"data.name={place}/rows.jsonl", "data.format=text", "data.train_on=all", "data.too_long=split"]
+    given += ["data.validation=null", f"train.effective_batch_size={rows}", "train.max_steps=15"]
+    given += [f"train.per_device_train_batch_size={rows}", "train.warmup_steps=0", *EAGER]
+    given = [text for text in given if row["type"] != "full" or not text.startswith("speed.fused")]
+    return make(recipe.load(QUICKSTART, given), row["device"], None)
+
+
+def make(loaded: Any, device: str, cap_gib: float | None) -> plan.Plan:
+    known = next(name for name, kind in gpus.GPUS.items() if kind is gpus.of_device(device))
+    machine, processes = plan.planned_machine(known, 1)
+    if cap_gib:
+        machine = replace(machine, memory_gib=cap_gib + plan.CONTEXT_GIB)  # a cap of the allocator's own
+    return plan.make(loaded, machine, processes)
+
+
+def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
+    """A folder with the config.json of a Llama; no weights."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size")
+    folder.mkdir(exist_ok=True)
+    config = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config | dict(zip(names, shape, strict=True))))
+    return folder
+
+
+def compared(
+    made: plan.Plan, seconds: float, peak: float, device: str, *, since: bool = False
+) -> dict[str, Any]:
+    assert made.step_seconds is not None
+    return {
+        "planned_seconds": round(made.step_seconds, 4),
+        "measured_seconds": round(seconds, 4),
+        "planned_gib": round(made.peak, 2),
+        "measured_gib": round(peak, 2),
+        "recompute": made.choices["recompute"].value,
+        "gpu": device,
+        **({"memory_measured_since": True} if since else {}),
+    }
+
+
+def off(row: dict[str, Any], what: str) -> float:
+    """Planned beside measured: 0.1 is a tenth more."""
+    return row[f"planned_{what}"] / row[f"measured_{what}"] - 1
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The rows as a markdown table, and how many are within the bounds."""
+    lines = [
+        "| | step, s: planned | measured | | peak GiB: planned | measured | | GPU |",
+        "|---|" + "---|" * 7,
+    ]
+    for name, row in rows.items():
+        mark = " *" if row.get("memory_measured_since") else ""
+        lines.append(
+            f"| {name} | {row['planned_seconds']:.3f} | {row['measured_seconds']:.3f} | {off(row, 'seconds'):+.0%} "
+            f"| {row['planned_gib']:.1f} | {row['measured_gib']:.1f}{mark} | {off(row, 'gib'):+.0%} | {row['gpu']} |"
+        )
+    near = sum(abs(off(row, "seconds")) <= 0.15 for row in rows.values())
+    held = sum(abs(off(row, "gib")) <= 0.10 for row in rows.values())
+    return "\n".join(lines) + f"\n\n{near} of {len(rows)} steps within 15 %, {held} peaks within 10 %.\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
