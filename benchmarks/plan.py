@@ -29,22 +29,10 @@ QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
 SINCE = {"lora-bf16": 71.4}
 # Types whose parts a plan counts; the 1.1B rows are older than fused forwards, and attended with a mask
 COUNTED = ("lora", "rslora", "dora", "adalora", "ia3", "full", "qlora", "qdora", "qadalora")
-EAGER = (
-    "speed.fused=false",
-    "speed.compile=false",
-    "speed.recompute=none",
-    "model.attention=sdpa",
-    "speed.base=auto",
-)
-LARGE = (
-    2048,
-    8192,
-    18,
-    32,
-    8,
-    4096,
-)  # benchmarks/adapters.py: hidden, intermediate, layers, heads, kv, vocabulary
+EAGER = ("speed.fused=false", "speed.compile=false", "speed.recompute=none", "model.attention=sdpa")
+LARGE = 2048, 8192, 18, 32, 8, 4096  # adapters.py: hidden, intermediate, layers, heads, kv heads, vocabulary
 LARGE_LENGTH = 1024
+NEAR = {"seconds": 0.15, "gib": 0.10}  # the bounds that a plan is to keep
 
 
 def main() -> None:
@@ -69,6 +57,8 @@ def compare() -> dict[str, dict[str, Any]]:
                 peak = SINCE.get(name, row["peak_gib"])
                 found = planned_row(name, row, place)
                 made[name] = compared(found, row["step_seconds"], peak, row["gpu"], since=name in SINCE)
+        for name in [name for name in gpu.ROWS if name not in made]:  # planned before it is measured
+            made[name] = compared(planned_row(name, {"gpu": "NVIDIA H200"}, place), None, None, "NVIDIA H200")
         for row in json.loads((HERE / "adapters.json").read_text()):
             if row["part"] == "shape" and row["type"] in COUNTED and "step_seconds" in row:
                 found = planned_shape(row, place)
@@ -100,8 +90,10 @@ def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
     given += [f"data.name={place}/rows.jsonl", "data.format=text", "data.train_on=all", "data.too_long=split"]
     given += ["data.validation=null", f"train.effective_batch_size={rows}", "train.max_steps=15"]
     given += [f"train.per_device_train_batch_size={rows}", "train.warmup_steps=0", *EAGER]
+    given += ["speed.base=auto" if row["type"][0] == "q" or row["type"] == "full" else "speed.base=bf16"]
     given = [text for text in given if row["type"] != "full" or not text.startswith("speed.fused")]
-    return make(recipe.load(QUICKSTART, given), row["device"], None)
+    own = HERE.parent / "recipes" / "adapters" / f"{row['type']}.yaml"
+    return make(recipe.load(own if own.exists() else QUICKSTART, given), row["device"], None)
 
 
 def make(loaded: Any, device: str, cap_gib: float | None) -> plan.Plan:
@@ -123,14 +115,15 @@ def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
 
 
 def compared(
-    made: plan.Plan, seconds: float, peak: float, device: str, *, since: bool = False
+    made: plan.Plan, seconds: float | None, peak: float | None, device: str, *, since: bool = False
 ) -> dict[str, Any]:
+    """A row of plan.json; `None`: not measured yet."""
     assert made.step_seconds is not None
     return {
         "planned_seconds": round(made.step_seconds, 4),
-        "measured_seconds": round(seconds, 4),
+        "measured_seconds": seconds and round(seconds, 4),
         "planned_gib": round(made.peak, 2),
-        "measured_gib": round(peak, 2),
+        "measured_gib": peak and round(peak, 2),
         "recompute": made.choices["recompute"].value,
         "gpu": device,
         **({"memory_measured_since": True} if since else {}),
@@ -144,19 +137,21 @@ def off(row: dict[str, Any], what: str) -> float:
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """The rows as a markdown table, and how many are within the bounds."""
-    lines = [
-        "| | step, s: planned | measured | | peak GiB: planned | measured | | GPU |",
-        "|---|" + "---|" * 7,
-    ]
-    for name, row in rows.items():
+    lines = ["| | step, s: planned | measured | | peak GiB: planned | measured | |", "|---|" + "---|" * 6]
+    measured = {name: row for name, row in rows.items() if row["measured_seconds"]}
+    for name, row in measured.items():
         mark = " *" if row.get("memory_measured_since") else ""
-        lines.append(
-            f"| {name} | {row['planned_seconds']:.3f} | {row['measured_seconds']:.3f} | {off(row, 'seconds'):+.0%} "
-            f"| {row['planned_gib']:.1f} | {row['measured_gib']:.1f}{mark} | {off(row, 'gib'):+.0%} | {row['gpu']} |"
-        )
-    near = sum(abs(off(row, "seconds")) <= 0.15 for row in rows.values())
-    held = sum(abs(off(row, "gib")) <= 0.10 for row in rows.values())
-    return "\n".join(lines) + f"\n\n{near} of {len(rows)} steps within 15 %, {held} peaks within 10 %.\n"
+        step = f"{row['planned_seconds']:.3f} | {row['measured_seconds']:.3f} | {off(row, 'seconds'):+.0%}"
+        peak = f"{row['planned_gib']:.1f} | {row['measured_gib']:.1f}{mark} | {off(row, 'gib'):+.0%}"
+        lines.append(f"| {name} | {step} | {peak} |")
+    for name, row in rows.items():
+        if name in measured:
+            continue
+        lines.append(f"| {name} | {row['planned_seconds']:.3f} | | | {row['planned_gib']:.1f} | | |")
+    near = sum(abs(off(row, "seconds")) <= NEAR["seconds"] for row in measured.values())
+    held = sum(abs(off(row, "gib")) <= NEAR["gib"] for row in measured.values())
+    said = f"{near} of {len(measured)} steps within 15 %, {held} peaks within 10 %."
+    return "\n".join(lines) + f"\n\n{said}\n"
 
 
 if __name__ == "__main__":

@@ -73,6 +73,10 @@ class Keeps(NamedTuple):
     """Numbers a token and layer that adapters drop some of: the inputs of layers with a dropout."""
     repeated: bool = False
     """Keys and values are repeated for each head, as attention with a mask wants it."""
+    multiplied: bool = True
+    """Adapters multiply their layer's input, and so keep it: all but IA3."""
+    four_bit: bool = False
+    """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
 
 
 def choose_fused(
@@ -162,7 +166,7 @@ def kept_gib(config: Any, tokens: int, keeps: Keeps) -> float:
     """Memory that backward keeps for `tokens` tokens with nothing recomputed, in GiB.
 
     Compiled LoRA on an 8B Llama at 16,384 tokens: fused 54, else 62 (measured 54 and 60). PEFT's own
-    forwards on the 1.1B shape at 16,384: LoRA 34.9 (35.5), DoRA 60.8 (61.9), full 38.3 (38.4).
+    forwards on the 1.1B shape at 16,384: LoRA 34.1 (35.5), DoRA 61.8 (61.8), full 38.3 (38.4).
     """
     one = widths(config)
     return tokens * one.layers * 2 * _kept(one, keeps) / GIB
@@ -180,9 +184,12 @@ def _kept(one: Widths, keeps: Keeps) -> float:
         return 5 * hidden + (qkv + 2 * wide if keeps.fused else 3 * wide) + outputs + dropped
     if keeps.fused:  # eager norms keep their input in fp32
         return 6 * hidden + queries + qkv + 2 * wide + outputs + dropped
-    # each layer's adapter keeps an input of its own; columns: the base's product and the adapter's
-    outputs = 2 * (qkv + 2 * hidden + 2 * wide) if keeps.columns else 0
-    return 9 * hidden + heads + 3 * queries + 4 * wide + outputs + dropped
+    # each layer's adapter keeps an input of its own, where it is cast; PEFT's DoRA keeps two of each output,
+    # and four on a 4-bit base (measured 2.2, 4.2; IA3 1.8)
+    inputs = (2 if keeps.four_bit else 5) * hidden + queries + wide if keeps.multiplied else 0
+    times = (4.2 if keeps.four_bit else 2.2) if keeps.multiplied else 1.8
+    outputs = times * (qkv + 2 * hidden + 2 * wide) if keeps.columns else 0
+    return 4 * hidden + heads + 2 * queries + 3 * wide + inputs + outputs + dropped
 
 
 def backward_gib(config: Any, tokens: int, keeps: Keeps) -> float:

@@ -23,13 +23,16 @@ TOKENS = {"cuda": 8192, "cpu": 256}
 ROW = {"cuda": 4096, "cpu": 256}
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
 LARGEST = 1024  # width of the layer that a CPU is timed with: wider ones run at the same rate
-UNITS = {
-    "product": "TFLOP/s",
-    "fp8": "TFLOP/s",
-    "forward": "TFLOP/s",
-    "backward": "TFLOP/s",
-    "layer": "TFLOP/s",
+NAMES = {
+    "product": "products (bf16; fp32 on the CPU)",
+    "fp8": "products in fp8",
+    "forward": "attention, forward",
+    "backward": "attention, backward",
+    "layer": "products of a layer, with all that is between them",
+    "bandwidth": "copies, read and written",
+    "link": "sent by each GPU while all sum a tensor",
 }
+MOVED = ("bandwidth", "link")  # bytes, not FLOPs
 
 
 def file_of(device: str) -> Path:
@@ -126,12 +129,12 @@ def fp8_products(device: str, one: Widths) -> float:
     for outputs, inputs in _shapes(one):
         x = ops.quantise_rows(torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16))
         weight = ops.quantise_rows(torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16))
-        calls.append((*x, *weight))
+        calls.append((x, weight))
         flops += 2.0 * tokens * outputs * inputs
 
     def all_of_them() -> None:
-        for parts in calls:
-            fp8.product(*parts, torch.bfloat16)
+        for (codes, scale), (weight, weight_scale) in calls:
+            fp8.product(codes, scale, weight, weight_scale, torch.bfloat16)
 
     return rate(flops, all_of_them, device)
 
@@ -172,12 +175,13 @@ def copies(device: str) -> float:
 def sums(cards: int) -> float:
     """Bytes/s that leave each GPU while NCCL sums a tensor over all of them."""
     import torch
+    from torch.cuda import nccl
 
     tensors = [torch.zeros(2**26, device=f"cuda:{index}") for index in range(cards)]
     sent = 2.0 * (cards - 1) / cards * tensors[0].nbytes
 
     def all_reduce() -> None:
-        torch.cuda.nccl.all_reduce(tensors)
+        nccl.all_reduce(tensors)
 
     return rate(sent, all_reduce, "cuda")
 

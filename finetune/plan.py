@@ -50,7 +50,7 @@ COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
 class Rows(NamedTuple):
     """What can be said of the data without its tokenizer."""
 
-    count: int
+    number: int
     tokens: float
     """Of a row, on average."""
     padded: float
@@ -149,7 +149,8 @@ def make(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | No
     fused = estimate.choose_fused(asked.fused, machine, adapted=not full, dtype=plain, rounding=rounds)
     work = estimate.Work(tokens, flops(found, has, full) * tokens * batch.accumulation * (steps or 0))
     compile = estimate.choose_compile(asked.compile, work if steps else None, machine)
-    kept = plan_memory.keeps(found, has, full, fused.value == "on", compile.value == "on", attention.value)
+    how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
+    kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
 
     held = plan_memory.weights(found, base.value, launch.precision) / estimate.GIB
     held += 0 if full else 4 * has.trained / estimate.GIB
@@ -232,7 +233,7 @@ def _notes(found: Any, has: Any, recipe: Recipe, rows: Rows | None, steps: int |
         said.append("not known: how many steps; the rows of the data are counted when it is prepared")
     if rows is not None and not recipe.data.packing and recipe.train.max_steps is None:
         said.append(
-            f"rows: {rows.count:,}, of about {rows.tokens:,.0f} tokens ({CHARACTERS} characters a token)"
+            f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens ({CHARACTERS} characters a token)"
         )
     if has.dropout:
         said.append("what dropout keeps is computed, not measured")
@@ -300,9 +301,9 @@ def known_steps(recipe: Recipe, rows: Rows | None, batch: Batch, processes: int)
     """Optimizer steps of the run, if they can be known before the data is prepared."""
     if recipe.train.max_steps is not None:
         return recipe.train.max_steps
-    if rows is None or rows.count < batch.effective:
+    if rows is None or rows.number < batch.effective:
         return None
-    return count_steps(recipe.train, rows.count, batch, processes)
+    return count_steps(recipe.train, rows.number, batch, processes)
 
 
 def cpu_rate(recipe: Recipe) -> float:

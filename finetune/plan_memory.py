@@ -43,6 +43,8 @@ class Adapted(NamedTuple):
     columns: bool
     fusable: bool
     """Its layers can run fused, each MLP as a whole."""
+    allocates: bool = False
+    """AdaLoRA's: averages of each number's importance, in fp32."""
     unknown: str = ""
 
 
@@ -64,7 +66,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     trained, largest = 0, 0
     for name in names:
         outputs, inputs = linear[name]
-        rank = _rank(options, name)
+        rank = 0 if kind.peft == "ia3" else _rank(options, name)
         largest = max(largest, rank)
         if kind.peft == "ia3":
             forward = modules.match(options.get("feedforward_modules") or [], [name])
@@ -86,7 +88,9 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         counted >= 0 and largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not options.get("lora_bias")
     )
     unknown = "" if counted >= 0 else f"what {adapter.type} adds is not counted here; taken as LoRA's of r 16"
-    return Adapted(names, trained, largest, dropout, columns, fits and not dropped, unknown)
+    return Adapted(
+        names, trained, largest, dropout, columns, fits and not dropped, kind.peft == "adalora", unknown
+    )
 
 
 def _rank(options: dict[str, Any], name: str) -> int:
@@ -125,13 +129,29 @@ def state_bytes(optim: str) -> float | None:
 
 
 def keeps(
-    found: Architecture, has: Adapted, full: bool, fused: bool, compiled: bool, attention: str
+    found: Architecture,
+    has: Adapted,
+    *,
+    full: bool,
+    fused: bool,
+    compiled: bool,
+    attention: str,
+    storage: str,
 ) -> Keeps:
     """What backward keeps, in `estimate`'s terms."""
     linear, layers = found.linear, found.config.get_text_config().num_hidden_layers
     dropped = sum(linear[name][1] for name in has.names) // layers if has.dropout else 0
     repeated = attention in ("sdpa", "eager")
-    return Keeps(fused and has.fusable, compiled, not full, has.columns, dropped, repeated)
+    return Keeps(
+        fused and has.fusable,
+        compiled,
+        not full,
+        has.columns,
+        dropped,
+        repeated,
+        has.rank > 0,
+        storage in FOUR_BIT,
+    )
 
 
 def phases(
@@ -156,8 +176,9 @@ def phases(
     config = found.config
     base, trained = weights(found, storage, precision) / GIB, has.trained / GIB
     own = {"weights": base, "adapters": 0.0 if full else 4 * trained}
-    state = (state_bytes(optimizers.asked(train)) or 8.0) * trained
-    state = 0.0 if speed.offload in ("optimizer", "all") else state
+    state = 8.0 if (known := state_bytes(optimizers.asked(train))) is None else known
+    state = 0.0 if speed.offload in ("optimizer", "all") else state * trained
+    state += 12 * trained if has.allocates else 0.0
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
     copies = 2 * sum(map(prod, found.linear.values())) / GIB if full and precision != "no" else 0.0
     buckets = 4 * trained if processes > 1 else 0.0

@@ -27,7 +27,16 @@ MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it compute
 LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
 # shape at 4 rows (adapters.json); fused and compiled ones are guessed from LOG.md's profiles
-LAUNCH = {"compiled": 1.2e-3, "fused": 4.0e-3, "lora": 7.0e-3, "dora": 13.6e-3, "ia3": 6.4e-3, "full": 6.1e-3}
+LAUNCH = {
+    "compiled": 1.2e-3,
+    "fused": 4.0e-3,
+    "lora": 7.0e-3,
+    "qlora": 8.4e-3,
+    "dora": 13.6e-3,
+    "ia3": 6.4e-3,
+    "full": 6.1e-3,
+}
+ALLOCATION = 0.95e-3  # seconds of a step and layer, for AdaLoRA's regulariser and importances (adapters.json)
 REST = 0.5e-3  # seconds a layer: small kernels and waits in LOG.md's profile (22 ms of 32 layers)
 
 
@@ -110,7 +119,8 @@ def seconds(
     memory = copies / (rates.bandwidth * (1 if kept.compiled else EAGER))
     memory += weight_passes(size, step, again) / rates.bandwidth
     optimizer = has.trained * 37 / rates.bandwidth / step.passes
-    kind = "full" if step.full else "dora" if has.columns and has.rank else "lora" if has.rank else "ia3"
+    lora = "qlora" if kept.four_bit else "lora"
+    kind = "full" if step.full else "dora" if has.columns and has.rank else lora if has.rank else "ia3"
     how = "compiled" if kept.compiled else "fused" if kept.fused else kind
     launch = LAUNCH[how] * one.layers * (1 + again / 3)
     rest = REST * one.layers
@@ -121,7 +131,8 @@ def seconds(
         sent = 4 * has.trained * 2 * (step.processes - 1) / step.processes / rates.link
         hidden = 0.0 if step.passes > 1 else base / 2  # beside backward
         parts["communication"] = (max(0.0, sent - hidden) + 0.013 * busy * step.passes) / step.passes
-    return {name: value * step.passes for name, value in parts.items()}
+    made = {name: value * step.passes for name, value in parts.items()}
+    return {**made, "rank allocation": ALLOCATION * len(has.names)} if has.allocates else made
 
 
 def passes(
@@ -154,7 +165,11 @@ def passes(
     backward = 116.0 * hidden + 32 * qkv + 24 * wide
     if step.full:
         return 1.3 * forward, 1.3 * backward
-    forward, backward = forward + 10 * inputs + 12 * outputs, backward + 20 * inputs + 12 * outputs
+    if not has.rank:  # IA3: products with a vector in fp32
+        return forward + 20 * outputs, backward + 36 * outputs
+    cast = 0 if kept.four_bit else 1  # inputs to fp32 and back
+    forward += (2 + 8 * cast) * inputs + 12 * outputs
+    backward += (8 + 12 * cast) * inputs + 12 * outputs
     if kept.columns:
         forward, backward = forward + 40 * outputs, backward + 60 * outputs
     return forward, backward

@@ -166,10 +166,12 @@ def memory(
 ) -> Memory:
     """The memory plan of `tokens` tokens on this model and device."""
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    columns = any("lora_magnitude_vector" in name or "ia3_l" in name for name in trained)
+    ia3 = any("ia3_l" in name for name in trained)
+    columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
     adapted, layers = hasattr(model, "peft_config"), max(1, len(decoder_layers(model)))
     repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
-    keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated)
+    four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
+    keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
     given = {"free": free_gib(hardware), "trained": sum(trained.values()), "offload": offload}
     return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model))
 
