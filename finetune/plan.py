@@ -55,6 +55,8 @@ class Rows(NamedTuple):
     """Of a row, on average."""
     padded: float
     """Of a row as it is computed: as long as the longest of its batch."""
+    attended: float
+    """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
 
 
 @dataclass(frozen=True)
@@ -151,25 +153,20 @@ def make(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | No
     compile = estimate.choose_compile(asked.compile, work if steps else None, machine)
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
     kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
-
-    held = plan_memory.weights(found, base.value, launch.precision) / estimate.GIB
-    held += 0 if full else 4 * has.trained / estimate.GIB
-    free = max(0.0, machine.memory_gib - (CPU_GIB if machine.device == "cpu" else CONTEXT_GIB) - held)
-    extra = 8 * sum(o * i for o, i in found.linear.values()) / estimate.GIB if rounds else 0.0
-    given: dict[str, Any] = {"free": free, "trained": has.trained, "offload": asked.offload, "extra": extra}
-    memory = estimate.activations(found.config, tokens, kept, **given)
+    memory, usable = room(recipe, machine, found, has, kept, base.value, launch.precision, tokens)
     recompute = estimate.choose_recompute(asked.recompute, memory, machine, asked.offload)
-    usable = held + estimate.SPARE * free
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=launch.precision, sections=(recipe.train, recipe.speed, recipe.eval), processes=processes,
         longest=length, usable=usable,
     )  # fmt: skip
     again = int(recompute.value.split()[0]) / memory.layers if " of " in recompute.value else 0.0
-    longest = max(1, round(rows.padded)) if rows else length
-    passed = batch.per_device * longest
-    step = plan_time.Step(passed, longest, batch.accumulation, base.value, full, again, processes, not full)
+    passed = batch.per_device * max(1, round(rows.padded)) if rows else tokens
+    spans = max(1, round(rows.attended)) if rows else length
+    flat = recipe.data.packing or recipe.data.padding_free
+    step = plan_time.Step(passed, spans, batch.accumulation, base.value, full, again, processes, flat)
     parts, source = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
+    notes = _notes(found, has, recipe, rows, steps, sum(phases["evaluation"].values()) > usable)
     choices = {
         "base": base,
         "attention": attention,
@@ -190,8 +187,30 @@ def make(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | No
         row_tokens=rows.tokens if rows else length,
         trained=has.trained,
         source=source,
-        notes=tuple(_notes(found, has, recipe, rows, steps)),
+        notes=tuple(notes),
     )
+
+
+def room(
+    recipe: Recipe,
+    machine: Hardware,
+    found: Architecture,
+    has: plan_memory.Adapted,
+    kept: estimate.Keeps,
+    storage: str,
+    precision: str,
+    tokens: int,
+) -> tuple[estimate.Memory, float]:
+    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
+    held = plan_memory.weights(found, storage, precision) / estimate.GIB
+    held += 4 * has.trained / estimate.GIB if kept.adapted else 0.0
+    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
+    free = max(0.0, machine.memory_gib - system - held)
+    whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
+    extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
+    given: dict[str, Any] = {"free": free, "trained": has.trained, "offload": recipe.speed.offload}
+    memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
+    return memory, min(held + estimate.SPARE * free, machine.memory_gib)
 
 
 def storage_and_attention(
@@ -216,13 +235,15 @@ def _parts(
             return {}, "not known: this CPU has not been timed"
         whole = flops(found, has, step.full) * step.tokens * step.passes
         return {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}, "a layer timed here"
-    rates = plan_time.rates_of(machine.name, attention, packed=False)
+    rates = plan_time.rates_of(machine.name, attention, step)
     if rates is None:
         return {}, f"not known: {machine.name} is not in the table of GPUs"
     return plan_time.seconds(found.config, has, found.linear, kept, step, rates), rates.source
 
 
-def _notes(found: Any, has: Any, recipe: Recipe, rows: Rows | None, steps: int | None) -> list[str]:
+def _notes(
+    found: Any, has: Any, recipe: Recipe, rows: Rows | None, steps: int | None, too_large: bool
+) -> list[str]:
     """What is not known, or taken for something."""
     what = f"not known: {found.unknown}; weights are counted, what backward keeps is taken for Llama's"
     said = [what] if found.unknown else []
@@ -235,6 +256,11 @@ def _notes(found: Any, has: Any, recipe: Recipe, rows: Rows | None, steps: int |
         said.append(
             f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens ({CHARACTERS} characters a token)"
         )
+    if too_large:
+        auto, length = recipe.eval.batch_size == "auto", recipe.data.max_length
+        many = "even one row" if auto else f"{recipe.eval.batch_size} rows at once"
+        remedy = "" if auto else "; eval.batch_size=auto takes what fits"
+        said.append(f"evaluation would not fit: {many} of {length} tokens, all of which carry loss{remedy}")
     if has.dropout:
         said.append("what dropout keeps is computed, not measured")
     return said
@@ -267,13 +293,17 @@ def rows_of(data: Data, at_once: int) -> Rows | None:
     lines, longest = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
     if not lengths:
         return None
+    kept = [length for length in lengths if length <= longest] or [longest]
+    attended = sum(length**2 for length in kept) / sum(kept)
     if data.packing or data.too_long == "split":
         rows = max(1, round(lines * sum(lengths) / len(lengths) / longest))
-        return Rows(rows, longest, longest)
-    kept = [length for length in lengths if length <= longest] or [longest]
+        return Rows(rows, longest, longest, attended if data.packing else longest)
     batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
     padded = kept if data.padding_free else [max(batch) for batch in batches]
-    return Rows(round(lines * len(kept) / len(lengths)), sum(kept) / len(kept), sum(padded) / len(padded))
+    mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
+    return Rows(
+        round(lines * len(kept) / len(lengths)), mean, longest, attended if data.padding_free else longest
+    )
 
 
 def _characters(line: bytes) -> int:

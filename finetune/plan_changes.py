@@ -68,8 +68,8 @@ def changes(recipe: Recipe, overrides: list[str], now: Plan, cpu_rate: float | N
         if made.fits and (not now.fits or _faster(now, made)):
             found.append(Change(change, cost, made))
     found.sort(key=lambda one: (-(one.plan.tokens_per_second or 0.0), one.plan.peak))
-    single = [one for one in found if len(one.overrides) == 1]
-    return (single if now.fits or len(single) >= SHOWN else found)[:SHOWN]
+    enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
+    return [one for one in found if len(one.overrides) == 1 or not enough & set(one.overrides)][:SHOWN]
 
 
 def _faster(now: Plan, made: Plan) -> bool:
@@ -112,7 +112,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
     for first in ("speed.recompute=all", "speed.offload=activations"):
         for second in less:
             if first in costs and second[0].partition("=")[0] != first.partition("=")[0]:
-                yield (first, second[0]), f"{costs[first]}; {second[1]}"
+                yield (first, second[0]), "; ".join(dict.fromkeys((costs[first], second[1])))
 
 
 def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:

@@ -186,6 +186,8 @@ def phases(
     at_loss, at_backward = estimate.at_once(plan, recompute)
     loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, chunked=not full)
     passing = estimate.backward_gib(config, tokens, kept)
+    if speed.offload in ("activations", "all"):  # a layer's input that leaves, and one that comes
+        passing += 2 * tokens * estimate.widths(config).hidden * 2 / GIB
     some = 0.0 if full and batch.accumulation == 1 else 4 * trained
     moments = [
         {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": copies + buckets},

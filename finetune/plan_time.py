@@ -24,6 +24,7 @@ EAGER = (
 )
 H200_PEAK = 989.0  # TFLOP/s, that `attention_choice.SPEED` is of
 MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it computes the square, so half counts
+SHORT = 1194  # tokens of a document at which packed attention has half its rate: 280 of 2048, 133 of 512
 LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
 # shape at 4 rows (adapters.json); fused and compiled ones are guessed from LOG.md's profiles
@@ -62,15 +63,15 @@ class Step(NamedTuple):
     full: bool
     recomputed: float  # share of the layers
     processes: int
-    chunked: bool  # the loss is ours
+    flat: bool  # documents end to end
 
 
-def rates_of(name: str, attention: str, *, packed: bool) -> Rates | None:
+def rates_of(name: str, attention: str, step: Step) -> Rates | None:
     """Rates of a GPU by its name: as they were measured on it, or from the shares above.
 
     `None` if it is not in the table.
     """
-    known, measured = shipped(name, attention, packed=packed), measure.read(name)
+    known, measured = shipped(name, attention, step), measure.read(name)
     if known is None or measured is None:
         return known
     found = {key: measured[key] for key in ("product", "fp8", "bandwidth", "link") if measured.get(key)}
@@ -80,15 +81,16 @@ def rates_of(name: str, attention: str, *, packed: bool) -> Rates | None:
     return known._replace(**found, source=source)
 
 
-def shipped(name: str, attention: str, *, packed: bool) -> Rates | None:
+def shipped(name: str, attention: str, step: Step) -> Rates | None:
     """Rates of a GPU by its name, from the shares above; `None` if it is not in the table."""
     gpu = gpus.of_device(name)
     if gpu is None:
         return None
     text = attention_choice.SPEED.get(attention, ("", ""))
-    text = text[packed] or text[0] or text[1]
+    text = text[step.flat] or text[0] or text[1]
     pair = [float(part) for part in text.split("/")] if text else list(MASKED)
-    forward, backward = (speed / H200_PEAK * gpu.bf16 for speed in pair)
+    short = (1 + SHORT / 2048) / (1 + SHORT / step.length) if step.flat else 1.0
+    forward, backward = (speed * short / H200_PEAK * gpu.bf16 for speed in pair)
     measured = "measured on an H200" + ("" if "H200" in gpu.device else ", taken over to this GPU")
     rates = (
         gpu.bf16 * PRODUCT,
@@ -110,7 +112,7 @@ def seconds(
     again = step.recomputed
     rate = rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
     base = 2 * size * tokens / rate * ((3 if step.full else 2) + again)
-    head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (2 if step.chunked else 3)
+    head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full else 2)
     causal = 2 * tokens * step.length * one.queries * one.layers
     attention = causal * (1 + again) / rates.forward + 2.5 * causal / rates.backward
     forward, backward = passes(one, kept, has, step, linear)
