@@ -145,6 +145,26 @@ def plan(options: argparse.Namespace) -> None:
         plan_changes.run(recipe, options.overrides, screen, **given)
 
 
+def profile(options: argparse.Namespace) -> None:
+    """Trace one step of a recipe: where the time goes, and what to do about it."""
+    from finetune import check as checks
+    from finetune.screen import Screen, quieten_libraries
+
+    recipe = load(options)
+    with located(recipe):
+        checks.run(recipe)
+        quieten_libraries()
+        from finetune import profile as profiling
+        from finetune.scoring import memory_errors
+
+        folder = options.output or f"runs/profile-{Path(options.recipe).stem}"
+        with writing(Path(folder)):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        with memory_errors():
+            found = profiling.run(options.recipe, options.overrides, folder)
+    profiling.show(Screen(quiet=options.quiet), found)
+
+
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
     from finetune import launch
@@ -302,6 +322,12 @@ def parser() -> argparse.ArgumentParser:
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
     add(plan, RECIPE, OVERRIDES, *arguments.PLAN)
+    add(
+        profile,
+        RECIPE,
+        OVERRIDES,
+        ("--output", {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"}),
+    )
     add(
         evaluate,
         RUN,

@@ -33,7 +33,7 @@ LAYERS = (
     ("evaluate", "validate"),
     ("verify", "proof", "loraplus", "publish", "compare_table", "report"),
     ("train", "merge", "doctor", "launch", "chat", "plan"),
-    ("plan_changes",),
+    ("plan_changes", "profile"),
     ("compare",),
     ("cli",),
     ("__main__",),
@@ -85,7 +85,18 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
                 annotations = [ast.unparse(a.annotation) for a in node.args.args if a.annotation]
                 if any(re.fullmatch(r"(finetune\.)?Recipe( \| None)?", a) for a in annotations):
                     takers.add(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
-    drivers = {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli", "plan", "plan_changes"}
+    drivers = {
+        "train",
+        "summary",
+        "run_folder",
+        "evaluate",
+        "check",
+        "doctor",
+        "cli",
+        "plan",
+        "plan_changes",
+        "profile",
+    }
     sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
 
