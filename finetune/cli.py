@@ -148,21 +148,30 @@ def plan(options: argparse.Namespace) -> None:
 def profile(options: argparse.Namespace) -> None:
     """Trace one step of a recipe: where the time goes, and what to do about it."""
     from finetune import check as checks
+    from finetune import launch
     from finetune.screen import Screen, quieten_libraries
 
-    recipe = load(options)
-    with located(recipe):
-        checks.run(recipe)
-        quieten_libraries()
-        from finetune import profile as profiling
-        from finetune.scoring import memory_errors
+    recipe, folder = load(options), options.output or f"runs/profile-{Path(options.recipe).stem}"
+    # one process, as the Trainer would spread it over all GPUs by itself
+    given = launch.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
+    alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
+    os.environ.update(alone)
+    try:
+        with located(recipe):
+            checks.run(recipe)
+            with writing(Path(folder)):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            quieten_libraries()
+            from finetune import profile as profiling
+            from finetune.scoring import memory_errors
 
-        folder = options.output or f"runs/profile-{Path(options.recipe).stem}"
-        with writing(Path(folder)):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        with memory_errors():
-            found = profiling.run(options.recipe, options.overrides, folder)
-    profiling.show(Screen(quiet=options.quiet), found)
+            with memory_errors():
+                found = profiling.run(options.recipe, options.overrides, folder)
+    finally:
+        for name in alone:
+            del os.environ[name]
+    if os.environ.get("RANK", "0") == "0":
+        profiling.show(Screen(quiet=options.quiet), found)
 
 
 def evaluate(options: argparse.Namespace) -> None:

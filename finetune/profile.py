@@ -9,6 +9,7 @@ and nothing is saved. Time waited for data is of the timed steps, all else of th
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import statistics
@@ -140,7 +141,8 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     with contextlib.suppress(Traced):
         train.run(short, quiet=True, watchers=[*watchers, trace])
     assert trace.profiler is not None
-    file = folder / "trace.json"
+    rank = int(os.environ.get("RANK", "0"))
+    file = folder / (f"trace-{rank}.json" if rank else "trace.json")
     trace.profiler.export_chrome_trace(str(file))
     shutil.rmtree(Path(cut["train.output_dir"]).parent)
     found = shares(trace)
@@ -152,9 +154,9 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
 def shares(trace: Trace) -> dict[str, float]:
     """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed."""
     waited = statistics.median(trace.waits) / statistics.median(trace.steps)
-    spent = dict.fromkeys(("products", "attention", "memory-bound", "communication"), 0.0)
+    spent: dict[str, float] = dict.fromkeys(("products", "attention", "memory-bound", "communication"), 0.0)
     for event in trace.profiler.events():
-        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        on_gpu = str(event.device_type).endswith("CUDA")
         if on_gpu != trace.cuda or not (on_gpu or "::" in event.name):
             continue
         seconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total

@@ -10,7 +10,7 @@ import pytest
 from conftest import QUICKSTART
 from transformers import TrainerCallback
 
-from finetune import cli, hardware, profile
+from finetune import cli, hardware, profile, recipe, train
 
 CPU = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
 GPU = hardware.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 140.0, 16)
@@ -56,6 +56,22 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
+def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
+    given = [
+        *small,
+        f"model.name={two_layers}",
+        "eval.general=false",
+        "eval.max_new_tokens=1",
+        "eval.samples=0",
+    ]
+    given += ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_size=2"]
+    for name, watchers in (("slow", [SlowLoader()]), ("fast", [])):
+        loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / name}"])
+        train.run(loaded, quiet=True, watchers=watchers)
+    assert "steps waited for data" in (tmp_path / "slow" / "log.txt").read_text()
+    assert "steps waited for data" not in (tmp_path / "fast" / "log.txt").read_text()
+
+
 def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys) -> None:
     given = [*small, f"model.name={two_layers}", "eval.general=false", "train.effective_batch_size=2"]
     assert cli.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
@@ -65,8 +81,6 @@ def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys)
 
 
 def test_a_verdict_is_about_what_could_be_had_back() -> None:
-    from finetune import recipe
-
     even = {"products": 0.75, "attention": 0.15, "memory-bound": 0.05, "communication": 0.0}
     even |= {"data wait": 0.02, "launch gaps": 0.03}
     whole = recipe.load(QUICKSTART)
