@@ -287,7 +287,12 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: Ledger) -> None:
 
 
 def _expected(options: dict[str, Any], known: modules.Names) -> Counter[str]:
-    """The layers that PEFT's rules pick, counted by name: targets, less exclusions, in the layers named."""
+    """The layers that PEFT's rules pick, counted by name."""
+    return Counter(map(modules.short, targeted(options, known)))
+
+
+def targeted(options: dict[str, Any], known: modules.Names) -> list[str]:
+    """The layers that PEFT's rules pick: targets, less exclusions, in the layers named."""
     targets, excluded = options["target_modules"], options.get("exclude_modules") or []
     layers, saved = options.get("layers_to_transform"), options.get("modules_to_save") or []
     wanted = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
@@ -301,7 +306,7 @@ def _expected(options: dict[str, Any], known: modules.Names) -> Counter[str]:
         number = re.search(r"\.(\d+)\.", name)
         return wanted is None or (number is not None and int(number[1]) in wanted)
 
-    return Counter(modules.short(name) for name in candidates if picked(name))
+    return [name for name in candidates if picked(name)]
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -103,3 +103,12 @@ CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
         {"metavar": "T", "type": at_least_zero, "default": 0.0, "help": "0, which is greedy"},
     ),
 )
+PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--gpu", {"metavar": "NAME", "help": "such as h100-80gb; without it what is here"}),
+    ("--gpus", {"metavar": "N", "type": at_least_one, "help": "GPUs: 1, or all that are here"}),
+    ("--price-per-hour", {"metavar": "X", "type": at_least_zero, "help": "of one GPU, in any currency"}),
+)
+MEASURE: tuple[str, dict[str, Any]] = (
+    "--measure",
+    {"action": "store_true", "help": "time products, attention and copies here, for `finetune plan`"},
+)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
 
+DATA_WAIT = 0.05  # of the time of all steps, from which it is worth a word
+
 
 class StopOnNonFinite(TrainerCallback):
     """Stop at a step whose gradients are not finite; ranks share gradients, so all stop.
@@ -92,6 +94,7 @@ class Metrics(TrainerCallback):
         self.hardware, self.processes = setup.hardware, setup.launch.processes
         self.flops_per_token = flops_per_token
         self.waited = 0.0  # seconds since the last logged step in which no step was running
+        self.all_waited = self.all_seconds = 0.0
         self.idle_since = self.logged_at = time.perf_counter()
         self.logged_step = self.logged_tokens = 0
 
@@ -101,6 +104,9 @@ class Metrics(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.screen.stop()
+        if (share := self.all_waited / max(self.all_seconds, 1e-9)) > DATA_WAIT:
+            fix = "train.dataloader_num_workers, or `finetune profile` for where the time goes"
+            self.screen.say(f"note: steps waited for data {share:.0%} of their time: {fix}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.waited += time.perf_counter() - self.idle_since
@@ -134,6 +140,7 @@ class Metrics(TrainerCallback):
             record["orthogonality"] = logs["orthogonality"]
         ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *held)
         logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
+        self.all_waited, self.all_seconds = self.all_waited + self.waited, self.all_seconds + seconds * steps
         self.append(record)
         used = record["gpu_memory_gib"] or record["host_memory_gib"]
         line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used:.1f} GiB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune import (
     adapter_conflicts,
@@ -87,10 +87,14 @@ def setup_of(recipe: Recipe) -> Setup:
     return setup
 
 
-def against_fp8(recipe: Recipe) -> str:
-    """Why `speed.base: auto` does not store the base in fp8, by recipe and model; empty: it may."""
+def against_fp8(recipe: Recipe, config: Any = None) -> str:
+    """Why `speed.base: auto` does not store the base in fp8, by recipe and model; empty: it may.
+
+    Args:
+        config: the model's, where it has been read already.
+    """
     by_recipe = adapter_conflicts.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
-    return by_recipe or model.against_fp8(recipe.model)
+    return by_recipe or (model.config_against_fp8(config) if config else model.against_fp8(recipe.model))
 
 
 def advice(recipe: Recipe) -> list[str]:

@@ -133,6 +133,47 @@ def data(options: argparse.Namespace) -> None:
         screen.say("", f"next: {shlex.join(['finetune', 'train', options.recipe, *options.overrides])}")
 
 
+def plan(options: argparse.Namespace) -> None:
+    """Say what a recipe takes in memory, time and money before a weight is loaded, and what to change."""
+    from finetune import plan_changes
+    from finetune.screen import Screen
+
+    recipe = load(options)
+    with located(recipe):
+        screen, price = Screen(quiet=options.quiet), options.price_per_hour
+        given = {"gpu": options.gpu, "count": options.gpus, "price": price}
+        plan_changes.run(recipe, options.overrides, screen, **given)
+
+
+def profile(options: argparse.Namespace) -> None:
+    """Trace one step of a recipe: where the time goes, and what to do about it."""
+    from finetune import check as checks
+    from finetune import launch
+    from finetune.screen import Screen, quieten_libraries
+
+    recipe, folder = load(options), options.output or f"runs/profile-{Path(options.recipe).stem}"
+    # one process, as the Trainer would spread it over all GPUs by itself
+    given = launch.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
+    alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
+    os.environ.update(alone)
+    try:
+        with located(recipe):
+            checks.run(recipe)
+            with writing(Path(folder)):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            quieten_libraries()
+            from finetune import profile as profiling
+            from finetune.scoring import memory_errors
+
+            with memory_errors():
+                found = profiling.run(options.recipe, options.overrides, folder)
+    finally:
+        for name in alone:
+            del os.environ[name]
+    if os.environ.get("RANK", "0") == "0":
+        profiling.show(Screen(quiet=options.quiet), found)
+
+
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
     from finetune import launch
@@ -256,7 +297,7 @@ def doctor(options: argparse.Namespace) -> None:
 
     recipe = load(options) if options.recipe else None
     with located(recipe):
-        examination.run(recipe, quiet=options.quiet)
+        examination.run(recipe, quiet=options.quiet, measured=options.measure)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -288,6 +329,13 @@ def parser() -> argparse.ArgumentParser:
         ("--show", {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20"}),
         ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
+    )
+    add(plan, RECIPE, OVERRIDES, *arguments.PLAN)
+    add(
+        profile,
+        RECIPE,
+        OVERRIDES,
+        ("--output", {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"}),
     )
     add(
         evaluate,
@@ -326,7 +374,7 @@ def parser() -> argparse.ArgumentParser:
         ("name", {"metavar": "NAME", "nargs": "?"}),
         ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
     )
-    add(doctor, MAYBE_RECIPE, OVERRIDES)
+    add(doctor, MAYBE_RECIPE, OVERRIDES, arguments.MEASURE)
     return top
 
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from finetune import check, qat
+from finetune import architecture, check, estimate, measure, qat
 from finetune import hardware as hw
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.attention_choice import Rows
 from finetune.errors import UserError
+from finetune.estimate import choose_compile
 from finetune.run_folder import PACKAGES
 from finetune.screen import Screen
 from finetune.sections import Data, Speed, Train
-from finetune.speed.apply import choose_compile
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ EXTRAS = {  # extra -> what it brings, by import name
 }
 
 
+LLAMA_8B = estimate.Widths(4096, 14336, 4096, 6144, 32, 128256)
+
+
 class Optimisation(NamedTuple):
     name: str
     where: str
@@ -43,15 +46,33 @@ class Optimisation(NamedTuple):
     needs: str = "any"
 
 
-def run(recipe: Recipe | None, *, quiet: bool = False) -> None:
-    """Print four tables; with a recipe they speak of that run, else of the defaults."""
+def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -> None:
+    """Print four tables; with a recipe they speak of that run, else of the defaults.
+
+    Args:
+        measured: time this machine first, in about a minute on a GPU, and keep the rates for `finetune plan`.
+    """
     screen, machine = Screen(quiet=quiet), hw.detect()
+    if measured:
+        screen.table("measured here", ("what", "rate"), _ceilings(recipe, machine))
     rows = [(name, _version(name) or "-", _problem(name)) for name in ("python", *PACKAGES)]
     screen.table("versions", ("package", "version", "note"), rows)
     screen.table("machine", ("what", "found"), list(_machine(machine)))
     screen.table("would be used", ("what", "choice", "why"), list(_choices(recipe, machine)))
     screen.table("optimisations", Optimisation._fields, optimisations(recipe, machine))
     screen.table("extras", ("extra", "installed", "how to get it"), list(_extras()))
+
+
+def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]:
+    """Products, attention and copies at the model's shapes; without a recipe, at those of an 8B Llama."""
+    one = estimate.widths(architecture.read(recipe.model).config) if recipe else LLAMA_8B
+    fp8 = not hw.fp8_missing(machine, "bf16")
+    rates = measure.run(machine.device, machine.name, one, fp8=fp8, cards=machine.count)
+    rows = [(name, str(rates[name])) for name in ("device", "torch", "date", "shapes")]
+    for name, text in measure.NAMES.items():
+        if name in rates:
+            rows.append((text, f"{rates[name] / 1e12:,.3g} {'TB/s' if name in measure.MOVED else 'TFLOP/s'}"))
+    return [*rows, ("kept in", str(measure.file_of(machine.name)))]
 
 
 def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:

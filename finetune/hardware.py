@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types, attention_choice
+from finetune import adapter_types, attention_choice, gpus
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
 STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by precision
-# Dense bf16 peak of one device in FLOP/s, from NVIDIA's data sheets.
-PEAK_BF16 = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
 
 
 class Choice(NamedTuple):
@@ -47,7 +38,8 @@ class Hardware:
     @property
     def peak_flops(self) -> float | None:
         """Dense bf16 FLOP/s of one device, `None` if not in the table."""
-        return next((peak for name, peak in PEAK_BF16.items() if name in self.name), None)
+        known = gpus.of_device(self.name)
+        return known.bf16 if known else None
 
 
 @dataclass(frozen=True)

@@ -150,16 +150,21 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
 
 def against_fp8(model: Model) -> str:
     """Why `speed.base: auto` does not store this model in fp8, from its config; the empty string: it may."""
-    from transformers import AutoConfig
+    return config_against_fp8(read_config(model))
 
-    check_exists(model)
-    width = getattr(_from_hub(AutoConfig.from_pretrained, model).get_text_config(), "hidden_size", 0)
+
+def config_against_fp8(config: Any) -> str:
+    """Why `speed.base: auto` does not store a model with this config in fp8; the empty string: it may."""
+    width = getattr(config.get_text_config(), "hidden_size", 0)
     if width < FP8_WIDTH:
         return f"layers of width {width} are too small to gain (from {FP8_WIDTH} up they do)"
-    try:
-        _unquantised_config(model)
-    except UserError as error:
-        return f"{error.problems[0].what}: {error.problems[0].found}"
+    if getattr(config, "quantization_config", None):
+        from finetune.speed import fp8_base
+
+        try:
+            fp8_base.check_checkpoint(config)
+        except UserError as error:
+            return f"{error.problems[0].what}: {error.problems[0].found}"
     return ""
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe")
 
@@ -33,15 +33,15 @@ class Names(NamedTuple):
         return max(numbers, default=-1) + 1
 
 
-def in_folder(folder: Path) -> Names:
-    """Names of a local model.
+def tensors(folder: Path) -> dict[str, list[int]]:
+    """The shape of each tensor in a folder's safetensors files, by name.
 
     Reads only the headers (8 bytes of length, then JSON): milliseconds for any size, no torch.
 
     Raises:
         UserError: a file that is not safetensors (exit 2).
     """
-    tensors: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
@@ -49,7 +49,17 @@ def in_folder(folder: Path) -> Names:
                 fix = "download it again; a Git LFS pointer is a few lines of text in its place"
                 raise UserError(Problem("not a safetensors file", "model.name", str(file), fix=fix))
             header = json.loads(stream.read(length))
-        tensors |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+        found |= {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}
+    return found
+
+
+def in_folder(folder: Path) -> Names:
+    """Names of a local model, from the headers of its files."""
+    return of_tensors(tensors(folder))
+
+
+def of_tensors(tensors: Mapping[str, Sequence[int]]) -> Names:
+    """Names of a model with tensors of these shapes."""
     modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     linear = [name for name in modules if len(tensors[f"{name}.weight"]) == 2]
     tied = ["lm_head"] if tensors and "lm_head" not in modules else []  # not written a second time

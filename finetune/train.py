@@ -48,7 +48,7 @@ from finetune.speed import attention, attention_kernels, head, offload
 from finetune.trainer import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
@@ -63,8 +63,11 @@ if TYPE_CHECKING:
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
 
-def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
+def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) -> RunFolder:
     """Train, save, reopen and evaluate one recipe; returns its run folder.
+
+    Args:
+        watchers: more callbacks of the Trainer (`finetune profile`).
 
     Raises:
         UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
@@ -108,7 +111,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         first_step.compiled = compiled
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validation(recipe, tokenizer, adapted, metrics)
-        watching = [first_step, metrics, *validating]
+        watching = [first_step, metrics, *validating, *watchers]
         if norms := getattr(adapted, "finetune_norms", None):
             watching.append(callbacks.RefreshNorms(norms, ledger))
         sections = recipe.adapter, recipe.speed

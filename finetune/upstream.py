@@ -95,8 +95,13 @@ def trackers() -> frozenset[str]:
 
 
 def installed(package: str) -> bool:
-    """Whether `import package` would find something; nothing is imported."""
-    return importlib.util.find_spec(package) is not None
+    """Whether `import package` would find something; nothing is imported, nor what it is a part of."""
+    top, *inner = package.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or not inner:
+        return spec is not None
+    places = [Path(place, *inner) for place in spec.submodule_search_locations or ()]
+    return any(place.is_dir() or place.with_suffix(".py").exists() for place in places)
 
 
 def source_of(package: str, file: str) -> Path:

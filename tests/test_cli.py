@@ -37,6 +37,8 @@ def test_the_surface() -> None:
         "train": sorted([*common, "--accelerate", "recipe", "overrides"]),
         "check": sorted([*common, "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
+        "plan": sorted([*common, "recipe", "overrides", "--gpu", "--gpus", "--price-per-hour"]),
+        "profile": sorted([*common, "recipe", "overrides", "--output"]),
         "evaluate": sorted([*common, "run", "overrides", "--tasks"]),
         "merge": sorted([*common, "run", "overrides", "--dtype", "--quantize", "--output"]),
         "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),
@@ -46,7 +48,7 @@ def test_the_surface() -> None:
         "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
         "report": sorted([*common, "--output", "run"]),
         "recipes": sorted([*common, "--copy", "name"]),
-        "doctor": sorted([*common, "recipe", "overrides"]),
+        "doctor": sorted([*common, "recipe", "overrides", "--measure"]),
     }
 
 

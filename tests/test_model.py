@@ -84,13 +84,13 @@ def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str)
 def test_recompute_is_planned_from_memory() -> None:
     from transformers import LlamaConfig
 
-    from finetune.speed.apply import Memory, choose_recompute, kept_gib
+    from finetune.estimate import Keeps, Memory, choose_recompute, kept_gib
 
     llama_8b = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8
     )
-    assert kept_gib(llama_8b, 16384, fused=False) == pytest.approx(60, rel=0.1)  # measured
-    assert kept_gib(llama_8b, 16384, fused=True) == pytest.approx(54, rel=0.1)  # measured
+    assert kept_gib(llama_8b, 16384, Keeps(fused=False)) == pytest.approx(60, rel=0.1)  # measured
+    assert kept_gib(llama_8b, 16384, Keeps(fused=True)) == pytest.approx(54, rel=0.1)  # measured
     plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0)
     assert choose_recompute("auto", plan, H100).value == "none"
     assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "cheap"

@@ -7,15 +7,15 @@ input wraps that, and compile stands inside both, so that a recomputed layer run
 from __future__ import annotations
 
 import functools
-import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import qat
+from finetune import estimate, qat
 from finetune.errors import Exit, Problem, UserError
+from finetune.estimate import Keeps, Memory, Work, choose_compile, choose_recompute
 from finetune.hardware import Choice
 from finetune.speed.offload import Activations
 
@@ -23,29 +23,6 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware
     from finetune.receipts import Ledger
     from finetune.sections import Speed
-
-SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
-HEAD_GIB = 3.0  # of the loss on the output head: a chunk's logits, and the gradient of the hidden state
-COMPILE_SECONDS = 120  # of training from which compiling, which takes about 20 s, pays
-
-
-class Work(NamedTuple):
-    """What a run asks of a model."""
-
-    tokens: int  # of one forward pass, at most
-    flops: float  # of this process, over the whole run
-    sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
-
-
-class Memory(NamedTuple):
-    """What the activations of one forward pass take, in GiB."""
-
-    layers: int
-    kept: float  # until backward, if nothing is recomputed
-    norms: float  # of that, what norms make, which is cheap to make again
-    entry: float  # of that, a layer's input: all that is kept of a recomputed one
-    room: float  # for all of it
-    mlps: float = 0.0  # of what is kept, gate and up of fused MLPs, which can be made again
 
 
 def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledger) -> dict[str, Choice]:
@@ -56,16 +33,15 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     fused, whole = choose_fused(speed.fused, model, hardware, work.sharded), False
     if fused.value == "on":
         fused, whole = add_fused(model, layers, fused, ledger)
-    plan = memory(model, work.tokens, hardware, fused=whole, offload=speed.offload)
-    recompute = choose_recompute(speed.recompute, plan, hardware)
-    if speed.offload in ("activations", "all") and speed.recompute == "auto":
-        recompute = Choice(f"{len(layers)} of {len(layers)}", "speed.offload keeps recomputed layers' inputs")
+    compile = choose_compile(speed.compile, work, hardware)
+    how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
+    plan = memory(model, work.tokens, hardware, **how)
+    recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
     if recompute.value != "none":
         count = int(recompute.value.split()[0]) if " of " in recompute.value else 0
         add_recompute(model, layers, count, ledger, mlps=whole and recompute.value != "cheap")
     if speed.offload in ("activations", "all"):
         Activations([layer for layer in layers if layer.gradient_checkpointing], model.device)
-    compile = choose_compile(speed.compile, work, hardware)
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
         torch._dynamo.utils.counters.clear()
@@ -112,20 +88,9 @@ def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str
             problem = Problem(reason, "speed.fused", found=sharded, fix="speed.fused: auto")
             raise UserError(problem, code=Exit.ENVIRONMENT)
         return Choice("off", reason if asked == "auto" else "asked for")
-    if not hasattr(model, "peft_config"):
-        if asked is True:
-            what, fix = "there is no adapter to fuse: every parameter trains", "speed.fused: auto"
-            raise UserError(Problem(what, "speed.fused", found="adapter.type: full", fix=fix))
-        return Choice("off", "no adapter: every parameter trains")
-    if asked == "auto":
-        if hardware.device == "cpu":
-            return Choice("off", "auto: it is for GPUs; on the CPU PEFT's own forward runs")
-        if model.dtype != torch.bfloat16:
-            return Choice("off", f"auto: its kernels are measured in bf16, the model is in {model.dtype}")
-        if qat.rounding(model):
-            return Choice("off", "auto: quantisation-aware training has forwards of its own")
-        return Choice("on", "auto")
-    return Choice("on" if asked else "off", "asked for")
+    adapted, rounding = hasattr(model, "peft_config"), bool(qat.rounding(model))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return estimate.choose_fused(asked, hardware, adapted=adapted, dtype=dtype, rounding=rounding)
 
 
 def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> tuple[Choice, bool]:
@@ -146,37 +111,6 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
     ledger.add("speed.fused", "what can be fused", got, how, ok=True)
     value, whole = "on" if made.served else "off", made.mlps == len(layers)
     return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}"), whole
-
-
-def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
-    """`none`, `cheap` (the norms of all layers), `mlp` (and their gate and up), or how many layers are
-    recomputed whole beside that of the others (`8 of 32`); `auto` takes the least that fits.
-
-    Raises:
-        UserError: `mlp` where MLPs are not fused (exit 3).
-    """
-    layers = plan.layers
-    if asked == "mlp" and not plan.mlps:
-        what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
-        raise UserError(Problem(what, "speed.recompute", found="mlp", fix=fix), code=Exit.ENVIRONMENT)
-    if asked in ("none", "cheap", "mlp", "all"):
-        return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
-    if isinstance(asked, int):
-        return Choice(f"{min(asked, layers)} of {layers}", "asked for")
-    if hardware.device == "cpu":
-        return Choice("none", "auto: on the CPU memory is not what is short")
-    text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
-    if plan.kept <= plan.room:
-        return Choice("none", text)
-    kept = plan.kept - plan.norms
-    if kept <= plan.room:
-        return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
-    kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
-    if plan.mlps and kept <= plan.room:
-        return Choice("mlp", f"{text}; without the MLPs' gate and up {kept:.0f} GiB")
-    saved = kept / layers - plan.entry
-    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
-    return Choice(f"{count} of {layers}", text)
 
 
 def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, mlps: bool = False) -> None:
@@ -228,27 +162,6 @@ def choose_offload(asked: str, model: Any) -> Choice:
     return Choice(asked, f"AdamW's state takes {state:.2g} GiB{little}")
 
 
-def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> Choice:
-    """Whether each decoder layer is compiled: where the run is long enough for it to pay.
-
-    Args:
-        work: `None` where it is not known yet.
-    """
-    if asked != "auto":
-        return Choice("on" if asked else "off", "asked for")
-    if hardware.device == "cpu":
-        return Choice("off", "auto: on the CPU it does not pay")
-    if work is None:
-        return Choice(
-            "on", f"auto: in runs of more than {COMPILE_SECONDS} s, decided when the model is loaded"
-        )
-    seconds = work.flops / (0.4 * (hardware.peak_flops or 100e12))
-    text = f"auto: about {seconds:,.0f} s of training"
-    if seconds < COMPILE_SECONDS:
-        return Choice("off", f"{text}, it pays from {COMPILE_SECONDS} s up")
-    return Choice("on", text)
-
-
 def decoder_layers(model: Any) -> list[Any]:
     """The decoder layers of a transformers or PEFT model, in order; none where they are not to be found."""
     layers = getattr(base_of(model).get_decoder(), "layers", None)
@@ -260,41 +173,29 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def memory(model: Any, tokens: int, hardware: Hardware, *, fused: bool, offload: str = "none") -> Memory:
+def memory(
+    model: Any, tokens: int, hardware: Hardware, *, fused: bool, compiled: bool, offload: str = "none"
+) -> Memory:
     """The memory plan of `tokens` tokens on this model and device."""
-    kept = kept_gib(model.config, tokens, fused=fused, dora=_is_dora(model)) + qat.kept_gib(model)
-    hidden, layers = model.config.get_text_config().hidden_size, len(decoder_layers(model))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    each = 4 if offload in ("optimizer", "all") else 12  # gradient and two moments, fp32
-    room = SPARE * free_gib(hardware) - HEAD_GIB - each * trained / 2**30
-    row = tokens * hidden * 2 / 2**30
-    mlps = 4 * tokens * layers * _intermediate(model.config.get_text_config()) / 2**30 if fused else 0.0
-    entry = 0.0 if offload in ("activations", "all") else row
-    return Memory(layers, kept, 2 * layers * row, entry, room, mlps)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    ia3 = any("ia3_l" in name for name in trained)
+    columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
+    adapted, layers = hasattr(model, "peft_config"), max(1, len(decoder_layers(model)))
+    repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
+    four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
+    keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
+    given = {"free": free_gib(hardware), "trained": sum(trained.values()), "offload": offload}
+    return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model))
 
 
-def kept_gib(config: Any, tokens: int, *, fused: bool, dora: bool = False) -> float:
-    """Memory that backward keeps for `tokens` tokens with nothing recomputed, in GiB.
-
-    Numbers a token and layer, of 2 bytes: fused, 5 hidden, q, k and v, 2 intermediate (gate and up); else
-    5 hidden and 3 intermediate. DoRA keeps q, k, v and two hidden more. An 8B LoRA at 16,384 tokens: 54 and
-    62 GiB (measured 54 and 60).
-    """
-    config = config.get_text_config()
-    hidden, intermediate = config.hidden_size, _intermediate(config)
-    heads = config.num_attention_heads + 2 * (config.num_key_value_heads or config.num_attention_heads)
-    qkv = heads * (getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
-    kept = 5 * hidden + (qkv + 2 * intermediate if fused else 3 * intermediate)
-    kept += qkv + 2 * hidden if dora else 0
-    return tokens * config.num_hidden_layers * 2 * kept / 2**30
-
-
-def _intermediate(config: Any) -> int:
-    return getattr(config, "intermediate_size", 4 * config.hidden_size)
-
-
-def _is_dora(model: Any) -> bool:
-    return any("lora_magnitude_vector" in name for name, _ in model.named_parameters())
+def dropped(model: Any) -> int:
+    """Inputs of the layers whose adapter drops some of them, summed over the model."""
+    adapters = (m for m in model.modules() if getattr(m, "lora_dropout", None))
+    drops = (
+        any(isinstance(d, torch.nn.Dropout) for d in m.lora_dropout.values()) * m.in_features
+        for m in adapters
+    )
+    return sum(drops)
 
 
 def free_gib(hardware: Hardware) -> float:

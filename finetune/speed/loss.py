@@ -14,7 +14,6 @@ plain cross-entropy unless told how to chunk, and drops none either.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,14 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import ModelOutput
 
+from finetune.estimate import CHUNK_BYTES, chunk_rows
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
 IGNORED = -100
-# Of one chunk and its copies: rows enough for the products to run at full speed, little beside what training
-# holds.
-CHUNK_BYTES = 2**30
-WHOLE_TILES = 256  # rows of a chunk are a multiple of it: the products' tiles are full
 FEW = 64  # of which one row without a label is computed along: cheaper than picking the others out
 
 
@@ -180,13 +177,6 @@ class _FrozenHead(torch.autograd.Function):
         if picked is not None:
             scaled = scaled.new_zeros(ctx.rows, scaled.shape[1]).index_copy_(0, picked, scaled)
         return scaled, *(None,) * 7
-
-
-def chunk_rows(rows: int, most: int) -> int:
-    """Rows of a chunk: as few chunks as `most` rows at once allow, and those of about one size."""
-    most = max(WHOLE_TILES, most // WHOLE_TILES * WHOLE_TILES)
-    chunks = max(1, math.ceil(rows / most))
-    return max(1, min(rows, math.ceil(rows / chunks / WHOLE_TILES) * WHOLE_TILES))
 
 
 def softmax_in_place(

@@ -1,0 +1,162 @@
+"""`finetune plan` beside what runs measured: every row of gpu.json, and the 1.1B shape of adapters.json.
+
+    python benchmarks/plan.py             # plans each row, writes plan.json, prints the table of README.md
+    python benchmarks/plan.py --table     # the table again, from plan.json
+
+No GPU is needed: rows are planned for the GPU that they were measured on. Rows of TRL and Unsloth are others'
+code; those whose run failed have no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu
+from gpu_inputs import SHAPES, document_lengths
+
+from finetune import gpus, plan, recipe
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "plan.json"
+QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
+# Types whose parts a plan counts; the 1.1B rows are older than fused forwards, and attended with a mask
+COUNTED = ("lora", "rslora", "dora", "adalora", "ia3", "full", "qlora", "qdora", "qadalora")
+EAGER = ("speed.fused=false", "speed.compile=false", "speed.recompute=none", "model.attention=sdpa")
+LARGE = 2048, 8192, 18, 32, 8, 4096  # adapters.py: hidden, intermediate, layers, heads, kv heads, vocabulary
+LARGE_LENGTH = 1024
+NEAR = {"seconds": 0.15, "gib": 0.10}  # the bounds that a plan is to keep
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true")
+    if not parser.parse_args().table:
+        RESULTS.write_text(json.dumps(compare(), indent=1) + "\n")
+    print(table(json.loads(RESULTS.read_text())))
+
+
+def compare() -> dict[str, dict[str, Any]]:
+    """Each measured row with what is planned for it."""
+    made = {}
+    measured = json.loads(gpu.RESULTS.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**16}) + "\n")
+        lengths = document_lengths(10**6, random.Random(0))
+        lines = [json.dumps({"text": "w" * plan.CHARACTERS * length}) for length in lengths]
+        (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
+        for name, row in measured.items():
+            if name in gpu.ROWS and "failed" not in row:
+                found = planned_row(name, row, place)
+                made[name] = compared(found, row["step_seconds"], row["peak_gib"], row["gpu"])
+        for name in [name for name in gpu.ROWS if name not in made]:  # planned before it is measured
+            made[name] = compared(planned_row(name, {"gpu": "NVIDIA H200"}, place), None, None, "NVIDIA H200")
+        for row in json.loads((HERE / "adapters.json").read_text()):
+            if row["part"] == "shape" and row["type"] in COUNTED and "step_seconds" in row:
+                found = planned_shape(row, place)
+                name = f"1.1b-{row['type']}, {row['task']}"
+                made[name] = compared(found, row["step_seconds"], row["gpu_memory_gib"], row["device"])
+    return made
+
+
+def planned_row(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
+    """The plan of a row of gpu.py, on as many layers as it was measured with."""
+    row = gpu.ROWS[name]
+    shape, stored = row.model.split("-")
+    hidden, wide, whole, *rest = SHAPES[shape]
+    layers = measured.get("layers") or row.layers or whole
+    model = write_config(place / f"{shape}-{stored}-{layers}", (hidden, wide, layers, *rest), tied=False)
+    data = place / ("documents.jsonl" if row.packed else "rows.jsonl")
+    sizes = {"length": row.length, "batch": row.batch, "steps": max(14, row.steps)}
+    text = gpu.RECIPE.format(model=model, data=data, folder=place / "run", **sizes)
+    path = place / f"{name}.yaml"
+    path.write_text(text)
+    return make(recipe.load(path, row.changes), measured["gpu"], row.cap_gib)
+
+
+def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
+    """The plan of a row of adapters.py on the 1.1B shape."""
+    model, rows = write_config(place / "1.1b", LARGE, tied=True), int(row["task"].split()[0])
+    given = [f"adapter.type={row['type']}", f"model.name={model}", f"data.max_length={LARGE_LENGTH}"]
+    given += [f"data.name={place}/rows.jsonl", "data.format=text", "data.train_on=all", "data.too_long=split"]
+    given += ["data.validation=null", f"train.effective_batch_size={rows}", "train.max_steps=15"]
+    given += [f"train.per_device_train_batch_size={rows}", "train.warmup_steps=0", *EAGER]
+    given += ["speed.base=auto" if row["type"][0] == "q" or row["type"] == "full" else "speed.base=bf16"]
+    given = [text for text in given if row["type"] != "full" or not text.startswith("speed.fused")]
+    own = HERE.parent / "recipes" / "adapters" / f"{row['type']}.yaml"
+    return make(recipe.load(own if own.exists() else QUICKSTART, given), row["device"], None)
+
+
+def make(loaded: Any, device: str, cap_gib: float | None) -> plan.Plan:
+    known = next(name for name, kind in gpus.GPUS.items() if kind is gpus.of_device(device))
+    machine, processes = plan.planned_machine(known, 1)
+    if cap_gib:
+        machine = replace(machine, memory_gib=cap_gib + plan.CONTEXT_GIB)  # a cap of the allocator's own
+    return plan.make(loaded, machine, processes)
+
+
+def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
+    """A folder with the config.json of a Llama; no weights."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size")
+    folder.mkdir(exist_ok=True)
+    config = {"model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config | dict(zip(names, shape, strict=True))))
+    return folder
+
+
+def compared(made: plan.Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
+    """A row of plan.json; `None`: not measured yet."""
+    assert made.step_seconds is not None
+    return {
+        "planned_seconds": round(made.step_seconds, 4),
+        "measured_seconds": seconds and round(seconds, 4),
+        "planned_gib": round(made.peak, 2),
+        "measured_gib": peak and round(peak, 2),
+        "recompute": made.choices["recompute"].value,
+        "gpu": device,
+    }
+
+
+def off(row: dict[str, Any], what: str) -> float:
+    """Planned beside measured: 0.1 is a tenth more."""
+    return row[f"planned_{what}"] / row[f"measured_{what}"] - 1
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The rows as a markdown table, and how many are within the bounds."""
+    lines = ["| | step, s: planned | measured | | peak GiB: planned | measured | |", "|---|" + "---|" * 6]
+    measured = {name: row for name, row in rows.items() if row["measured_seconds"]}
+    for name, row in measured.items():
+        step = f"{row['planned_seconds']:.3f} | {row['measured_seconds']:.3f} | {off(row, 'seconds'):+.0%}"
+        peak = f"{row['planned_gib']:.1f} | {row['measured_gib']:.1f} | {off(row, 'gib'):+.0%}"
+        lines.append(f"| {name} | {step} | {peak} |")
+    for name, row in rows.items():
+        if name in measured:
+            continue
+        lines.append(f"| {name} | {row['planned_seconds']:.3f} | | | {row['planned_gib']:.1f} | | |")
+    return "\n".join(lines) + f"\n\n{verdict(rows)}\n"
+
+
+def verdict(rows: dict[str, dict[str, Any]]) -> str:
+    """How many rows are within the bounds, and how far off the worst is."""
+    measured = [row for row in rows.values() if row["measured_seconds"]]
+    said = {}
+    for what in ("seconds", "gib"):
+        errors = [abs(off(row, what)) for row in measured]
+        said[what] = f"{sum(e <= NEAR[what] for e in errors)} of {len(errors)}", f"{max(errors):.0%}"
+    (steps, slow), (peaks, large) = said["seconds"], said["gib"]
+    return f"{steps} steps within 15 % (the worst {slow} off), {peaks} peaks within 10 % ({large})."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""What training takes of memory, and what is therefore recomputed and compiled.
+
+No torch is imported: a run and `finetune plan` ask the same functions, the one with the model in its hands,
+the other with its config.
+
+Numbers are of 2 bytes unless said otherwise. Every formula stands beside what it was compared with: an 8B
+Llama at 16,384 tokens on an H200 (benchmarks/gpu.json), and a 1.1B shape on PEFT's own forwards
+(benchmarks/adapters.json). benchmarks/plan.py holds all of it against every measured row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.errors import Exit, Problem, UserError
+from finetune.hardware import Choice
+
+if TYPE_CHECKING:
+    from finetune.hardware import Hardware
+
+GIB = 2**30
+SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
+HEAD_GIB = 3.0  # of TRL's loss on an output head, which is not known closer
+MARGIN_GIB = 0.25
+COMPILE_SECONDS = 120  # of training from which compiling, which takes about 20 s, pays
+# Of one chunk of the loss and its copies: rows enough for the products to run at full speed, little beside
+# what training holds.
+CHUNK_BYTES = 2**30
+WHOLE_TILES = 256  # rows of a chunk are a multiple of it: the products' tiles are full
+
+
+class Work(NamedTuple):
+    """What a run asks of a model."""
+
+    tokens: int  # of one forward pass, at most
+    flops: float  # of this process, over the whole run
+    sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
+
+
+class Memory(NamedTuple):
+    """What the activations of one forward pass take, in GiB."""
+
+    layers: int
+    kept: float  # until backward, if nothing is recomputed
+    norms: float  # of that, what norms make, which is cheap to make again
+    entry: float  # of that, a layer's input: all that is kept of a recomputed one
+    room: float  # for all of it
+    mlps: float = 0.0  # of what is kept, gate and up of fused MLPs, which can be made again
+
+
+class Widths(NamedTuple):
+    """Numbers a token, of a model's layers."""
+
+    hidden: int
+    intermediate: int
+    queries: int
+    qkv: int
+    layers: int
+    vocabulary: int
+
+
+class Keeps(NamedTuple):
+    """How a model is trained, as far as it decides what backward keeps."""
+
+    fused: bool
+    """Every MLP runs as one product and kernel, and adapters share their inputs (`speed.fused`)."""
+    compiled: bool = True
+    adapted: bool = True
+    """Not full fine-tuning."""
+    columns: bool = False
+    """Each output is scaled by a trained vector: DoRA, IA3."""
+    dropped: int = 0
+    """Numbers a token and layer that adapters drop some of: the inputs of layers with a dropout."""
+    repeated: bool = False
+    """Keys and values are repeated for each head, as attention with a mask wants it."""
+    multiplied: bool = True
+    """Adapters multiply their layer's input, and so keep it: all but IA3."""
+    four_bit: bool = False
+    """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
+
+
+def choose_fused(
+    asked: str | bool, hardware: Hardware, *, adapted: bool, dtype: str, rounding: bool
+) -> Choice:
+    """Whether adapters run through the fast forwards of `speed.lora`.
+
+    Args:
+        dtype: of the model's plain weights: bfloat16.
+        rounding: whether quantisation-aware training has forwards of its own there.
+
+    Raises:
+        UserError: asked for where there is no adapter (exit 2).
+    """
+    if not adapted:
+        if asked is True:
+            what, fix = "there is no adapter to fuse: every parameter trains", "speed.fused: auto"
+            raise UserError(Problem(what, "speed.fused", found="adapter.type: full", fix=fix))
+        return Choice("off", "no adapter: every parameter trains")
+    if asked != "auto":
+        return Choice("on" if asked else "off", "asked for")
+    if hardware.device == "cpu":
+        return Choice("off", "auto: it is for GPUs; on the CPU PEFT's own forward runs")
+    if dtype != "bfloat16":
+        return Choice("off", f"auto: its kernels are measured in bf16, the model is in torch.{dtype}")
+    if rounding:
+        return Choice("off", "auto: quantisation-aware training has forwards of its own")
+    return Choice("on", "auto")
+
+
+def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload: str = "none") -> Choice:
+    """`none`, `cheap` (the norms of all layers), `mlp` (and their gate and up), or how many layers are
+    recomputed whole beside that of the others (`8 of 32`); `auto` takes the least that fits.
+
+    Raises:
+        UserError: `mlp` where MLPs are not fused (exit 3).
+    """
+    layers = plan.layers
+    if asked == "mlp" and not plan.mlps:
+        what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
+        raise UserError(Problem(what, "speed.recompute", found="mlp", fix=fix), code=Exit.ENVIRONMENT)
+    if offload in ("activations", "all") and asked == "auto":
+        return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
+    if asked in ("none", "cheap", "mlp", "all"):
+        return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
+    if isinstance(asked, int):
+        return Choice(f"{min(asked, layers)} of {layers}", "asked for")
+    if hardware.device == "cpu":
+        return Choice("none", "auto: on the CPU memory is not what is short")
+    text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
+    if plan.kept <= plan.room:
+        return Choice("none", text)
+    kept = plan.kept - plan.norms
+    if kept <= plan.room:
+        return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
+    kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
+    if plan.mlps and kept <= plan.room:
+        return Choice("mlp", f"{text}; without the MLPs' gate and up {kept:.0f} GiB")
+    saved = kept / layers - plan.entry
+    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
+    return Choice(f"{count} of {layers}", text)
+
+
+def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> Choice:
+    """Whether each decoder layer is compiled: where the run is long enough for it to pay.
+
+    Args:
+        work: `None` where it is not known yet.
+    """
+    if asked != "auto":
+        return Choice("on" if asked else "off", "asked for")
+    if hardware.device == "cpu":
+        return Choice("off", "auto: on the CPU it does not pay")
+    if work is None:
+        return Choice(
+            "on", f"auto: in runs of more than {COMPILE_SECONDS} s, decided when the model is loaded"
+        )
+    seconds = work.flops / (0.4 * (hardware.peak_flops or 100e12))
+    text = f"auto: about {seconds:,.0f} s of training"
+    if seconds < COMPILE_SECONDS:
+        return Choice("off", f"{text}, it pays from {COMPILE_SECONDS} s up")
+    return Choice("on", text)
+
+
+def widths(config: Any) -> Widths:
+    """The widths of a transformers config."""
+    config = config.get_text_config()
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    all_heads = heads + 2 * (getattr(config, "num_key_value_heads", None) or heads)
+    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    sizes = hidden, intermediate, heads * size, all_heads * size
+    return Widths(*sizes, config.num_hidden_layers, config.vocab_size)
+
+
+def kept_gib(config: Any, tokens: int, keeps: Keeps) -> float:
+    """Memory that backward keeps for `tokens` tokens with nothing recomputed, in GiB.
+
+    Compiled LoRA on an 8B Llama at 16,384 tokens: fused 54, else 62 (measured 54 and 60). PEFT's own
+    forwards on the 1.1B shape at 16,384: LoRA 34.1 (35.5), DoRA 61.8 (61.8), full 38.3 (38.4).
+    """
+    one = widths(config)
+    return tokens * one.layers * 2 * _kept(one, keeps) / GIB
+
+
+def _kept(one: Widths, keeps: Keeps) -> float:
+    """Numbers of 2 bytes that backward keeps of a token in a layer."""
+    hidden, wide, queries, qkv = one.hidden, one.intermediate, one.queries, one.qkv
+    dropped = 1.5 * keeps.dropped  # what is left of it, and which it is
+    heads = 3 * queries if keeps.repeated else qkv
+    if not keeps.adapted:  # a residual in fp32, and each layer's input for its weight
+        return 7 * hidden + qkv + 3 * wide if keeps.compiled else 13 * hidden + heads + 2 * queries + 4 * wide
+    outputs = qkv + 2 * hidden if keeps.multiplied else qkv - queries  # DoRA's of every layer; IA3's k and v
+    outputs = outputs if keeps.columns else 0
+    if keeps.compiled:
+        return 5 * hidden + (qkv + 2 * wide if keeps.fused else 3 * wide) + outputs + dropped
+    if keeps.fused:  # eager norms keep their input in fp32
+        return 6 * hidden + queries + qkv + 2 * wide + outputs + dropped
+    # each layer's adapter keeps an input of its own, where it is cast; PEFT's DoRA keeps two of each output,
+    # and four on a 4-bit base (measured 2.2, 4.2; IA3 1.8)
+    inputs = (2 if keeps.four_bit else 5) * hidden + queries + wide if keeps.multiplied else 0
+    times = (4.2 if keeps.four_bit else 2.2) if keeps.multiplied else 1.8
+    outputs = times * (qkv + 2 * hidden + 2 * wide) if keeps.columns else 0
+    return 4 * hidden + heads + 2 * queries + 3 * wide + inputs + outputs + dropped
+
+
+def backward_gib(config: Any, tokens: int, keeps: Keeps) -> float:
+    """Gradients that are there at once while backward is in an MLP, the largest place, in GiB.
+
+    8B at 16,384: 1.35 (1.33, from rows with all layers recomputed).
+    """
+    one = widths(config)
+    wide = 3 if keeps.fused or keeps.compiled else 4
+    return tokens * 2 * (wide * one.intermediate + one.hidden // 4) / GIB
+
+
+def loss_gib(config: Any, tokens: int, *, compiled: bool = True, chunked: bool = True) -> float:
+    """What is there at once while the loss is computed, beside what layers keep, in GiB.
+
+    A chunk's logits, the gradient of the hidden states, and those in and around the last norm. 8B at 16,384:
+    1.73 (1.77)."""
+    one = widths(config)
+    if not chunked:  # TRL's: tiles of 4,096 x 32,768, gradients summed in fp32
+        return (2 * 4096 * min(one.vocabulary, 32768) + 16 * tokens * one.hidden) / GIB
+    held = 2 if compiled else 6
+    rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * held))
+    return (rows * one.vocabulary * held + 12 * tokens * one.hidden) / GIB
+
+
+def chunk_rows(rows: int, most: int) -> int:
+    """Rows of a chunk: as few chunks as `most` rows at once allow, and those of about one size."""
+    most = max(WHOLE_TILES, most // WHOLE_TILES * WHOLE_TILES)
+    chunks = max(1, math.ceil(rows / most))
+    return max(1, min(rows, math.ceil(rows / chunks / WHOLE_TILES) * WHOLE_TILES))
+
+
+def activations(
+    config: Any, tokens: int, keeps: Keeps, *, free: float, trained: int, offload: str, extra: float = 0.0
+) -> Memory:
+    """The memory plan of `tokens` tokens.
+
+    Args:
+        free: GiB that nothing holds, the weights and the adapter being there.
+        trained: numbers that the optimizer moves; gradient and two moments of each are in fp32.
+        extra: GiB that is kept beside what this knows of (`qat.kept_gib`).
+    """
+    one = widths(config)
+    each = 4 if offload in ("optimizer", "all") else 12
+    passing = max(loss_gib(config, tokens, compiled=keeps.compiled), backward_gib(config, tokens, keeps))
+    passing = passing + MARGIN_GIB if keeps.adapted else max(HEAD_GIB, passing)
+    room = SPARE * free - passing - each * trained / GIB
+    row = tokens * one.hidden * 2 / GIB
+    kept = kept_gib(config, tokens, keeps) + extra
+    entry = 0.0 if offload in ("activations", "all") else row * (1 if keeps.adapted else 2)
+    mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
+    return Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps)
+
+
+def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
+    """GiB of activations when the loss is computed, and at the worst moment of backward after it.
+
+    Recomputed layers are spread evenly, the first among them; each is whole while it runs again.
+    """
+    layers = plan.layers
+    if recompute == "none":
+        return plan.kept, plan.kept
+    half = plan.norms + (0.0 if recompute == "cheap" else plan.mlps)  # of layers that are not whole
+    if recompute in ("cheap", "mlp"):
+        return plan.kept - half, plan.kept - half + half / layers
+    count = int(recompute.split()[0])
+    each = (plan.kept - half) / layers if count < layers else plan.kept / layers
+    kept = (layers - count) * each + count * plan.entry
+    gone = (
+        layers - 1 - (count - 1) * layers // count
+    )  # layers after the last recomputed one: not needed any more
+    return kept, max(kept, kept - gone * each + plan.kept / layers)

@@ -1,0 +1,223 @@
+"""What this machine reaches in products, attention, copies and sums over GPUs (`finetune doctor --measure`).
+
+Each is repeated for some seconds, so that a GPU is at its power limit, as in a run: the best of a few
+milliseconds is a tenth more. The rates are kept in a file that `finetune plan` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.estimate import Widths
+
+SECONDS = {"cuda": 3.0, "cpu": 0.25}  # of each measurement
+TOKENS = {"cuda": 8192, "cpu": 256}
+ROW = {"cuda": 4096, "cpu": 256}
+COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
+LARGEST = 1024  # width of the layer that a CPU is timed with: wider ones run at the same rate
+NAMES = {
+    "product": "products (bf16; fp32 on the CPU)",
+    "fp8": "products in fp8",
+    "forward": "attention, forward",
+    "backward": "attention, backward",
+    "layer": "products of a layer, with all that is between them",
+    "bandwidth": "copies, read and written",
+    "link": "sent by each GPU while all sum a tensor",
+}
+MOVED = ("bandwidth", "link")  # bytes, not FLOPs
+
+
+def file_of(device: str) -> Path:
+    """Where the rates of a device are kept, by its name."""
+    cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+    return cache / "ceilings" / f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def read(device: str) -> dict[str, Any] | None:
+    """The rates that were measured on a device; `None` if there are none."""
+    path = file_of(device)
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except ValueError:
+        return None  # half written: measured anew when asked
+
+
+def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[str, Any]:
+    """Measure, write the file, and return what it holds: FLOP/s and bytes/s.
+
+    Args:
+        device: cuda or cpu.
+        name: of the device.
+        one: the model's widths; products have its shapes.
+        cards: GPUs of this machine.
+    """
+    import torch
+
+    rates = {"product": products(device, one)}
+    if fp8:
+        rates["fp8"] = fp8_products(device, one)
+    rates["forward"], rates["backward"] = attention(device, one)
+    rates["bandwidth"] = copies(device)
+    if device == "cpu":
+        rates["layer"] = layer(one)
+    if cards > 1:
+        rates["link"] = sums(cards)
+    shapes = f"hidden {one.hidden}, intermediate {one.intermediate}"
+    made = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shapes": shapes}
+    path = file_of(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**made, **rates}, indent=1) + "\n")
+    return {**made, **rates}
+
+
+def rate(work: float, call: Callable[[], Any], device: str, seconds: float | None = None) -> float:
+    """`work` a second, of calls for some seconds after a start that is not kept."""
+    import torch
+
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    limit = SECONDS[device] if seconds is None else seconds
+    # a GPU as it is in a long run; of a CPU the best part, for others use it too
+    kept = []
+    for part in (limit / 3, limit) if device == "cuda" else [limit / 6] * 6:
+        wait()
+        begun, calls = time.perf_counter(), 0
+        while time.perf_counter() - begun < part:
+            for _ in range(10 if device == "cuda" else 1):
+                call()
+                calls += 1
+            wait()
+        kept.append(work * calls / (time.perf_counter() - begun))
+    return kept[-1] if device == "cuda" else max(kept)
+
+
+def products(device: str, one: Widths) -> float:
+    """FLOP/s of the layers' products, forward and for the input's gradient: bf16, fp32 on the CPU."""
+    import torch
+
+    dtype, tokens = torch.bfloat16 if device == "cuda" else torch.float32, TOKENS[device]
+    flops, calls = 0.0, []
+    for outputs, inputs in _shapes(one):
+        x = torch.randn(tokens, inputs, device=device, dtype=dtype)
+        weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
+        gradient = torch.randn(tokens, outputs, device=device, dtype=dtype)
+        calls.append((x, weight, gradient))
+        flops += 4.0 * tokens * outputs * inputs
+
+    def all_of_them() -> None:
+        for x, weight, gradient in calls:
+            torch.mm(x, weight.t())
+            torch.mm(gradient, weight)
+
+    return rate(flops, all_of_them, device)
+
+
+def fp8_products(device: str, one: Widths) -> float:
+    """FLOP/s of the fp8 base's products, row-wise scales, without their rounding."""
+    import torch
+
+    from finetune.speed import fp8, ops
+
+    tokens, flops, calls = TOKENS[device], 0.0, []
+    for outputs, inputs in _shapes(one):
+        x = ops.quantise_rows(torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16))
+        weight = ops.quantise_rows(torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16))
+        calls.append((x, weight))
+        flops += 2.0 * tokens * outputs * inputs
+
+    def all_of_them() -> None:
+        for (codes, scale), (weight, weight_scale) in calls:
+            fp8.product(codes, scale, weight, weight_scale, torch.bfloat16)
+
+    return rate(flops, all_of_them, device)
+
+
+def attention(device: str, one: Widths) -> tuple[float, float]:
+    """FLOP/s of causal attention, forward and backward, by torch's scaled_dot_product_attention."""
+    import torch
+
+    dtype, row = torch.bfloat16 if device == "cuda" else torch.float32, ROW[device]
+    heads, size = max(1, one.queries // 128), min(128, one.queries)
+    q, k, v = (
+        torch.randn(1, heads, row, size, device=device, dtype=dtype, requires_grad=True) for _ in "qkv"
+    )
+    flops = 2.0 * row * row * heads * size
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def both() -> None:
+        torch.autograd.grad(attend(q, k, v, is_causal=True).sum(), (q, k, v))
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(q, k, v, is_causal=True)
+
+    forward_rate = rate(flops, forward, device)
+    whole = flops / rate(flops, both, device)  # seconds
+    return forward_rate, 2.5 * flops / max(whole - flops / forward_rate, 1e-9)
+
+
+def copies(device: str) -> float:
+    """Bytes/s of a copy in a device's memory, read and written."""
+    import torch
+
+    source = torch.zeros(COPIED[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return rate(2.0 * COPIED[device], lambda: target.copy_(source), device)
+
+
+def sums(cards: int) -> float:
+    """Bytes/s that leave each GPU while NCCL sums a tensor over all of them."""
+    import torch
+    from torch.cuda import nccl
+
+    tensors = [torch.zeros(2**26, device=f"cuda:{index}") for index in range(cards)]
+    sent = 2.0 * (cards - 1) / cards * tensors[0].nbytes
+
+    def all_reduce() -> None:
+        nccl.all_reduce(tensors)
+
+    return rate(sent, all_reduce, "cuda")
+
+
+def layer(one: Widths, seconds: float = 0.5) -> float:
+    """FLOP/s of a frozen Llama layer's products within its forward and backward, on the CPU in fp32.
+
+    Norms, attention and activation are in the time and not in the FLOPs.
+    """
+    import torch
+
+    scale = min(1.0, LARGEST / one.hidden)
+    hidden, wide = (max(16, int(size * scale) // 16 * 16) for size in (one.hidden, one.intermediate))
+    heads, tokens = max(1, hidden // 64), TOKENS["cpu"]
+    square = [torch.randn(hidden, hidden) * 0.02 for _ in range(4)]
+    gate, up, down = (
+        torch.randn(wide, hidden) * 0.02,
+        torch.randn(wide, hidden) * 0.02,
+        torch.randn(hidden, wide),
+    )
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    linear, normed = torch.nn.functional.linear, torch.nn.functional.rms_norm
+
+    def both() -> None:
+        a = normed(x, (hidden,))
+        q, k, v = (linear(a, w).view(1, tokens, heads, -1).transpose(1, 2) for w in square[:3])
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = x + linear(y.transpose(1, 2).reshape(tokens, hidden), square[3])
+        b = normed(h, (hidden,))
+        h = h + linear(torch.nn.functional.silu(linear(b, gate)) * linear(b, up), down)
+        torch.autograd.grad(h.sum(), x)
+
+    return rate(4.0 * tokens * (4 * hidden * hidden + 3 * hidden * wide), both, "cpu", seconds)
+
+
+def _shapes(one: Widths) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a layer's products as they run: q, k and v are one; gate and up are one."""
+    hidden, wide = one.hidden, one.intermediate
+    return [(one.qkv, hidden), (hidden, one.queries), (2 * wide, hidden), (hidden, wide)]

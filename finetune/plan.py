@@ -1,0 +1,343 @@
+"""`finetune plan`: memory, time and cost of a recipe before a weight is loaded, and what to change.
+
+    finetune plan recipes/llama3_8b/lora.yaml --gpu h100-80gb --gpus 8 --price-per-hour 2.5
+
+What a run would choose is asked of the functions that a run asks: `hardware` for base and attention, `batch`
+for the split, `estimate` for fused forwards, compiling and recomputation.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import (
+    adapter_types,
+    architecture,
+    attention_choice,
+    check,
+    estimate,
+    gpus,
+    hardware,
+    measure,
+    optimizers,
+    plan_memory,
+    plan_time,
+)
+from finetune.batch import Batch, count_steps, split_batch
+from finetune.data import load
+from finetune.errors import Problem, UserError
+from finetune.hardware import Choice, Hardware
+
+if TYPE_CHECKING:
+    from finetune.architecture import Architecture
+    from finetune.recipe import Recipe
+    from finetune.sections import Data
+
+CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
+CPU_GIB = 1.5  # of a process with the libraries imported
+CHARACTERS = 4  # of a token, in text that is not tokenised here
+SAMPLED = 500  # rows
+COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
+
+
+class Rows(NamedTuple):
+    """What can be said of the data without its tokenizer."""
+
+    number: int
+    tokens: float
+    """Of a row, on average."""
+    padded: float
+    """Of a row as it is computed: as long as the longest of its batch."""
+    attended: float
+    """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe would take on a machine."""
+
+    machine: Hardware
+    processes: int
+    choices: dict[str, Choice]
+    batch: Batch
+    tokens: int
+    """Of one forward pass, at most: what memory must hold."""
+    steps: int | None
+    phases: dict[str, dict[str, float]]
+    """GiB by phase and kind."""
+    usable: float
+    """GiB of a device."""
+    parts: dict[str, float]
+    """Seconds of a step; empty: not known."""
+    row_tokens: float
+    """Of a row, on average; full, if nothing is known of the data."""
+    trained: int
+    source: str
+    notes: tuple[str, ...]
+
+    @property
+    def peak(self) -> float:
+        """GiB of the largest phase of training."""
+        return max(sum(self.phases[name].values()) for name in ("load", "step", "save"))
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.usable
+
+    @property
+    def step_seconds(self) -> float | None:
+        return sum(self.parts.values()) if self.parts else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all processes, without padding."""
+        return self.batch.effective * self.row_tokens / self.step_seconds if self.step_seconds else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of training, the first step's compilation with it."""
+        if not self.step_seconds or self.steps is None:
+            return None
+        return self.steps * self.step_seconds + COMPILE_SECONDS * (self.choices["compile"].value == "on")
+
+
+def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]:
+    """The machine to plan for, and processes on it: a GPU of the table, or what is here.
+
+    Raises:
+        UserError: no such GPU; a number of GPUs where there is none (exit 2).
+    """
+    if name is not None:
+        gpu, cores = gpus.named(name), os.cpu_count() or 1
+        device = f"NVIDIA {' '.join(gpu.device)}"
+        return Hardware("cuda", device, count or 1, gpu.capability, gpu.memory_gib, cores), count or 1
+    here = hardware.detect()
+    if here.device == "cpu":
+        if count is not None:
+            fix = f"--gpu {next(iter(gpus.GPUS))} --gpus {count}"
+            raise UserError(
+                Problem("there is no GPU here; say which one", "--gpus", found=str(count), fix=fix)
+            )
+        return here, 1
+    return here, count or int(os.environ.get("WORLD_SIZE", here.count))
+
+
+def make(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | None = None) -> Plan:
+    """The plan of a recipe.
+
+    Args:
+        cpu_rate: FLOP/s of a layer on the CPU, if it has been timed.
+
+    Raises:
+        UserError: what a run would refuse as well.
+    """
+    found, launch = architecture.read(recipe.model), hardware.launch(machine)
+    base, attention = storage_and_attention(recipe, found, launch.precision, machine)
+    batch = split_batch(recipe.train, processes)
+    rows = rows_of(recipe.data, batch.per_device)
+    steps = known_steps(recipe, rows, batch, processes)
+    has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
+    full, length = recipe.adapter.type == "full", recipe.data.max_length
+    tokens = batch.per_device * length
+    plain = "bfloat16" if base.value in adapter_types.QUANTISED else hardware.STORED[base.value]
+    asked, rounds = recipe.speed, recipe.speed.qat is not None
+    fused = estimate.choose_fused(asked.fused, machine, adapted=not full, dtype=plain, rounding=rounds)
+    work = estimate.Work(tokens, flops(found, has, full) * tokens * batch.accumulation * (steps or 0))
+    compile = estimate.choose_compile(asked.compile, work if steps else None, machine)
+    how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
+    kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
+    memory, usable = room(recipe, machine, found, has, kept, base.value, launch.precision, tokens)
+    recompute = estimate.choose_recompute(asked.recompute, memory, machine, asked.offload)
+    phases = plan_memory.phases(
+        found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
+        precision=launch.precision, sections=(recipe.train, recipe.speed, recipe.eval), processes=processes,
+        longest=length, usable=usable,
+    )  # fmt: skip
+    again = int(recompute.value.split()[0]) / memory.layers if " of " in recompute.value else 0.0
+    halves = 1 - again if memory.mlps and recompute.value not in ("none", "cheap") else 0.0
+    passed = batch.per_device * max(1, round(rows.padded)) if rows else tokens
+    spans = max(1, round(rows.attended)) if rows else length
+    flat = recipe.data.packing or recipe.data.padding_free
+    step = plan_time.Step(passed, spans, batch.accumulation, base.value, full, again, halves, processes, flat)
+    parts, source = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
+    notes = _notes(found, has, recipe, rows, steps, sum(phases["evaluation"].values()) > usable)
+    choices = {
+        "base": base,
+        "attention": attention,
+        "fused": fused,
+        "compile": compile,
+        "recompute": recompute,
+    }
+    return Plan(
+        machine=machine,
+        processes=processes,
+        choices=choices,
+        batch=batch,
+        tokens=tokens,
+        steps=steps,
+        phases=phases,
+        usable=usable,
+        parts={} if found.unknown else parts,
+        row_tokens=rows.tokens if rows else length,
+        trained=has.trained,
+        source=source,
+        notes=tuple(notes),
+    )
+
+
+def room(
+    recipe: Recipe,
+    machine: Hardware,
+    found: Architecture,
+    has: plan_memory.Adapted,
+    kept: estimate.Keeps,
+    storage: str,
+    precision: str,
+    tokens: int,
+) -> tuple[estimate.Memory, float]:
+    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
+    held = plan_memory.weights(found, storage, precision) / estimate.GIB
+    held += 4 * has.trained / estimate.GIB if kept.adapted else 0.0
+    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
+    free = max(0.0, machine.memory_gib - system - held)
+    whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
+    extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
+    given: dict[str, Any] = {"free": free, "trained": has.trained, "offload": recipe.speed.offload}
+    memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
+    return memory, min(held + estimate.SPARE * free, machine.memory_gib)
+
+
+def storage_and_attention(
+    recipe: Recipe, found: Architecture, precision: str, machine: Hardware
+) -> tuple[Choice, Choice]:
+    """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
+    flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
+    against = partial(check.against_fp8, recipe, copy.copy(found.config))
+    base = hardware.choose_base(recipe.speed.base, kind, precision, machine, against)
+    dtype = hardware.compute_dtype(precision, base.value)
+    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
+    attends = attention_choice.read(found.config)
+    return base, hardware.choose_attention(recipe.model.attention, machine, dtype, attends, shown)
+
+
+def _parts(
+    found: Any, has: Any, kept: Any, step: Any, machine: Hardware, attention: str, cpu_rate: float | None
+) -> tuple[dict[str, float], str]:
+    """Seconds of a step by what they go into, and where the rates come from."""
+    if machine.device == "cpu":
+        if cpu_rate is None:
+            return {}, "not known: this CPU has not been timed"
+        whole = flops(found, has, step.full) * step.tokens * step.passes
+        return {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}, "a layer timed here"
+    rates = plan_time.rates_of(machine.name, attention, step)
+    if rates is None:
+        return {}, f"not known: {machine.name} is not in the table of GPUs"
+    return plan_time.seconds(found.config, has, found.linear, kept, step, rates), rates.source
+
+
+def _notes(
+    found: Any, has: Any, recipe: Recipe, rows: Rows | None, steps: int | None, too_large: bool
+) -> list[str]:
+    """What is not known, or taken for something."""
+    what = f"not known: {found.unknown}; weights are counted, what backward keeps is taken for Llama's"
+    said = [what] if found.unknown else []
+    said += [has.unknown] if has.unknown else []
+    if plan_memory.state_bytes(optimizers.asked(recipe.train)) is None:
+        said.append(f"the state of {optimizers.asked(recipe.train)} is not known here; taken as AdamW's")
+    if steps is None:
+        said.append("not known: how many steps; the rows of the data are counted when it is prepared")
+    if rows is not None and not recipe.data.packing and recipe.train.max_steps is None:
+        said.append(
+            f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens ({CHARACTERS} characters a token)"
+        )
+    if too_large:
+        auto, length = recipe.eval.batch_size == "auto", recipe.data.max_length
+        many = "even one row" if auto else f"{recipe.eval.batch_size} rows at once"
+        remedy = "" if auto else "; eval.batch_size=auto takes what fits"
+        said.append(f"evaluation would not fit: {many} of {length} tokens, all of which carry loss{remedy}")
+    if has.dropout:
+        said.append("what dropout keeps is computed, not measured")
+    return said
+
+
+def flops(found: Any, has: Any, full: bool) -> float:
+    """FLOPs of a token's forward and backward through linear layers, as `train.flops_per_token` counts."""
+    one = estimate.widths(found.config)
+    frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + one.vocabulary * one.hidden
+    return (6.0 if full else 4.0) * frozen + (6.0 * has.trained if has.rank else 0.0)
+
+
+def rows_of(data: Data, at_once: int) -> Rows | None:
+    """Rows of local jsonl files, counted, and their tokens, from a sample; `None` for other data.
+
+    Args:
+        at_once: rows of a batch, which are as long as the longest of them.
+    """
+    lines, lengths = 0, list[float]()
+    if data.streaming:
+        return None
+    for source in load.sources(data):
+        paths = load.files(source.name, "data.name")
+        if not paths or any(path.suffix != ".jsonl" for path in paths):
+            return None
+        for path in paths:
+            with path.open("rb") as file:
+                lengths += [_characters(line) / CHARACTERS for line in islice(file, SAMPLED)]
+            lines += round(_lines(path) * source.weight)
+    lines, longest = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
+    if not lengths:
+        return None
+    kept = [length for length in lengths if length <= longest] or [longest]
+    attended = sum(length**2 for length in kept) / sum(kept)
+    if data.packing or data.too_long == "split":
+        rows = max(1, round(lines * sum(lengths) / len(lengths) / longest))
+        return Rows(rows, longest, longest, attended if data.packing else longest)
+    batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
+    padded = kept if data.padding_free else [max(batch) for batch in batches]
+    mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
+    return Rows(
+        round(lines * len(kept) / len(lengths)), mean, longest, attended if data.padding_free else longest
+    )
+
+
+def _characters(line: bytes) -> int:
+    """Of all texts in a row."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return 0
+
+    def texts(part: Any) -> int:
+        if isinstance(part, str):
+            return len(part)
+        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return sum(map(texts, inner))
+
+    return texts(value)
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+
+
+def known_steps(recipe: Recipe, rows: Rows | None, batch: Batch, processes: int) -> int | None:
+    """Optimizer steps of the run, if they can be known before the data is prepared."""
+    if recipe.train.max_steps is not None:
+        return recipe.train.max_steps
+    if rows is None or rows.number < batch.effective:
+        return None
+    return count_steps(recipe.train, rows.number, batch, processes)
+
+
+def cpu_rate(recipe: Recipe) -> float:
+    """FLOP/s of a layer of this model on this CPU: as `finetune doctor --measure` found it, or timed now."""
+    found = measure.read("CPU")
+    return found["layer"] if found else measure.layer(estimate.widths(architecture.read(recipe.model).config))

@@ -1,0 +1,220 @@
+"""What to change so that a recipe fits or is faster, each change planned anew; and how a plan is printed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune import adapter_types, gpus, plan
+from finetune.errors import UserError
+from finetune.recipe import load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.hardware import Hardware
+    from finetune.plan import Plan
+    from finetune.recipe import Recipe
+    from finetune.screen import Screen
+
+SHOWN = 3
+FASTER = 1.02  # times as many tokens/s, from which a change is one
+KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers")
+
+
+class Change(NamedTuple):
+    """Overrides, what they cost beside memory and time, and the plan with them."""
+
+    overrides: tuple[str, ...]
+    cost: str
+    plan: Plan
+
+
+def run(
+    recipe: Recipe,
+    overrides: list[str],
+    screen: Screen,
+    *,
+    gpu: str | None,
+    count: int | None,
+    price: float | None,
+) -> tuple[Plan, list[Change]]:
+    """Plan a recipe and its cheapest changes, and print both.
+
+    Args:
+        overrides: those the recipe was loaded with.
+        price: of a GPU for an hour, in any currency.
+
+    Raises:
+        UserError: what the recipe or the command line has wrong, or a run would refuse.
+    """
+    machine, processes = plan.planned_machine(gpu, count)
+    rate = plan.cpu_rate(recipe) if machine.device == "cpu" else None
+    made = plan.make(recipe, machine, processes, rate)
+    found = changes(recipe, overrides, made, rate)
+    show(screen, recipe, made, found, price)
+    return made, found
+
+
+def changes(recipe: Recipe, overrides: list[str], now: Plan, cpu_rate: float | None = None) -> list[Change]:
+    """The cheapest changes, three at most: those that make it fit, in the order of the time they take; or if
+    it fits, those that make it faster, the fastest first."""
+    found = []
+    for change, cost in candidates(recipe, now):
+        try:
+            changed = load(recipe.origin.path, [*overrides, *change])
+            made = plan.make(changed, now.machine, now.processes, cpu_rate)
+        except UserError:
+            continue  # a run would refuse it
+        if made.fits and (not now.fits or _faster(now, made)):
+            found.append(Change(change, cost, made))
+    found.sort(key=lambda one: (-(one.plan.tokens_per_second or 0.0), one.plan.peak))
+    enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
+    return [one for one in found if len(one.overrides) == 1 or not enough & set(one.overrides)][:SHOWN]
+
+
+def _faster(now: Plan, made: Plan) -> bool:
+    return (made.tokens_per_second or 0.0) > FASTER * (now.tokens_per_second or float("inf"))
+
+
+def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Overrides that may help, each with what it costs beside memory and time."""
+    speed, kind, per_device = recipe.speed, recipe.adapter.type, now.batch.per_device
+    less: list[tuple[str, str]] = []
+    if kind == "full":
+        less.append(
+            ("adapter.type=lora", "an adapter is trained, not every weight; its learning rate is higher")
+        )
+        less.append(("train.optim=adamw_torch_8bit", "steps a few percent off those of fp32 state"))
+        less.append(("speed.offload=optimizer", "steps on the CPU"))
+    elif now.choices["base"].value not in adapter_types.QUANTISED:
+        less.append(("speed.base=fp8", "weights and products rounded to fp8"))
+        quantised = f"q{kind}" if f"q{kind}" in adapter_types.all_types() else ""
+        if quantised:
+            less.append((f"adapter.type={quantised}", "the base rounded to 4 bits"))
+    elif now.choices["base"].value == "fp8" and speed.base == "fp8":
+        less.append(("speed.base=nf4", "the base rounded to 4 bits"))
+    if getattr(recipe.adapter, "lora_dropout", 0.0):
+        less.append(("adapter.lora_dropout=0.0", "no dropout"))
+    if now.choices["recompute"].value == "none" or speed.recompute not in ("auto", "all"):
+        less += [("speed.recompute=auto", "the same numbers"), ("speed.recompute=all", "the same numbers")]
+    if speed.offload == "none" and now.machine.device == "cuda":
+        less.append(("speed.offload=activations", "the same numbers; memory of the CPU"))
+    for size in {1, per_device // 2} - {0, per_device}:
+        less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
+    if recipe.data.max_length >= 1024:
+        length = recipe.data.max_length // 2
+        less.append((f"data.max_length={length}", "rows that are longer are dropped, or their prompts cut"))
+    if now.fits:
+        yield from (((change,), cost) for change, cost in [*less, *faster(recipe, now)])
+        return
+    yield from (((change,), cost) for change, cost in less)
+    costs = dict(less)
+    for first in ("speed.recompute=all", "speed.offload=activations"):
+        for second in less:
+            if first in costs and second[0].partition("=")[0] != first.partition("=")[0]:
+                yield (first, second[0]), "; ".join(dict.fromkeys((costs[first], second[1])))
+
+
+def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
+    """Overrides that may make a recipe that fits faster."""
+    speed, per_device = recipe.speed, now.batch.per_device
+    if speed.recompute != "auto":
+        yield "speed.recompute=auto", "the same numbers"
+    if now.choices["compile"].value == "off" and now.machine.device == "cuda":
+        yield "speed.compile=true", f"about {plan.COMPILE_SECONDS} s more at the start"
+    if speed.fused is False:
+        yield "speed.fused=auto", "the same numbers"
+    if speed.offload != "none":
+        yield "speed.offload=none", "the same numbers"
+    if not recipe.data.packing and not recipe.data.streaming:
+        yield "data.packing=true", "several rows in one, so fewer and fuller steps"
+    if now.batch.effective // now.processes % (2 * per_device) == 0:
+        yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
+    if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
+        yield f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}", "no trained magnitudes"
+
+
+def show(screen: Screen, recipe: Recipe, now: Plan, found: list[Change], price: float | None) -> None:
+    """Three tables and a sentence."""
+    screen.say("", headline(recipe, now))
+    rows = [
+        [name, *(_gib(kinds.get(kind)) for kind in KINDS), _gib(sum(kinds.values()))]
+        for name, kinds in now.phases.items()
+    ]
+    screen.table("memory of one device, GiB", ("phase", *KINDS, "all"), rows)
+    screen.table("time", ("what", "planned"), list(times(now, price)))
+    chosen = [(name, choice.value, choice.reason) for name, choice in now.choices.items()]
+    screen.table("would be used", ("what", "choice", "why"), chosen)
+    what = "faster" if now.fits else "so that it fits"
+    screen.table(what, ("change", "peak GiB", "tokens/s", "its price"), [_row(one, now) for one in found])
+    if not found:
+        none = (
+            "no single change of this recipe is much faster" if now.fits else "no change found; a larger GPU"
+        )
+        screen.say(none)
+    for note in now.notes:
+        screen.say(f"note: {note}")
+
+
+def headline(recipe: Recipe, now: Plan) -> str:
+    """One sentence: does it fit, how fast, how long."""
+    verdict = "fits" if now.fits else "does not fit"
+    text = (
+        f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
+    )
+    text += f"{now.peak:.1f} of {now.usable:.1f} GiB"
+    if now.tokens_per_second:
+        text += f"; {now.tokens_per_second:,.0f} tokens/s"
+    return f"{text}; {duration(now.seconds)} of training" if now.seconds else text
+
+
+def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
+    """Rows of the table of time, energy and cost."""
+    batch = now.batch
+    split = f"{batch.effective} sequences: {batch.per_device} at once, {batch.accumulation} passes"
+    yield "a step", f"{split}, {now.processes} process{'es' * (now.processes > 1)}"
+    yield "trained", f"{now.trained:,} numbers"
+    if now.step_seconds is None:
+        yield "seconds a step", "not known"
+    else:
+        shares = ", ".join(
+            f"{name} {value / now.step_seconds:.0%}" for name, value in now.parts.items() if value
+        )
+        yield "seconds a step", f"{now.step_seconds:.3f} ({shares})"
+        yield "tokens/s", f"{now.tokens_per_second:,.0f}"
+    yield "rates", now.source
+    yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
+    if now.seconds:
+        yield "training", duration(now.seconds)
+        hours = now.seconds * now.processes / 3600
+        gpu = gpus.of_device(now.machine.name) if now.machine.device == "cuda" else None
+        if gpu:
+            yield "energy", f"{hours * gpu.watts / 1000:,.2f} kWh, the GPUs at their limit of {gpu.watts} W"
+        if price is not None:
+            yield "cost", f"{hours * price:,.2f}: {hours:,.2f} hours of a device at {price:g}"
+
+
+def _row(one: Change, now: Plan) -> list[str]:
+    made, speeds = one.plan, (now.tokens_per_second, one.plan.tokens_per_second)
+    rate = "not known"
+    if speeds[0] and speeds[1]:
+        rate = f"{speeds[1]:,.0f} ({speeds[1] / speeds[0] - 1:+.0%})"
+    return [" ".join(one.overrides), f"{made.peak:.1f} ({made.peak - now.peak:+.1f})", rate, one.cost]
+
+
+def _gib(value: float | None) -> str:
+    return "" if not value else f"{value:.2f}" if value >= 0.01 else "0.00"
+
+
+def _device(machine: Hardware) -> str:
+    return f"{machine.name.removeprefix('NVIDIA ')} {machine.memory_gib:.0f} GiB"
+
+
+def duration(seconds: float | None) -> str:
+    """90 s, 12 min, 3 h 20 min."""
+    if seconds is None:
+        return "not known"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60:02} min"

@@ -1,0 +1,225 @@
+"""What each phase of a run holds, in GiB, from shapes alone: the bytes of `finetune plan`'s memory table."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import adapter_types, adapters, estimate, modules, optimizers
+from finetune.adapter_types import FOUR_BIT, QUANTISED, Shapes
+from finetune.estimate import GIB, Keeps
+from finetune.hardware import DTYPES, STORED
+
+if TYPE_CHECKING:
+    from finetune.architecture import Architecture
+    from finetune.batch import Batch
+    from finetune.sections import Adapter, Eval, Model, Speed, Train
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+FP8_MULTIPLE = 16  # sides of a weight that is stored in fp8 (speed/fp8.py)
+MAX_RANK = 256  # of adapters that run fused (speed/fuse.py)
+FUSED_TYPES = ("lora", "adalora", "ia3")
+FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+EVALUATED_TOKENS, LARGEST_BATCH = 16384, 64  # of one forward (scoring.py)
+# Bytes of optimizer state for each number that trains; 8 bits: two moments and a scale for 256 of each
+STATE = (
+    (r"adamw_torch_4bit", 1.06), (r"ademamix_8bit|paged_ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
+    (r".*lion_8bit", 1.02), (r".*lion.*", 4.0), (r"adamw.*8bit|paged_adamw_8bit|adamw_bnb_8bit", 2.03),
+    (r"rmsprop_bnb_8bit", 1.02), (r"rmsprop.*|adagrad", 4.0), (r"adafactor", 0.02), (r"sgd", 0.0),
+    (r".*adamw.*", 8.0),
+)  # fmt: skip
+
+
+class Adapted(NamedTuple):
+    """What an adapter adds to a model."""
+
+    names: list[str]
+    """Layers it changes."""
+    trained: int
+    """Numbers that the optimizer moves."""
+    rank: int
+    dropout: bool
+    columns: bool
+    fusable: bool
+    """Its layers can run fused, each MLP as a whole."""
+    allocates: bool = False
+    """AdaLoRA's: averages of each number's importance, in fp32."""
+    unknown: str = ""
+
+
+def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> Adapted:
+    """The layers that an adapter changes, and what trains there; `full`: every number of the model.
+
+    lora: r (in + out) a layer, and out for DoRA's magnitude; adalora: init_r (in + out + 1); ia3: in, or out.
+    """
+    kind = adapter_types.find(adapter.type)
+    if not kind.peft:
+        return Adapted([], found.parameters, 0, False, False, False)
+    linear = found.linear
+    options: dict[str, Any] = {**adapter.options(), **kind.sets}
+    if kind.build:
+        options = kind.build(options, max(steps, 12), Shapes(linear))
+    everything = {"target_modules": "all-linear", **options}
+    names = [name for name in adapters.targeted(everything, found.names) if name in linear]
+    counted = FUSED_TYPES.index(kind.peft) if kind.peft in FUSED_TYPES else -1
+    trained, largest = 0, 0
+    for name in names:
+        outputs, inputs = linear[name]
+        rank = 0 if kind.peft == "ia3" else _rank(options, name)
+        largest = max(largest, rank)
+        if kind.peft == "ia3":
+            forward = modules.match(options.get("feedforward_modules") or [], [name])
+            trained += inputs if any(forward.values()) else outputs
+            continue
+        trained += rank * (inputs + outputs) + (rank if kind.peft == "adalora" else 0)
+        trained += outputs * (bool(options.get("use_dora")) + bool(options.get("lora_bias")))
+    saved = options.get("modules_to_save") or ()
+    whole = [n for n in found.tensors if any(n.rpartition(".")[0].endswith(name) for name in saved)]
+    trained += sum(prod(found.tensors[name]) for name in whole)
+    rows = len(model.add_tokens) * (2 - found.config.get_text_config().tie_word_embeddings)
+    trained += rows * found.config.get_text_config().hidden_size
+    dropout = bool(options.get("lora_dropout"))
+    columns = bool(options.get("use_dora")) or kind.peft == "ia3"
+    dropped = dropout and (bool(options.get("use_dora")) or any("down_proj" in n for n in names))
+    act = getattr(found.config.get_text_config(), "hidden_act", None)
+    act = act or getattr(found.config.get_text_config(), "hidden_activation", None)
+    fits = (
+        counted >= 0 and largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not options.get("lora_bias")
+    )
+    unknown = "" if counted >= 0 else f"what {adapter.type} adds is not counted here; taken as LoRA's of r 16"
+    return Adapted(
+        names, trained, largest, dropout, columns, fits and not dropped, kind.peft == "adalora", unknown
+    )
+
+
+def _rank(options: dict[str, Any], name: str) -> int:
+    """By PEFT's rule: the first pattern that is the end of the name, or `init_r`, `r`."""
+    for pattern, rank in (options.get("rank_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return int(rank)
+    rank = options.get("init_r") or options.get("r") or 16
+    return rank if isinstance(rank, int) else 16
+
+
+def weights(found: Architecture, storage: str, precision: str) -> float:
+    """Bytes of the base as it is stored; a quantised one with its scales, the rest in the launch's dtype."""
+    if storage in STORED:
+        return found.parameters * BYTES[STORED[storage]]
+    linear, other = found.linear, BYTES[DTYPES[precision]]
+    coded = 0.0
+    for outputs, inputs in linear.values():
+        size = outputs * inputs
+        if storage == "fp8" and (outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE):
+            coded += size * other
+        elif storage == "fp8":
+            coded += size + 4 * outputs
+        elif (
+            storage in FOUR_BIT
+        ):  # a code for each weight, one for each scale of 64, a scale for 256 of those
+            coded += size / 2 + size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)
+        else:
+            coded += size + outputs * (4 if storage == "int8" else other)
+    return coded + (found.parameters - sum(map(prod, linear.values()))) * other
+
+
+def state_bytes(optim: str) -> float | None:
+    """Bytes of optimizer state for each number that trains; `None` if the optimizer is not known here."""
+    return next((size for pattern, size in STATE if re.fullmatch(pattern, optim)), None)
+
+
+def keeps(
+    found: Architecture,
+    has: Adapted,
+    *,
+    full: bool,
+    fused: bool,
+    compiled: bool,
+    attention: str,
+    storage: str,
+) -> Keeps:
+    """What backward keeps, in `estimate`'s terms."""
+    linear, layers = found.linear, found.config.get_text_config().num_hidden_layers
+    dropped = sum(linear[name][1] for name in has.names) // layers if has.dropout else 0
+    repeated = attention in ("sdpa", "eager")
+    return Keeps(
+        fused and has.fusable,
+        compiled,
+        not full,
+        has.columns,
+        dropped,
+        repeated,
+        has.rank > 0,
+        storage in FOUR_BIT,
+    )
+
+
+def phases(
+    found: Architecture,
+    has: Adapted,
+    kept: Keeps,
+    plan: estimate.Memory,
+    recompute: str,
+    *,
+    tokens: int,
+    batch: Batch,
+    storage: str,
+    precision: str,
+    sections: tuple[Train, Speed, Eval],
+    processes: int,
+    longest: int,
+    usable: float,
+) -> dict[str, dict[str, float]]:
+    """GiB of each kind in each phase: load, step, evaluation, save, merge."""
+    train, speed, evaluation = sections
+    full = not kept.adapted
+    config = found.config
+    base, trained = weights(found, storage, precision) / GIB, has.trained / GIB
+    own = {"weights": base, "adapters": 0.0 if full else 4 * trained}
+    state = 8.0 if (known := state_bytes(optimizers.asked(train))) is None else known
+    state = 0.0 if speed.offload in ("optimizer", "all") else state * trained
+    state += 12 * trained if has.allocates else 0.0
+    biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
+    copies = 2 * sum(map(prod, found.linear.values())) / GIB if full and precision != "no" else 0.0
+    buckets = 4 * trained if processes > 1 else 0.0
+    held = {**own, "optimizer": state}
+    at_loss, at_backward = estimate.at_once(plan, recompute)
+    loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, chunked=not full)
+    passing = estimate.backward_gib(config, tokens, kept)
+    if speed.offload in ("activations", "all"):  # a layer's input that leaves, and one that comes
+        passing += 2 * tokens * estimate.widths(config).hidden * 2 / GIB
+    some = 0.0 if full and batch.accumulation == 1 else 4 * trained
+    moments = [
+        {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": copies + buckets},
+        {**held, "gradients": some, "activations": at_backward, "buffers": passing + copies + buckets},
+        {**held, "gradients": 4 * trained, "buffers": buckets},
+    ]
+    step = max(moments, key=lambda moment: sum(moment.values()))
+    evaluated = _evaluation(own, found, evaluation, longest, usable)
+    made = {
+        "load": {"weights": base, "buffers": biggest * BYTES[DTYPES[precision]]},
+        "step": step,
+        "evaluation": {**own, **evaluated},
+        "save": held,
+    }
+    if not full:
+        stored = base if storage in QUANTISED and storage != "fp8" else 0.0
+        made["merge"] = {"weights": 4 * found.parameters / GIB + stored, "adapters": 4 * trained}
+    return made
+
+
+def _evaluation(
+    own: dict[str, float], found: Architecture, settings: Eval, longest: int, usable: float
+) -> dict[str, float]:
+    """Logits and their softmax of one batch, and keys and values of answers; `auto` halves until it fits."""
+    one = estimate.widths(found.config)
+    rows = LARGEST_BATCH if settings.batch_size == "auto" else settings.batch_size
+    while True:
+        tokens = min(rows * longest, max(EVALUATED_TOKENS, longest))
+        made = {
+            "logits": tokens * one.vocabulary * 10 / GIB,
+            "activations": tokens * (one.layers * (one.qkv - one.queries) + 3 * one.intermediate) * 2 / GIB,
+        }
+        if settings.batch_size != "auto" or rows == 1 or sum([*own.values(), *made.values()]) <= usable:
+            return made
+        rows //= 2

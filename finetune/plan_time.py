@@ -1,0 +1,192 @@
+"""How long a step takes: products, attention and passes over memory, each at a rate that was measured.
+
+The shares of peaks below are those of whole, long runs on an H200 at its power limit (benchmarks/LOG.md): the
+best a kernel does for some milliseconds is a tenth more, and no run sees it. On other GPUs they are taken
+over, unless `finetune doctor --measure` has left its ceilings there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import attention_choice, estimate, gpus, measure
+
+if TYPE_CHECKING:
+    from finetune.estimate import Keeps
+    from finetune.plan_memory import Adapted
+
+# Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
+PRODUCT = 0.70  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
+FP8_PRODUCT = 0.707  # 457 TFLOP in 327 ms, of 1,979
+COPY = 0.88  # 4.23 of 4.8 TB/s: a device copy, reading and writing (performance of one H200)
+EAGER = (
+    0.60  # of a copy's rate, by PyTorch's own element-wise kernels (adapters.json, 16 rows of the 1.1B shape)
+)
+H200_PEAK = 989.0  # TFLOP/s, that `attention_choice.SPEED` is of
+MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it computes the square, so half counts
+SHORT = 1194  # tokens of a document at which packed attention has half its rate: 280 of 2048, 133 of 512
+LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
+# Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
+# shape at 4 rows (adapters.json); fused and compiled ones are guessed from LOG.md's profiles
+LAUNCH = {
+    "compiled": 1.2e-3,
+    "fused": 4.0e-3,
+    "lora": 7.0e-3,
+    "qlora": 8.4e-3,
+    "dora": 13.6e-3,
+    "ia3": 6.4e-3,
+    "full": 6.1e-3,
+}
+# Seconds of a step and linear layer for AdaLoRA's regulariser and importances: 0.95e-3 on the 1.1B shape
+# (adapters.json, when allocation asked the GPU once a layer), 0.33e-3 on the 8B one since (gpu.json)
+ALLOCATION = 0.7e-3
+REST = 0.5e-3  # seconds a layer: small kernels and waits in LOG.md's profile (22 ms of 32 layers)
+
+
+class Rates(NamedTuple):
+    """Of one device, and where they come from."""
+
+    product: float  # FLOP/s
+    fp8: float
+    forward: float  # attention, FLOP/s
+    backward: float
+    bandwidth: float  # bytes/s, read and written
+    link: float  # bytes/s that leave a device
+    source: str
+
+
+class Step(NamedTuple):
+    """What one forward and backward pass is of."""
+
+    tokens: int
+    length: int  # of a document
+    passes: int  # of an optimizer step
+    storage: str
+    full: bool
+    recomputed: float  # share of the layers
+    halves: float  # share of the layers whose gate and up alone are made again
+    processes: int
+    flat: bool  # documents end to end
+
+
+def rates_of(name: str, attention: str, step: Step) -> Rates | None:
+    """Rates of a GPU by its name: as they were measured on it, or from the shares above.
+
+    `None` if it is not in the table.
+    """
+    known, measured = shipped(name, attention, step), measure.read(name)
+    if known is None or measured is None:
+        return known
+    found = {key: measured[key] for key in ("product", "fp8", "bandwidth", "link") if measured.get(key)}
+    if attention in ("sdpa", "cudnn"):
+        found |= {key: measured[key] for key in ("forward", "backward")}
+    source = f"measured on this GPU by `finetune doctor --measure` on {measured['date']}"
+    return known._replace(**found, source=source)
+
+
+def shipped(name: str, attention: str, step: Step) -> Rates | None:
+    """Rates of a GPU by its name, from the shares above; `None` if it is not in the table."""
+    gpu = gpus.of_device(name)
+    if gpu is None:
+        return None
+    text = attention_choice.SPEED.get(attention, ("", ""))
+    text = text[step.flat] or text[0] or text[1]
+    pair = [float(part) for part in text.split("/")] if text else list(MASKED)
+    short = (1 + SHORT / 2048) / (1 + SHORT / step.length) if step.flat else 1.0
+    forward, backward = (speed * short / H200_PEAK * gpu.bf16 for speed in pair)
+    measured = "measured on an H200" + ("" if "H200" in gpu.device else ", taken over to this GPU")
+    rates = (
+        gpu.bf16 * PRODUCT,
+        gpu.fp8 * FP8_PRODUCT,
+        forward,
+        backward,
+        gpu.bandwidth * COPY,
+        gpu.link / 2 * LINK,
+    )
+    return Rates(*rates, f"shares of its data sheet's peaks, {measured}")
+
+
+def seconds(
+    config: Any, has: Adapted, linear: dict[str, tuple[int, int]], kept: Keeps, step: Step, rates: Rates
+) -> dict[str, float]:
+    """Seconds of an optimizer step by what they go into; they sum to the step."""
+    one, tokens = estimate.widths(config), step.tokens
+    size = sum(outputs * inputs for outputs, inputs in linear.values())
+    again = step.recomputed
+    rate = rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
+    gate_and_up = 2 * one.intermediate / (one.qkv + one.queries + 3 * one.intermediate)  # of a forward
+    base = 2 * size * tokens / rate * ((3 if step.full else 2) + again + step.halves * gate_and_up)
+    head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full else 2)
+    causal = 2 * tokens * step.length * one.queries * one.layers
+    attention = causal * (1 + again) / rates.forward + 2.5 * causal / rates.backward
+    forward, backward = passes(one, kept, has, step, linear)
+    copies = tokens * one.layers * (forward * (1 + again) + backward)
+    copies += tokens * one.vocabulary * (6 if kept.compiled else 24)
+    memory = copies / (rates.bandwidth * (1 if kept.compiled else EAGER))
+    memory += weight_passes(size, step, again) / rates.bandwidth
+    optimizer = has.trained * 37 / rates.bandwidth / step.passes
+    lora = "qlora" if kept.four_bit else "lora"
+    kind = "full" if step.full else "dora" if has.columns and has.rank else lora if has.rank else "ia3"
+    how = "compiled" if kept.compiled else "fused" if kept.fused else kind
+    launch = LAUNCH[how] * one.layers * (1 + again / 3)
+    rest = REST * one.layers
+    parts = {"products": base + head, "attention": attention, "memory-bound": memory + optimizer + rest}
+    busy = sum(parts.values())
+    parts["launch gaps"] = max(0.0, launch - busy)
+    if step.processes > 1:
+        sent = 4 * has.trained * 2 * (step.processes - 1) / step.processes / rates.link
+        hidden = 0.0 if step.passes > 1 else base / 2  # beside backward
+        parts["communication"] = (max(0.0, sent - hidden) + 0.013 * busy * step.passes) / step.passes
+    made = {name: value * step.passes for name, value in parts.items()}
+    return {**made, "rank allocation": ALLOCATION * len(has.names)} if has.allocates else made
+
+
+def passes(
+    one: Any, kept: Keeps, has: Adapted, step: Step, linear: dict[str, tuple[int, int]]
+) -> tuple[float, float]:
+    """Bytes that a token moves in a layer beside products and attention, forward and backward.
+
+    Compiled and fused, an 8B Llama's on an H200 (milliseconds of a step, computed and measured): norms, rope
+    and residuals 37 and 37; gated activation 43 and 42 to 50; thin products with rounding 57 and 54.
+    """
+    hidden, wide, qkv = one.hidden, one.intermediate, one.qkv
+    inputs = sum(linear[name][1] for name in has.names) / one.layers
+    outputs = sum(linear[name][0] for name in has.names) / one.layers
+    outside = qkv + 2 * hidden  # what layers but gate and up put out
+    if kept.fused or kept.compiled:
+        forward, backward = 24.0 * hidden + 6 * wide, 48.0 * hidden + 16.8 * wide
+        every = 2 * hidden + one.queries + wide  # q, k, v read one input together, gate and up too
+        share = min(1.0, len(has.names) / max(1, len(linear)))
+        if has.rank:
+            forward += share * (2 * every + 4 * outside)
+            backward += share * 4 * every + 2 * outputs
+        if step.storage == "fp8":
+            forward, backward = forward + 3 * every, backward + 3 * (outside + 2 * wide)
+        if kept.columns:
+            forward, backward = forward + 4 * outside, backward + 8 * outside
+        if not kept.compiled:  # norms, rope and residuals in many passes
+            forward, backward = forward + 60 * hidden + 16 * qkv, backward + 60 * hidden + 32 * qkv
+        return forward + 3 * kept.dropped, backward + 2 * kept.dropped
+    forward = 76.0 * hidden + 16 * qkv + 12 * wide
+    backward = 116.0 * hidden + 32 * qkv + 24 * wide
+    if step.full:
+        return 1.3 * forward, 1.3 * backward
+    if not has.rank:  # IA3: products with a vector in fp32
+        return forward + 20 * outputs, backward + 36 * outputs
+    cast = 0 if kept.four_bit else 1  # inputs to fp32 and back
+    forward += (2 + 8 * cast) * inputs + 12 * outputs
+    backward += (8 + 12 * cast) * inputs + 12 * outputs
+    if kept.columns:
+        forward, backward = forward + 40 * outputs, backward + 60 * outputs
+    return forward, backward
+
+
+def weight_passes(size: int, step: Step, again: float) -> float:
+    """Bytes of passes over the weights themselves: transposed (fp8), dequantised (4 bits), cast (full)."""
+    if step.storage == "fp8":
+        return 2.0 * size
+    if step.storage in ("nf4", "fp4"):
+        return 2.5 * size * (2 + again)
+    if step.storage in ("int8", "torchao_int8"):
+        return 3.0 * size * (2 + again)
+    return 6.0 * size if step.full else 0.0

@@ -1,0 +1,242 @@
+"""`finetune profile`: one traced step of a recipe: where the time goes, in one sentence what to do about it.
+
+    finetune profile recipes/quickstart.yaml          # DIR/trace.json is for chrome://tracing or Perfetto
+
+The run is an ordinary one, cut short: after a warm-up some steps are timed as they are, then one is traced,
+and nothing is saved. Time waited for data is of the timed steps, all else of the traced one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import TrainerCallback
+
+from finetune import hardware, plan, recipe, train
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.hardware import Hardware
+    from finetune.recipe import Recipe
+    from finetune.screen import Screen
+
+WARM, TIMED = 3, 4  # steps before the traced one
+ENOUGH = 0.05  # of a step, from which something is worth a sentence
+USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # of a step: the loop's own, whatever the batch
+# Kinds of GPU kernels and of CPU operations by their names, in this order
+KERNELS = (
+    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
+    ("attention", r"flash|fmha|sdpa|attention|attn"),
+    ("products", r"gemm|cutlass|xmma|nvjet|cublas|wgmma|splitk|scaled_mm"),
+)
+OPERATIONS = (
+    ("communication", r"c10d::|allreduce|gloo"),
+    ("attention", r"scaled_dot_product|_flash_attention|_efficient_attention|aten::bmm|aten::baddbmm"),
+    ("products", r"aten::(mm|addmm|_scaled_mm|_int_mm|mkldnn_linear|matmul|linear)\b|onednn|mkldnn"),
+)
+SOFTMAX = re.compile(r"aten::_softmax|aten::_softmax_backward_data")
+OVERHEAD = 5e-6  # seconds to call an operation under the CPU's profiler, in which nothing is computed
+
+
+class Traced(Exception):
+    """Ends the run: the step that was wanted is there."""
+
+
+class Profile(NamedTuple):
+    """What a step is spent on."""
+
+    seconds: float
+    """Of a timed step, from the end of the one before it."""
+    shares: dict[str, float]
+    """Of that: products, attention, memory-bound, communication, data wait, launch gaps."""
+    padding: float
+    """Share of the batch's tokens."""
+    attention: str
+    verdict: str
+    lever: str
+    trace: Path
+
+
+class Trace(TrainerCallback):
+    """Times some steps, traces one, and stops the run; counts padding in all of them."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.ended = self.begun = self.traced = 0.0
+        self.waits: list[float] = []
+        self.steps: list[float] = []
+        self.tokens = self.real = 0
+        self.profiler: Any = None
+        self.attention = ""
+
+    def now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model: Any = kwargs["model"]
+        self.attention = str(model.config.get_text_config()._attn_implementation).removeprefix("finetune_")
+        model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module: Any, given: Any, inputs: dict[str, Any]) -> None:
+        """Tokens of a batch, and those that are not padding."""
+        if self.profiler is None and "input_ids" in inputs:
+            self.tokens += inputs["input_ids"].numel()
+            mask = inputs.get("attention_mask")
+            self.real += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun = self.now()
+        if state.global_step > WARM:
+            self.waits.append(self.begun - self.ended)
+        if state.global_step == WARM + TIMED:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
+            self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True, acc_events=True)
+            self.profiler.start()
+            self.begun = self.now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, self.ended = self.ended, self.now()
+        if self.profiler is not None:
+            self.traced = self.ended - self.begun
+            self.profiler.stop()
+            raise Traced
+        if state.global_step > WARM:
+            self.steps.append(self.ended - before)
+
+
+def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = ()) -> Profile:
+    """Trace a step of a recipe; leaves trace.json in `output`.
+
+    Args:
+        watchers: more callbacks of the run.
+
+    Raises:
+        UserError: what `finetune train` would refuse.
+    """
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = hardware.detect()
+    whole = recipe.load(path, overrides)
+    compiled = plan.make(whole, machine, 1).choices["compile"].value == "on"  # as in a run of full length
+    cut = {"train.max_steps": WARM + TIMED + 2, "train.warmup_steps": 0, "train.report_to": "none"}
+    cut |= {"train.logging_steps": 1, "eval.every": "null", "publish.repo": "null"}
+    cut |= {"speed.compile": str(compiled).lower(), "train.output_dir": tempfile.mkdtemp(dir=folder) + "/run"}
+    dropped = {*cut, "train.num_train_epochs"}
+    kept = [text for text in overrides if text.partition("=")[0] not in dropped]
+    trace = Trace(machine.device == "cuda")
+    short = recipe.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
+    with contextlib.suppress(Traced):
+        train.run(short, quiet=True, watchers=[*watchers, trace])
+    assert trace.profiler is not None
+    rank = int(os.environ.get("RANK", "0"))
+    file = folder / (f"trace-{rank}.json" if rank else "trace.json")
+    trace.profiler.export_chrome_trace(str(file))
+    shutil.rmtree(Path(cut["train.output_dir"]).parent)
+    found = shares(trace)
+    padding = 1 - trace.real / max(1, trace.tokens)
+    verdict, lever = judge(found, padding, trace.attention, whole, machine)
+    return Profile(statistics.median(trace.steps), found, padding, trace.attention, verdict, lever, file)
+
+
+def shares(trace: Trace) -> dict[str, float]:
+    """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed."""
+    waited = statistics.median(trace.waits) / statistics.median(trace.steps)
+    spent: dict[str, float] = dict.fromkeys(("products", "attention", "memory-bound", "communication"), 0.0)
+    for event in trace.profiler.events():
+        on_gpu = str(event.device_type).endswith("CUDA")
+        if on_gpu != trace.cuda or not (on_gpu or "::" in event.name):
+            continue
+        seconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        spent[kind_of(event, KERNELS if on_gpu else OPERATIONS)] += max(
+            0.0, seconds / 1e6 - (0.0 if on_gpu else OVERHEAD)
+        )
+    rest = 1 - waited
+    found = {name: rest * seconds / trace.traced for name, seconds in spent.items()}
+    over = max(1.0, sum(found.values()) / rest)  # kernels of several streams run at once
+    found = {name: share / over for name, share in found.items()}
+    return {**found, "data wait": waited, "launch gaps": max(0.0, rest - sum(found.values()))}
+
+
+def kind_of(event: Any, kinds: tuple[tuple[str, str], ...]) -> str:
+    shapes = event.input_shapes or [[]]
+    if SOFTMAX.search(event.name) and len(shapes[0]) == 4:  # of attention in eager mode; a loss has rows
+        return "attention"
+    return next(
+        (kind for kind, names in kinds if re.search(names, event.name, re.IGNORECASE)), "memory-bound"
+    )
+
+
+def judge(
+    found: dict[str, float], padding: float, attention: str, whole: Recipe, machine: Hardware
+) -> tuple[str, str]:
+    """One sentence of verdict and the next lever: where most time could be had back.
+
+    Of products themselves nothing can be had back but by fp8; of attention in eager mode about two thirds.
+    """
+    gpu = machine.device == "cuda"
+    masked = attention == "eager" or (gpu and attention == "sdpa")
+    busy = 1 - found["data wait"] - found["launch gaps"]
+    gains = {
+        "data": found["data wait"],
+        "launch": found["launch gaps"] - USUAL_GAPS[machine.device],
+        "padding": padding * busy,
+        "attention": found["attention"] * (0.67 if masked else 0.0),
+        "communication": found["communication"],
+        "memory": found["memory-bound"] * 0.3 * gpu,
+    }
+    worst = max(gains, key=lambda name: gains[name])
+    if gains[worst] < ENOUGH:
+        share = found["products"] + found["attention"]
+        lever = (
+            "speed.base: fp8" if gpu and machine.capability >= hardware.FP8_CAPABILITY else "a faster machine"
+        )
+        return f"products and attention take {share:.0%} of the step: nothing large is in their way", lever
+    several = "train.dataloader_num_workers: 2"
+    prepared = "a stream is read while training: data.streaming: false" if whole.data.streaming else several
+    said = {
+        "data": (f"the step waits for data {found['data wait']:.0%} of its time", prepared),
+        "launch": (
+            f"nothing is computed for {found['launch gaps']:.0%} of the step: too small a batch",
+            "train.per_device_train_batch_size: more rows at once, or data.packing: true",
+        ),
+        "padding": (
+            f"{padding:.0%} of the tokens are padding",
+            "data.packing: true, or data.padding_free: true",
+        ),
+        "attention": (
+            f"{attention} attention takes {found['attention']:.0%} of the step",
+            "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here"),
+        ),
+        "communication": (
+            f"sums between processes take {found['communication']:.0%} of the step",
+            "train.effective_batch_size: larger, so that they are rarer",
+        ),
+        "memory": (
+            f"passes over memory take {found['memory-bound']:.0%} of the step",
+            "speed.compile: true and speed.fused: auto",
+        ),
+    }
+    return said[worst]
+
+
+def show(screen: Screen, found: Profile) -> None:
+    """The shares as a table, then verdict and lever."""
+    rows = [
+        (name, f"{share:.1%}", f"{share * found.seconds * 1e3:.1f}") for name, share in found.shares.items()
+    ]
+    screen.table(f"a step of {found.seconds:.3f} s", ("part", "share", "ms"), rows)
+    screen.say(f"padding: {found.padding:.1%} of the tokens; attention: {found.attention}")
+    screen.say("", f"verdict: {found.verdict}", f"next: {found.lever}", f"wrote {found.trace}")

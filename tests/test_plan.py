@@ -1,0 +1,340 @@
+"""finetune plan: bytes as a real model has them, choices as a run makes them, changes that hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MODEL, QUICKSTART, ROOT, in_four_bits
+
+from finetune import (
+    adapters,
+    architecture,
+    cli,
+    estimate,
+    gpus,
+    hardware,
+    measure,
+    model,
+    plan,
+    plan_changes,
+    plan_memory,
+    plan_time,
+    recipe,
+)
+from finetune.errors import UserError
+from finetune.receipts import Ledger
+from finetune.sections import Model
+
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch, tmp_path) -> None:
+    """No ceilings of this machine but a test's own."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def large(tmp_path) -> Path:
+    """A recipe of LoRA on an 8B Llama, of which there is only the config."""
+    (tmp_path / "8b").mkdir()
+    (tmp_path / "8b" / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": "word " * 2000}) + "\n" for _ in range(9))
+    )
+    text = f"""
+    model: {{name: {tmp_path}/8b}}
+    data: {{name: {tmp_path}/rows.jsonl, format: text, train_on: all, max_length: 4096}}
+    adapter: {{type: lora, r: 16}}
+    train: {{effective_batch_size: 4, max_steps: 1000}}
+    """
+    (tmp_path / "large.yaml").write_text(text)
+    return tmp_path / "large.yaml"
+
+
+def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> plan.Plan:
+    return plan.make(recipe.load(path, overrides), *plan.planned_machine(gpu, count))
+
+
+def adapted(*overrides: str) -> tuple[Any, plan_memory.Adapted, architecture.Architecture]:
+    """The real model of a recipe with its adapter, and what is counted of both without it."""
+    loaded = recipe.load(QUICKSTART, overrides)
+    setup = hardware.choose(attention="auto", base="auto", adapter_type=loaded.adapter.type)
+    found = architecture.read(loaded.model)
+    real = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger())
+    return real, plan_memory.adapted(loaded.adapter, loaded.model, found, 100), found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("adapter.type=lora", "adapter.r=5"),
+        ("adapter.type=lora", "adapter.rank_pattern={q_proj: 4, layers.1.mlp.up_proj: 9}"),
+        (
+            "adapter.type=dora",
+            "adapter.target_modules=[q_proj, down_proj]",
+            "adapter.layers_to_transform=[0, 3]",
+        ),
+        ("adapter.type=lora", "adapter.exclude_modules=[k_proj]"),
+        ("adapter.type=lora", "adapter.modules_to_save=[norm]"),
+        ("adapter.type=adalora",),
+        ("adapter.type=ia3",),
+        ("adapter.type=full", "train.learning_rate=1e-4"),
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_what_trains_is_counted_as_the_real_model_has_it(overrides: tuple[str, ...]) -> None:
+    real, counted, found = adapted(*overrides)
+    trains = [parameter for parameter in real.parameters() if parameter.requires_grad]
+    assert counted.trained == sum(parameter.numel() for parameter in trains)
+    frozen = [p for name, p in real.named_parameters() if not p.requires_grad and "ranknum" not in name]
+    base = sum(p.nbytes for p in (frozen if counted.names else trains))
+    assert plan_memory.weights(found, "fp32", "no") == base
+
+
+def test_the_state_of_the_optimizer_is_what_adamw_keeps() -> None:
+    real, counted, _ = adapted("adapter.type=lora")
+    trains = [parameter for parameter in real.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trains, fused=True)
+    for parameter in trains:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim())
+    assert plan_memory.state_bytes("adamw_torch_fused") == held / counted.trained
+    assert [plan_memory.state_bytes(name) for name in ("sgd", "adamw_bnb_8bit", "lion_8bit")] == [
+        0.0,
+        2.03,
+        1.02,
+    ]
+    assert plan_memory.state_bytes("lomo") is None
+
+
+def test_quantised_weights_are_counted_as_they_are_stored() -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = architecture.read(Model(name=str(MODEL)))
+    base = in_four_bits(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16))
+    held = [m.weight for m in base.get_decoder().layers.modules() if type(m).__name__ == "Linear4bit"]
+    states = [weight.quant_state for weight in held]
+    scales = [t for s in states for t in (s.absmax, s.code, s.state2.absmax, s.state2.code)]
+    real = sum(p.nbytes for p in base.parameters()) + sum(t.nbytes for t in scales)
+    assert plan_memory.weights(found, "nf4", "bf16") == pytest.approx(real, rel=0.01)
+    setup = hardware.choose(attention="auto", base="fp8", adapter_type="lora")
+    coded = model.load(Model(name=str(MODEL)), setup, "cpu")
+    buffers = {name: buffer.nbytes for name, buffer in coded.named_buffers() if "inv_freq" not in name}
+    real = sum(p.nbytes for p in coded.parameters()) + sum(buffers.values())
+    assert plan_memory.weights(found, "fp8", "no") == real
+
+
+@pytest.mark.parametrize("family", sorted(architecture.NORMS))
+def test_shapes_from_a_config_are_those_of_the_model(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = AutoConfig.for_model(family, **sizes)
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    ours = architecture._as_llama(architecture.as_config(config.to_diff_dict()))
+    assert sum(map(prod, ours.values())) == sum(p.numel() for p in real.parameters())
+    linear = {name for name, _ in adapters.linear_layers(real).items()}
+    assert set(architecture.Architecture(None, ours, "").linear) == linear
+
+
+def test_a_plan_asks_what_a_run_asks() -> None:
+    """What `speed.apply` computes of the live model is what a plan computes of its config."""
+    from finetune.speed import apply
+
+    for kind in ("lora", "dora", "ia3", "full"):
+        real, counted, found = adapted(f"adapter.type={kind}", "train.learning_rate=1e-3")
+        live = apply.memory(real, 4096, hardware.detect(), fused=False, compiled=False)
+        how = {"full": kind == "full", "fused": False, "compiled": False, "storage": "fp32"}
+        kept = plan_memory.keeps(found, counted, **how, attention="sdpa")
+        without = estimate.activations(
+            found.config, 4096, kept, free=8, trained=counted.trained, offload="none"
+        )
+        assert (live.kept, live.norms, live.entry) == (without.kept, without.norms, without.entry), kind
+
+
+def test_an_8b_llama_is_planned_as_it_was_measured(large) -> None:
+    """benchmarks/plan.json holds every row; two of them here: 64.9 GiB and 0.695 s, 22.6 GiB and 1.399 s."""
+    fast = planned(large, "speed.compile=true", "speed.recompute=none")
+    assert fast.choices["base"].value == "fp8" and fast.peak == pytest.approx(64.9, rel=0.03)
+    small = planned(large, "speed.base=bf16", "speed.compile=true", "speed.recompute=all")
+    assert small.peak == pytest.approx(22.6, rel=0.03)
+    assert sum(small.parts.values()) == small.step_seconds
+    assert small.tokens_per_second == pytest.approx(4 * 2500 / (small.step_seconds or 1))
+
+
+def test_what_does_not_fit_has_three_changes_that_do_and_hold(large) -> None:
+    tight = ["speed.recompute=none", "speed.base=bf16", "train.max_steps=20"]
+    loaded, now = recipe.load(large, tight), planned(large, *tight, gpu="rtx4090")
+    assert not now.fits
+    found = plan_changes.changes(loaded, tight, now)
+    assert len(found) == 3
+    for change in found:
+        again = planned(large, *tight, *change.overrides, gpu="rtx4090")
+        assert again == change.plan and again.fits and again.peak < now.peak
+    speeds = [change.plan.tokens_per_second or 0 for change in found]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_what_fits_is_told_what_is_faster(large) -> None:
+    slow = ["speed.recompute=all", "speed.base=bf16", "speed.fused=false"]
+    now = planned(large, *slow)
+    found = plan_changes.changes(recipe.load(large, slow), slow, now)
+    assert now.fits and 1 <= len(found) <= 3
+    for change in found:
+        again = planned(large, *slow, *change.overrides)
+        assert again == change.plan and again.fits
+        assert (again.tokens_per_second or 0) > plan_changes.FASTER * (now.tokens_per_second or 0)
+    assert ("speed.recompute=auto",) in [change.overrides for change in found]
+
+
+def test_more_gpus_share_a_step(large) -> None:
+    rows = ("train.effective_batch_size=32", "train.per_device_train_batch_size=4")
+    one, eight = planned(large, *rows), planned(large, *rows, count=8)
+    assert (one.batch.accumulation, eight.batch.accumulation, eight.processes) == (8, 1, 8)
+    assert 6 < (eight.tokens_per_second or 0) / (one.tokens_per_second or 1) <= 8
+    assert "communication" in eight.parts and "communication" not in one.parts
+
+
+def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
+    made = planned(large, "speed.base=auto", gpu="t4")
+    assert made.choices["base"].value == "fp16" and not made.fits
+    with pytest.raises(UserError, match="fp8 base can't be trained on here"):
+        planned(large, "speed.base=fp8", gpu="a100-80gb")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("h100-80g", "h100-80gb"), ("a100", "a100-40gb or a100-80gb"), ("4090", "")]
+)
+def test_an_unknown_gpu_is_named_with_the_nearest(name: str, said: str, capsys) -> None:
+    assert cli.main(["plan", str(QUICKSTART), "--gpu", name]) == 2
+    text = capsys.readouterr().err
+    assert "error: --gpu: no such GPU" in text and f"found:     {name}" in text and said in text
+
+
+def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
+    names = {
+        "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA L4": "l4",
+        "NVIDIA L40S": "l40s", "NVIDIA L40": "l40", "NVIDIA A10G": "a10g", "NVIDIA A10": "a10",
+        "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA RTX A6000": "rtx-a6000", "NVIDIA H20": "h20",
+        "Tesla T4": "t4",
+    }  # fmt: skip
+    for device, name in names.items():
+        assert gpus.of_device(device) is gpus.GPUS[name], device
+    assert gpus.of_device("NVIDIA GeForce GTX 1080") is None
+    for name, gpu in gpus.GPUS.items():  # a machine that is planned for is found again by its name
+        assert gpus.of_device(plan.planned_machine(name, 1)[0].name) is gpu, name
+
+
+def test_experts_are_said_to_be_unknown(large) -> None:
+    config = {**LLAMA_8B, "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 4}
+    (large.parent / "8b" / "config.json").write_text(json.dumps(config))
+    made = planned(large)
+    assert made.step_seconds is None and any("has experts" in note for note in made.notes)
+    assert sum(made.phases["load"].values()) > 1
+
+
+def test_ceilings_of_a_gpu_are_used_and_said(large) -> None:
+    before = planned(large)
+    rates = {"date": "2026-11-22", "product": 300e12, "fp8": 600e12, "forward": 2e14, "backward": 2e14}
+    path = measure.file_of(before.machine.name)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({**rates, "bandwidth": 2e12}))
+    after = planned(large)
+    assert "doctor --measure" in after.source and "doctor" not in before.source
+    assert (after.step_seconds or 0) > 1.8 * (before.step_seconds or 0)
+
+
+def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measure, "SECONDS", {"cpu": 0.02})
+    assert cli.main(["doctor", str(QUICKSTART), "--measure"]) == 0
+    found = measure.read("CPU")
+    assert found and {"product", "forward", "backward", "bandwidth", "layer"} <= found.keys()
+    assert all(found[name] > 1e8 for name in ("product", "forward", "backward", "bandwidth", "layer"))
+    assert "TFLOP/s" in capsys.readouterr().out
+    assert plan.cpu_rate(recipe.load(QUICKSTART)) == found["layer"]
+
+
+def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert cli.main(["plan", str(QUICKSTART), "--price-per-hour", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "1 x CPU" in text and "fits" in text and "a layer timed here" in text and "cost" in text
+    assert cli.main(["plan", str(QUICKSTART), "--gpus", "2"]) == 2
+    assert "there is no GPU here; say which one" in capsys.readouterr().err
+
+
+def test_rows_are_counted_and_steps_follow(large) -> None:
+    made = planned(large, "train.max_steps=null", "train.num_train_epochs=2")
+    assert made.steps == 2 * 3 and made.row_tokens == pytest.approx(2500, rel=0.01)  # 9 rows, 4 a step
+    packed = planned(large, "data.packing=true")
+    assert packed.row_tokens == 4096 and packed.choices["attention"].value in ("varlen", "flex_attention")
+
+
+def test_durations_read_well() -> None:
+    assert [plan_changes.duration(s) for s in (None, 90, 750, 12_000)] == [
+        "not known",
+        "90 s",
+        "12 min",
+        "3 h 20 min",
+    ]
+
+
+def test_packed_attention_is_slower_on_short_documents() -> None:
+    step = plan_time.Step(4096, 4096, 1, "bf16", False, 0.0, 0.0, 1, True)
+    long, short = (plan_time.shipped("NVIDIA H200", "varlen", step._replace(length=n)) for n in (2048, 512))
+    assert long and short
+    assert long.forward == pytest.approx(280e12, rel=0.01) and short.forward == pytest.approx(
+        133e12, rel=0.02
+    )
+
+
+@pytest.mark.alone
+def test_it_answers_in_five_seconds_without_torch(large) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "finetune", "plan", str(large), "--gpu", "rtx4090"]
+    begun = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert time.monotonic() - begun < 5
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pydantic" in imported and not imported & {"torch", "transformers"}
+
+
+def test_the_table_of_plans_is_made_from_its_figures_and_keeps_the_bounds() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import plan as benchmark
+    finally:
+        sys.path.pop(0)
+    rows = json.loads(benchmark.RESULTS.read_text())
+    assert benchmark.table(rows) in (ROOT / "benchmarks" / "README.md").read_text(), "plan.py --table"
+    assert benchmark.verdict(rows) in (ROOT / "README.md").read_text()
+    measured = [row for row in rows.values() if row["measured_seconds"]]
+    near = [
+        r
+        for r in measured
+        if all(abs(benchmark.off(r, what)) <= most for what, most in benchmark.NEAR.items())
+    ]
+    assert len(near) >= 12
