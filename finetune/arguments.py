@@ -112,3 +112,7 @@ MEASURE: tuple[str, dict[str, Any]] = (
     "--measure",
     {"action": "store_true", "help": "time products, attention and copies here, for `finetune plan`"},
 )
+TRACED: tuple[str, dict[str, Any]] = (
+    "--output",
+    {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"},
+)
