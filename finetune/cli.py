@@ -322,17 +322,7 @@ def parser() -> argparse.ArgumentParser:
             {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
         ),
     )
-    add(
-        merge,
-        RUN,
-        OVERRIDES,
-        (
-            "--dtype",
-            {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
-        ),
-        ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
-        ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
-    )
+    add(merge, RUN, OVERRIDES, *arguments.MERGE)
     add(
         publish,
         RUN,
