@@ -103,6 +103,14 @@ CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
         {"metavar": "T", "type": at_least_zero, "default": 0.0, "help": "0, which is greedy"},
     ),
 )
+MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--dtype",
+        {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
+    ),
+    ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
+    ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
+)
 PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--gpu", {"metavar": "NAME", "help": "such as h100-80gb; without it what is here"}),
     ("--gpus", {"metavar": "N", "type": at_least_one, "help": "GPUs: 1, or all that are here"}),
@@ -111,4 +119,8 @@ PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
 MEASURE: tuple[str, dict[str, Any]] = (
     "--measure",
     {"action": "store_true", "help": "time products, attention and copies here, for `finetune plan`"},
+)
+TRACED: tuple[str, dict[str, Any]] = (
+    "--output",
+    {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"},
 )

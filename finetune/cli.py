@@ -140,38 +140,19 @@ def plan(options: argparse.Namespace) -> None:
 
     recipe = load(options)
     with located(recipe):
-        screen, price = Screen(quiet=options.quiet), options.price_per_hour
-        given = {"gpu": options.gpu, "count": options.gpus, "price": price}
-        plan_changes.run(recipe, options.overrides, screen, **given)
+        given = {"gpu": options.gpu, "count": options.gpus, "price": options.price_per_hour}
+        plan_changes.run(recipe, options.overrides, Screen(quiet=options.quiet), **given)
 
 
 def profile(options: argparse.Namespace) -> None:
     """Trace one step of a recipe: where the time goes, and what to do about it."""
-    from finetune import check as checks
-    from finetune import launch
-    from finetune.screen import Screen, quieten_libraries
+    from finetune.screen import quieten_libraries
 
-    recipe, folder = load(options), options.output or f"runs/profile-{Path(options.recipe).stem}"
-    # one process, as the Trainer would spread it over all GPUs by itself
-    given = launch.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
-    alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
-    os.environ.update(alone)
-    try:
-        with located(recipe):
-            checks.run(recipe)
-            with writing(Path(folder)):
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            quieten_libraries()
-            from finetune import profile as profiling
-            from finetune.scoring import memory_errors
+    with located(load(options)):
+        quieten_libraries()
+        from finetune import profile as profiling
 
-            with memory_errors():
-                found = profiling.run(options.recipe, options.overrides, folder)
-    finally:
-        for name in alone:
-            del os.environ[name]
-    if os.environ.get("RANK", "0") == "0":
-        profiling.show(Screen(quiet=options.quiet), found)
+        profiling.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -331,12 +312,7 @@ def parser() -> argparse.ArgumentParser:
         ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
     )
     add(plan, RECIPE, OVERRIDES, *arguments.PLAN)
-    add(
-        profile,
-        RECIPE,
-        OVERRIDES,
-        ("--output", {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"}),
-    )
+    add(profile, RECIPE, OVERRIDES, arguments.TRACED)
     add(
         evaluate,
         RUN,
@@ -346,17 +322,7 @@ def parser() -> argparse.ArgumentParser:
             {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
         ),
     )
-    add(
-        merge,
-        RUN,
-        OVERRIDES,
-        (
-            "--dtype",
-            {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
-        ),
-        ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
-        ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
-    )
+    add(merge, RUN, OVERRIDES, *arguments.MERGE)
     add(
         publish,
         RUN,

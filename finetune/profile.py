@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from finetune import hardware, plan, recipe, train
+from finetune import check, hardware, launch, plan, recipe, train
+from finetune.errors import Problem, UserError
+from finetune.scoring import memory_errors
+from finetune.screen import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from finetune.hardware import Hardware
     from finetune.recipe import Recipe
-    from finetune.screen import Screen
 
 WARM, TIMED = 3, 4  # steps before the traced one
 ENOUGH = 0.05  # of a step, from which something is worth a sentence
@@ -115,6 +117,33 @@ class Trace(TrainerCallback):
             raise Traced
         if state.global_step > WARM:
             self.steps.append(self.ended - before)
+
+
+def command(path: str, overrides: list[str], output: str | None, *, quiet: bool) -> None:
+    """`finetune profile`: the recipe checked, a step traced, and what it says printed.
+
+    Raises:
+        UserError: what `finetune train` would refuse; a folder that can't be written (exit 2).
+    """
+    folder = Path(output or f"runs/profile-{Path(path).stem}")
+    check.run(recipe.load(path, overrides))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError(Problem("can't be written", where=str(folder), found=found)) from error
+    # one process, as the Trainer would spread it over all GPUs by itself
+    given = launch.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
+    alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
+    os.environ.update(alone)
+    try:
+        with memory_errors():
+            found = run(path, overrides, str(folder))
+    finally:
+        for name in alone:
+            del os.environ[name]
+    if os.environ.get("RANK", "0") == "0":
+        show(Screen(quiet=quiet), found)
 
 
 def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = ()) -> Profile:

@@ -64,10 +64,7 @@ PROOF_TOKENS = 128  # of the row that proves documents apart
 
 
 def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) -> RunFolder:
-    """Train, save, reopen and evaluate one recipe; returns its run folder.
-
-    Args:
-        watchers: more callbacks of the Trainer (`finetune profile`).
+    """Train (with `watchers`, more callbacks), save, reopen and evaluate one recipe; returns its run folder.
 
     Raises:
         UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
