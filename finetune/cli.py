@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import arguments
+from finetune import arguments, launch_env
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -41,18 +42,28 @@ def main(given: Sequence[str] | None = None) -> int:
     except UserError as error:
         if options.debug:
             raise
-        rank = int(os.environ.get("RANK", "0"))
-        if rank:
-            time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
-        said = "\n".join(map(str, error.problems))
-        print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
-        return error.code
+        return failed("\n".join(map(str, error.problems)), error.code)
+    except RuntimeError as error:
+        said = launch_env.lost(error)
+        if options.debug or not said:
+            raise
+        return failed(said, Exit.TRAINING)
     except KeyboardInterrupt:
         if options.debug:
             raise
         print("stopped; what was saved is in the run folder", file=sys.stderr)
         return 130
     return Exit.DONE
+
+
+def failed(said: str, code: Exit) -> Exit:
+    """Say why this process failed, on the screen and to the launcher; returns the exit code."""
+    rank, now = int(os.environ.get("RANK", "0")), time.time()
+    if rank:
+        time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
+    launch_env.report(said, now)
+    print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
+    return code
 
 
 def train(options: argparse.Namespace) -> None:
@@ -66,9 +77,8 @@ def train(options: argparse.Namespace) -> None:
     with located(recipe):
         notes = checks.run(recipe)
         if not launch.launched():
-            launch.if_needed(
-                ["train", options.recipe, *options.overrides, *flags(options)], options.accelerate
-            )
+            again = ["train", options.recipe, *options.overrides, *flags(options)]
+            launch.if_needed(again, options.accelerate, functools.partial(checks.launch_of, recipe))
         if main and recipe.publish.repo:
             notes += publish_run.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:

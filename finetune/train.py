@@ -24,12 +24,16 @@ from finetune import (
     callbacks,
     check,
     evaluate,
+    exchange,
     hardware,
     harness,
+    launch_env,
+    launch_receipts,
     loraplus,
     model,
     optimizers,
     qat,
+    ranks,
     report,
     run_folder,
     summary,
@@ -75,21 +79,24 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
-    batch = split_batch(recipe.train, setup.launch.processes)
+    batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
+    ranks.agree(check.facts(recipe, setup))
     harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
     tokenizer, prepared = prepare_in_turn(recipe)
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
-    steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
+    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
 
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
+    for name, value in exchange.settings(adapted).items():
+        setattr(arguments, name, value)
     tokens, flops = batch.per_device * recipe.data.max_length, flops_per_token(adapted)
     work = speed.Work(tokens, flops * tokens * batch.accumulation * steps, setup.launch.sharded)
     fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
@@ -118,7 +125,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
-        add_launch_receipts(trainer, setup, ledger)
+        launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         train(trainer, recipe.adapter, validating, ledger)
 
@@ -161,7 +168,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
         **hardware.loader(setup.hardware, setup.launch.processes),
-        "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
+        "ddp_timeout": launch_env.timeout_seconds(),
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
         "save_strategy": "no",  # a whole run is saved at its end
@@ -247,13 +254,6 @@ def validation(
     return [validate.Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]
 
 
-def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
-    """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
-    got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
-    ledger.add("precision", setup.launch.precision, got.mixed_precision, how, code=code)
-    ledger.add("processes", setup.launch.processes, got.num_processes, how, code=code)
-
-
 def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate], ledger: Ledger) -> None:
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
@@ -262,6 +262,7 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train()
+    exchange.add_receipt(trainer.model_wrapped, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
     if section.type != "full":

@@ -61,8 +61,9 @@ def test_the_launch_owns_precision(monkeypatch) -> None:
         hardware.launch(T4)
     assert raised.value.code == 3
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(UserError, match="not in this version"):
-        hardware.launch(H100)
+    with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
+        hardware.launch(T4)
+    assert raised.value.code == 3
 
 
 @pytest.mark.parametrize(
