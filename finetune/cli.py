@@ -20,7 +20,7 @@ from finetune import arguments, launch_env
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
@@ -37,8 +37,13 @@ OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such a
 def main(given: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
     options = parse(given)
+    return guarded(options.command, options)
+
+
+def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """The exit code of a command; a user's error, or a process of the launch that is gone, is one message."""
     try:
-        options.command(options)
+        command(options)
     except UserError as error:
         if options.debug:
             raise

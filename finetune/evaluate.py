@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import disable_fsdp_ram_efficient_loading
 
 from finetune import (
     attention_choice,
@@ -196,12 +197,13 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool 
 def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
     """How this machine opens what a run trained: the base stored as it was then, attention that takes masks
     and a cache."""
-    return hardware.choose(
+    setup = hardware.choose(
         attention=recipe.model.attention,
         base=recipe.speed.base,
         adapter_type=recipe.adapter.type,
         attends=attention_choice.read(model.read_config(section or recipe.model)),
     )
+    return replace(setup, launch=replace(setup.launch, sharded=""))  # each process opens it whole
 
 
 def storage_note(recipe: Recipe) -> list[str]:
@@ -219,6 +221,7 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     )
     setup = setup_of(recipe, section)
     state = PartialState(cpu=setup.hardware.device == "cpu")
+    disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
     return qat.prepare(model.load(section, setup, str(state.device)).eval(), recipe.speed.qat).eval()
 
 

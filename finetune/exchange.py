@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def settings(adapted: torch.nn.Module) -> dict[str, Any]:
-    """SFTConfig's `ddp_*` for this model.
+def prepare(adapted: torch.nn.Module, arguments: Any) -> None:
+    """Set SFTConfig's `ddp_*` for this model.
 
     An adapter's gradients are one bucket: so few bytes cost what starting an exchange costs, and there is no
     backward of a base's weights to hide it under. Buffers (an fp8 base's scales) are the same everywhere from
     the start: DDP would send them again at each forward pass.
     """
-    found: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    arguments.ddp_find_unused_parameters = False  # True for every PeftModel otherwise
+    arguments.ddp_broadcast_buffers = False
     if hasattr(adapted, "peft_config"):
-        found["ddp_bucket_cap_mb"] = trained_bytes(adapted) // MIB + 1
-    return found
+        arguments.ddp_bucket_cap_mb = trained_bytes(adapted) // MIB + 1
 
 
 def trained_bytes(adapted: torch.nn.Module) -> int:

@@ -100,7 +100,8 @@ def _nested(section: str, given: dict[str, Any], where: str) -> list[Problem]:
         if full not in known:
             what = f"Accelerate would ignore it: {section} has no such key"
             shown = {name.removeprefix(prefix) for name in known}
-            fix = nearest(key.removeprefix(prefix), shown)
+            ends = [name for name in shown if name.endswith(f"_{key}")]
+            fix = ends[0] if ends else nearest(key.removeprefix(prefix), shown)
             found.append(Problem(what, f"{section}.{key}", where, fix=fix))
     return found
 

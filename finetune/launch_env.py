@@ -17,7 +17,7 @@ from finetune.upstream import installed
 
 if TYPE_CHECKING:
     from finetune.hardware import Hardware
-    from finetune.sections import Data, Model, Speed
+    from finetune.sections import Adapter, Data, Model, Speed
 
 FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
 BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
@@ -66,6 +66,18 @@ def sharded() -> str:
     return "DeepSpeed" if on("ACCELERATE_USE_DEEPSPEED") and zero_stage() == "3" else ""
 
 
+def read_by_rank_0() -> bool:
+    """Whether one process of each machine alone reads the base, and the others get their parts from it."""
+    return sharded() == "FSDP" and on("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def eager() -> str:
+    """Why `speed.compile: auto` does not compile under this launch; the empty string if it may."""
+    if fp8().kind == "TE":
+        return "TransformerEngine's delayed scaling breaks the graph at each layer"
+    return f"not measured where {sharded()} splits the weights" if sharded() else ""
+
+
 def zero_stage() -> str:
     return said("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2") if on("ACCELERATE_USE_DEEPSPEED") else ""
 
@@ -76,13 +88,19 @@ def parallel(kind: str) -> int:
     return int(said(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) if used else 1
 
 
-def check(machine: Hardware, kind: str, model: Model, data: Data, speed: Speed) -> None:
+def check(machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed) -> None:
     """Refuse what can't be meant before any weight is loaded.
 
     Raises:
         UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
     """
-    if found := problems(machine, kind, model, data, speed):
+    found = problems(machine, adapter.type, model, data, speed)
+    init = adapter.options().get("init_lora_weights")
+    if sharded() and isinstance(init, str) and init.startswith(adapter_types.REBASING_INITS):
+        what = f"{init} takes its weights out of the base's, which {sharded()} of the {CONFIG} splits"
+        fix = "init_lora_weights: true, or ddp_8.yaml"
+        found.append(Problem(what, "adapter.init_lora_weights", found=init, fix=fix))
+    if found:
         raise UserError(*found)
     package, extra = {"TE": ("transformer_engine", "fp8"), "AO": ("torchao", "quantize")}.get(
         fp8().kind, ("torch", "")

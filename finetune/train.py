@@ -36,6 +36,7 @@ from finetune import (
     ranks,
     report,
     run_folder,
+    shards,
     summary,
     trackers,
     upstream,
@@ -95,10 +96,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
-    for name, value in exchange.settings(adapted).items():
-        setattr(arguments, name, value)
+    exchange.prepare(adapted, arguments)
     tokens, flops = batch.per_device * recipe.data.max_length, flops_per_token(adapted)
-    work = speed.Work(tokens, flops * tokens * batch.accumulation * steps, setup.launch.sharded)
+    work = work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
 
@@ -230,14 +230,24 @@ def make_fast(
 ) -> dict[str, hardware.Choice]:
     """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
+    proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
-        attention.prove_same(adapted, PROOF_TOKENS, kernel, flat, ledger)
+        attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
     fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
-    fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
+    fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))
     if flat:
         with precision(setup):
-            attention.prove_apart(adapted, PROOF_TOKENS, kernel, ledger)
+            attention.prove_apart(proved, PROOF_TOKENS, kernel, ledger)
     return fast
+
+
+def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
+    """What a process is to do, and what FSDP brings to its GPU at the start: its part, and two layers."""
+    sharded, awaited = setup.launch.sharded, 0
+    if launch_env.read_by_rank_0():
+        awaited = sum(p.nbytes for p in adapted.parameters()) // setup.launch.processes
+        awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
+    return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30)
 
 
 def validation(
@@ -258,7 +268,11 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
-    frozen = model.fingerprint(adapters.frozen(adapted))
+
+    def look() -> str:
+        return model.fingerprint(adapters.frozen(adapted))
+
+    frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train()
@@ -297,11 +311,11 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
 
 
 def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path) -> None:
-    """Adapter (or model) and tokenizer, by rank 0; the others wait."""
-    state = PartialState()
+    """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
+    state, tensors = PartialState(), shards.gathered(adapted)
     if state.is_main_process:
         target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
-        adapter_init.save(adapted, target, initial)
+        adapter_init.save(adapted, target, initial, tensors)
         tokenizer.save_pretrained(str(target))
     state.wait_for_everyone()
 

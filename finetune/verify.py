@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from safetensors import safe_open
 
-from finetune import adapter_init, adapters, model, scoring
+from finetune import adapter_init, adapters, model, scoring, shards
 from finetune.errors import Exit, UserError
 from finetune.speed import fp8_base
 
@@ -80,7 +80,7 @@ def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
     named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
     for name, shape in shapes.items():
         if name in named and named[name].dim() == len(shape):
-            tensor = named[name].detach().float()[tuple(slice(size) for size in shape)]
+            tensor = shards.whole(named[name]).detach().float()[tuple(slice(size) for size in shape)]
             found[name] = model.fingerprint({name: tensor})
     return found
 

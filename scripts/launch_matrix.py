@@ -28,7 +28,8 @@ CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
 COLUMNS = [  # adapter.type, speed.base
-    ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"), ("lora", "fp8"), ("dora", "fp8"),
+    ("lora", "auto"), ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"),
+    ("lora", "fp8"), ("dora", "fp8"),
     ("qlora", "auto"), ("full", "auto"),
 ]  # fmt: skip
 
@@ -36,9 +37,8 @@ COLUMNS = [  # adapter.type, speed.base
 def environment(config: Path) -> dict[str, str]:
     """What Accelerate's launcher adds to the environment of each process for a config."""
     given = ["--config_file", str(config), "--main_process_port", "0"]
-    given += (
-        ["--num_processes", "16", "--main_process_ip", "127.0.0.1"] if config.stem == "multi_node" else []
-    )
+    if config.stem == "multi_node":
+        given += ["--num_processes", "16", "--main_process_ip", "127.0.0.1"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args([*given, "script.py"]))
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ""
@@ -72,7 +72,7 @@ def cell(config: Path, kind: str, base: str) -> str:
     model, data = Model(name="m", attention=attention), Data(name="d")
     try:
         with launched(config):
-            found = launch_env.problems(machine, kind, model, data, Speed(base=base))
+            found = launch_env.problems(machine, kind, model, data, Speed.model_validate({"base": base}))
             if not found:
                 started = hardware.launch(machine)
                 hardware.choose_base(base, kind, started.precision, machine, lambda: "the column says which")
@@ -84,14 +84,15 @@ def cell(config: Path, kind: str, base: str) -> str:
 def table() -> str:
     """Markdown: a row for each config, a column for each adapter and base, and the reasons below it."""
     reasons: list[str] = []
-    lines = ["| | " + " | ".join(f"{k} on {b}" if b != "auto" else k for k, b in COLUMNS) + " |"]
+    heads = [kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS]
+    lines = [f"| | {' | '.join(heads)} |"]
     lines.append("|---|" + "---|" * len(COLUMNS))
     for config in sorted(CONFIGS.glob("*.yaml")):
         cells = [cell(config, *column) for column in COLUMNS]
-        reasons += [c for c in cells if c != "trains" and c not in reasons]
+        reasons = list(dict.fromkeys([*reasons, *(c for c in cells if c != "trains")]))
         shown = [("yes" if c == "trains" else f"no ({reasons.index(c) + 1})") for c in cells]
         lines.append(f"| {config.stem} | " + " | ".join(shown) + " |")
-    said = [f"{number}. {reason}" for number, reason in enumerate(dict.fromkeys(reasons), 1)]
+    said = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *said]) + "\n"
 
 

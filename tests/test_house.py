@@ -20,7 +20,7 @@ LAYERS = (
     ("errors",),
     ("strict_yaml", "upstream", "renames", "sections", "arguments"),
     ("adapter_types",),
-    ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config"),
+    ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
     ("recipe_errors",),
     ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks"),
     ("run_folder", "screen", "adapter_source", "plots"),
