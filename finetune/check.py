@@ -76,7 +76,8 @@ def setup_of(recipe: Recipe) -> Setup:
     Raises:
         UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
     """
-    launch_env.check(hardware.detect(), recipe.adapter, recipe.model, recipe.data, recipe.speed)
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    launch_env.check(hardware.detect(), *asked)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
     setup = hardware.choose(

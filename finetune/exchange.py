@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    import torch
-
     from finetune.receipts import Ledger
 
 MIB = 2**20
@@ -25,6 +24,24 @@ def prepare(adapted: torch.nn.Module, arguments: Any) -> None:
     arguments.ddp_broadcast_buffers = False
     if hasattr(adapted, "peft_config"):
         arguments.ddp_bucket_cap_mb = trained_bytes(adapted) // MIB + 1
+
+
+def reduce_in_fp32(accelerator: Any) -> None:
+    """Let FSDP add up gradients in fp32, and return what the model returns.
+
+    Accelerate's own policy for bf16 casts both: the summed loss of a batch would lose all but three digits.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and accelerator.mixed_precision in ("bf16", "fp16"):
+        plugin.mixed_precision_policy = fsdp_policy(accelerator.mixed_precision)
+
+
+def fsdp_policy(precision: str) -> Any:
+    """Weights are gathered and multiplied in 16 bits."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def trained_bytes(adapted: torch.nn.Module) -> int:

@@ -88,8 +88,13 @@ def parallel(kind: str) -> int:
     return int(said(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) if used else 1
 
 
-def check(machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed) -> None:
+def check(
+    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None = None
+) -> None:
     """Refuse what can't be meant before any weight is loaded.
+
+    Args:
+        every: `eval.every`.
 
     Raises:
         UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
@@ -100,6 +105,13 @@ def check(machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: 
         what = f"{init} takes its weights out of the base's, which {sharded()} of the {CONFIG} splits"
         fix = "init_lora_weights: true, or ddp_8.yaml"
         found.append(Problem(what, "adapter.init_lora_weights", found=init, fix=fix))
+    if sharded() and every:
+        what = f"{sharded()} of the {CONFIG} needs all ranks at each pass, and they ask differently often"
+        fix = "eval.every: null; at the end it is evaluated"
+        found.append(Problem(what, "eval.every", found=str(every), fix=fix))
+    if on("ACCELERATE_USE_FSDP") and adapter.ours("loraplus_lr_ratio"):
+        what = f"FSDP of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
+        found.append(Problem(what, "adapter.loraplus_lr_ratio", fix="drop it, or ddp_8.yaml"))
     if found:
         raise UserError(*found)
     package, extra = {"TE": ("transformer_engine", "fp8"), "AO": ("torchao", "quantize")}.get(

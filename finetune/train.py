@@ -82,11 +82,10 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
-    ranks.agree(check.facts(recipe, setup))
     harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
-    tokenizer, prepared = prepare_in_turn(recipe)
+    tokenizer, prepared = prepare_in_turn(recipe, setup)
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
@@ -141,8 +140,9 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     return folder
 
 
-def prepare_in_turn(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The data, which one process of each machine prepares for the others."""
+def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The data, which one process of each machine prepares for the others, once all mean the same run."""
+    ranks.agree(check.facts(recipe, setup))
     if recipe.data.streaming:
         return check.prepare_data(recipe)
     with PartialState().local_main_process_first():
@@ -213,6 +213,7 @@ def build_trainer(
         ),
         optimizer_cls_and_kwargs=None if ratio else made_by,
     )
+    exchange.reduce_in_fp32(trainer.accelerator)
     trainer.remove_callback(PrinterCallback)
     (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
     trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])

@@ -17,7 +17,7 @@ from finetune import cli, fit, hardware, launch_config, launch_env, launch_recei
 from finetune.errors import UserError
 from finetune.hardware import Hardware, Launch
 from finetune.receipts import Ledger
-from finetune.sections import Data, Model, Speed
+from finetune.sections import Adapter, Data, Model, Speed
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
@@ -173,6 +173,16 @@ def test_a_launch_that_contradicts_the_recipe_or_itself(case: str, launched, mon
     assert said in problems(**recipe)
 
 
+def test_options_that_want_whole_weights(launched) -> None:
+    launched(**FSDP)
+    options = {"init_lora_weights": "pissa", "loraplus_lr_ratio": 16}
+    adapter = Adapter.model_validate({"type": "lora", **options})
+    with pytest.raises(UserError) as raised:
+        launch_env.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
+    found = {problem.key for problem in raised.value.problems}
+    assert found == {"adapter.init_lora_weights", "adapter.loraplus_lr_ratio", "eval.every"}
+
+
 def test_more_processes_than_gpus(launched) -> None:
     launched(LOCAL_WORLD_SIZE="16")
     assert "16 processes, 8 GPUs" in problems()
@@ -305,3 +315,16 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
     assert done.returncode == code, done.stderr
     assert last in done.stderr[-700:]
     assert "Traceback" not in done.stderr.rpartition("failed first")[2]
+
+
+def test_the_competition_s_numbers() -> None:
+    """16 rows x 8 GPUs x 2 accumulated; 69 steps are one epoch of 9 M tokens, and five are 343."""
+    from finetune import recipe
+    from finetune.batch import split_batch
+
+    for name, epochs in (("as_submitted", 1), ("five_epochs", 5)):
+        loaded = recipe.load(ROOT / "recipes" / "isc25" / f"{name}.yaml")
+        assert split_batch(loaded.train, 8) == (256, 16, 2)
+        tokens = 256 * loaded.data.max_length
+        assert loaded.train.max_steps == round(epochs * 9e6 / tokens)
+        assert (loaded.adapter.type, loaded.model.attention) == ("dora", "flash_attention_3")

@@ -5,6 +5,7 @@ Run as a script it is these two ranks, started once for all tests; see `one_rank
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -22,9 +23,10 @@ from conftest import MODEL, QUICKSTART, ROOT, in_four_bits
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from finetune import adapter_init, adapters, ranks, shards, verify
+from finetune import adapter_init, adapters, exchange, ranks, shards, verify
 from finetune.errors import UserError
 from finetune.model import fingerprint
+from finetune.speed import head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +62,7 @@ def step(folder: Path, data: str, base: str, rows: int) -> Keep:
     """What one optimizer step of eight rows in float64 made of them, `rows` in a pass."""
     from transformers import set_seed
 
-    from finetune import callbacks, check, exchange, hardware, model, recipe, train
+    from finetune import callbacks, check, hardware, model, recipe, train
     from finetune.batch import split_batch
     from finetune.receipts import Ledger
 
@@ -146,7 +148,7 @@ def split(model: Any) -> Any:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
     )  # fmt: skip
-    plugin.set_mixed_precision("bf16")
+    plugin.mixed_precision_policy = exchange.fsdp_policy("bf16")
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16", device=torch.device("cpu"),
         is_main_process=True, torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
@@ -156,11 +158,22 @@ def split(model: Any) -> Any:
 
 
 def gradients(model: Any) -> torch.Tensor:
-    """Of the loss of two rows: both at once, or one by each rank if the model is split."""
-    mine = IDS[int(os.environ["RANK"]) :][:1] if shards.sharded(model) else IDS
+    """Of the loss of two rows: both at once, or one by each rank if the model is split.
+
+    By our loss, if the head is frozen: it reads the head's weight, wherever that is.
+    """
+    split = shards.sharded(model)
+    mine = IDS[int(os.environ["RANK"]) :][:1] if split else IDS
     model.train()
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=mine, labels=mine).loss.backward()
+    with contextlib.nullcontext() if split else torch.autocast("cpu", torch.bfloat16):
+        if hasattr(model, "peft_config"):
+            ours = head.install(model, compiled=False)
+            summed = model(input_ids=mine, labels=mine, num_labels=mine.shape[1] * len(mine) - len(mine)).nll
+            assert summed.dtype == torch.float32, "not what FSDP casts"
+            (summed / len(mine)).backward()
+            ours.undo()
+        else:
+            model(input_ids=mine, labels=mine).loss.backward()
     found = [shards.whole(p.grad) for p in adapters.trainable(model).values()]
     return torch.cat([gradient.flatten().float() for gradient in found])
 
