@@ -159,7 +159,8 @@ def evaluate(options: argparse.Namespace) -> None:
         options.overrides += [text for text in options.tasks if "=" in text]
         options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
     if not launch.launched():
-        launch.if_needed(["evaluate", str(run.path), *options.overrides, *flags(options)])
+        again = ["evaluate", str(run.path), *options.overrides, *flags(options)]
+        launch.if_needed(again, choose=functools.partial(processes_of, run, options.overrides))
     quieten_libraries()
     from finetune import evaluate as evaluation
     from finetune import report as reporting
@@ -172,6 +173,13 @@ def evaluate(options: argparse.Namespace) -> None:
         screen = Screen(quiet=options.quiet)
         summary.show_scores(screen, result)
         reporting.after(run.path, screen)
+
+
+def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> tuple[str, str]:
+    """How a run is evaluated on several GPUs; called where there are several."""
+    from finetune import evaluate as evaluation
+
+    return evaluation.launch_of(run, overrides, machine)
 
 
 def merge(options: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from accelerate.utils import disable_fsdp_ram_efficient_loading
 
 from finetune import (
     attention_choice,
+    fit,
     hardware,
     harness,
     model,
@@ -31,7 +32,7 @@ from finetune import (
 )
 from finetune.data import load, prepare
 from finetune.data.formats import Example
-from finetune.errors import Problem, UserError
+from finetune.errors import Exit, Problem, UserError
 from finetune.results import Measured
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.prepare import HeldOut
-    from finetune.hardware import Setup
+    from finetune.hardware import Hardware, Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.sections import Eval, Model
@@ -220,9 +221,34 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         else recipe.model.model_copy(update={"name": name, "revision": None, "add_tokens": []})
     )
     setup = setup_of(recipe, section)
-    state = PartialState(cpu=setup.hardware.device == "cpu")
+    state, device = PartialState(cpu=setup.hardware.device == "cpu"), "auto"
+    if not too_large(section, setup):
+        device = str(state.device)
+    elif state.num_processes > 1:
+        what, fix = (
+            "the base does not fit on one GPU",
+            "evaluate without a launcher: one process takes all GPUs",
+        )
+        raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
     disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
-    return qat.prepare(model.load(section, setup, str(state.device)).eval(), recipe.speed.qat).eval()
+    return qat.prepare(model.load(section, setup, device).eval(), recipe.speed.qat).eval()
+
+
+def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> tuple[str, str]:
+    """The shipped config that shares the rows among all GPUs, none where one process needs them all; why."""
+    recipe = run_folder.recipe_of(run, overrides)
+    if too_large(recipe.model, setup_of(recipe)):
+        return "", f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
+    return "ddp_8", f"{machine.count} GPUs: each has the whole base and its share of the rows"
+
+
+def too_large(section: Model, setup: Setup) -> bool:
+    """Whether no single GPU of this machine holds the base, and several together may."""
+    machine = setup.hardware
+    if machine.device == "cpu" or machine.count < 2:
+        return False
+    need = fit.needs(model.read_config(section), setup.storage.value, 16, 1, recompute=True)
+    return need.base > 0.85 * machine.memory_gib
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:

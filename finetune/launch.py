@@ -37,7 +37,7 @@ def if_needed(
     Args:
         arguments: of the `finetune` command, its name first.
         config: an accelerate config: a file, or the name of a shipped one.
-        choose: the name of a shipped config for this machine, and why; `None`: DDP.
+        choose: the name of a shipped config for this machine, empty for one process, and why; `None`: DDP.
 
     Raises:
         UserError: no such config, or one that Accelerate would not follow as it is written (exit 2).
@@ -51,6 +51,8 @@ def if_needed(
             choose(machine) if choose else ("ddp_8", f"{machine.count} GPUs: the whole base on each")
         )
         print(f"note: {reason}", flush=True)
+        if not name:
+            return
         config = str(shipped.folder("accelerate_configs") / f"{name}.yaml")
         extra = ["--num_processes", str(machine.count)]
         extra += ["--mixed_precision", default_precision(machine).value]

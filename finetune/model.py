@@ -95,9 +95,12 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     # Accelerate hands on what rank 0 read; DeepSpeed splits it while it is read, and takes no map
     if device != "cpu" and not launch_env.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
         options["device_map"] = {"": device}
-    read = AutoModelForCausalLM.from_pretrained
-    loaded, found = _from_hub(read, model, output_loading_info=True, **options)
-    missing = sorted(found["missing_keys"])
+    if launch_env.read_by_rank_0() and not setup.launch.main:
+        loaded, missing = without_weights(config, options["dtype"]), []
+    else:
+        read = AutoModelForCausalLM.from_pretrained
+        loaded, found = _from_hub(read, model, output_loading_info=True, **options)
+        missing = sorted(found["missing_keys"])
     if missing:  # transformers would make them up
         what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
         raise UserError(Problem(what, "model.name", found=", ".join(missing[:6]), fix=fix))
@@ -116,6 +119,27 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     if model.add_tokens:
         _add_rows(loaded, added_tokens(model, load_tokenizer(model)))
     return loaded
+
+
+def without_weights(config: Any, dtype: torch.dtype) -> Any:
+    """A model of this config, for a process that gets its part of the weights from rank 0.
+
+    Names, shapes, dtypes and buffers are right; the weights' memory is never touched, so that it takes none.
+
+    transformers itself has every process read all files, and forget them.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in made.modules():
+        for name, held in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(held.shape, dtype=held.dtype, device="cpu")
+            setattr(module, name, torch.nn.Parameter(empty, requires_grad=held.requires_grad))
+    made.tie_weights()
+    return made.eval()
 
 
 def _add_rows(loaded: Any, tokens: list[int]) -> None:

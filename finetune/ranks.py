@@ -70,6 +70,19 @@ def agree(facts: dict[str, str]) -> None:
         raise UserError(*problems)
 
 
+def main() -> bool:
+    """Whether this is rank 0."""
+    return PartialState().is_main_process
+
+
+def wait(hours: int = 24) -> None:
+    """Wait for all processes, one of which may be busy for long."""
+    if PartialState().num_processes > 1:
+        waits = datetime.timedelta(hours=hours)
+        group: Any = torch.distributed.new_group(backend="gloo", timeout=waits)
+        torch.distributed.barrier(group=group)
+
+
 def from_main(value: Callable[[], Any]) -> Any:
     """What rank 0 alone reads or computes, for all ranks."""
     held = [value() if PartialState().is_main_process else None]

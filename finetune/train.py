@@ -21,6 +21,7 @@ from finetune import (
     adalora,
     adapter_init,
     adapters,
+    apart,
     callbacks,
     check,
     evaluate,
@@ -135,7 +136,7 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
         del trainer, adapted, base
         evaluate.release()
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
-        result = reopen_and_evaluate(folder, live, validating, ledger)
+        result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
         summary.show_result(screen, recipe, folder, ledger, result)
     return folder
 
@@ -322,13 +323,20 @@ def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, in
 
 
 def reopen_and_evaluate(
-    folder: RunFolder, live: verify.Live, validating: list[validate.Validate], ledger: Ledger
+    folder: RunFolder,
+    live: verify.Live,
+    validating: list[validate.Validate],
+    ledger: Ledger,
+    recipe: Recipe,
+    setup: Setup,
 ) -> dict[str, Any]:
     """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
 
     def same_as_live(reopened: Any) -> None:
         verify.check_reopened(live, reopened, folder, ledger)
 
+    if setup.launch.sharded and evaluate.too_large(recipe.model, setup):
+        return apart.evaluate(folder, live, ledger)
     result = evaluate.run(folder.path, inspect=same_as_live)
     for validation in validating:
         validation.add_receipt(result["tuned"]["loss"], ledger)

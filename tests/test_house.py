@@ -32,7 +32,7 @@ LAYERS = (
     ("results",),
     ("evaluate", "validate"),
     ("verify", "proof", "loraplus", "publish", "compare_table", "report"),
-    ("exchange", "launch_receipts"),
+    ("exchange", "launch_receipts", "apart"),
     ("train", "merge", "doctor", "launch", "chat"),
     ("compare",),
     ("cli",),

@@ -10,14 +10,26 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import QUICKSTART, ROOT
 from transformers import LlamaConfig
 
-from finetune import cli, fit, hardware, launch_config, launch_env, launch_receipts
+from finetune import (
+    apart,
+    cli,
+    evaluate,
+    fit,
+    hardware,
+    launch_config,
+    launch_env,
+    launch_receipts,
+    recipe,
+    run_folder,
+    verify,
+)
 from finetune.errors import UserError
 from finetune.hardware import Hardware, Launch
 from finetune.receipts import Ledger
-from finetune.sections import Adapter, Data, Model, Speed
+from finetune.sections import Data, Model, Speed
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
@@ -160,23 +172,23 @@ MORE = {
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_an_fp8_launch_and_the_recipe_must_mean_the_same(case: str, launched) -> None:
-    variables, recipe, said = CONTRADICTIONS[case]
+    variables, section, said = CONTRADICTIONS[case]
     launched(**{"ACCELERATE_MIXED_PRECISION": "fp8", **variables})
-    assert said in problems(**recipe)
+    assert said in problems(**section)
 
 
 @pytest.mark.parametrize("case", MORE)
 def test_a_launch_that_contradicts_the_recipe_or_itself(case: str, launched, monkeypatch) -> None:
-    variables, recipe, said = MORE[case]
+    variables, section, said = MORE[case]
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     launched(**variables)
-    assert said in problems(**recipe)
+    assert said in problems(**section)
 
 
 def test_options_that_want_whole_weights(launched) -> None:
     launched(**FSDP)
-    options = {"init_lora_weights": "pissa", "loraplus_lr_ratio": 16}
-    adapter = Adapter.model_validate({"type": "lora", **options})
+    given = ["adapter.init_lora_weights=pissa", "adapter.loraplus_lr_ratio=16"]
+    adapter = recipe.load(QUICKSTART, given).adapter
     with pytest.raises(UserError) as raised:
         launch_env.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
     found = {problem.key for problem in raised.value.problems}
@@ -319,7 +331,6 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
 
 def test_the_competition_s_numbers() -> None:
     """16 rows x 8 GPUs x 2 accumulated; 69 steps are one epoch of 9 M tokens, and five are 343."""
-    from finetune import recipe
     from finetune.batch import split_batch
 
     for name, epochs in (("as_submitted", 1), ("five_epochs", 5)):
@@ -328,3 +339,30 @@ def test_the_competition_s_numbers() -> None:
         tokens = 256 * loaded.data.max_length
         assert loaded.train.max_steps == round(epochs * 9e6 / tokens)
         assert (loaded.adapter.type, loaded.model.attention) == ("dora", "flash_attention_3")
+
+
+def test_a_base_that_no_gpu_holds_is_evaluated_apart(trained, monkeypatch) -> None:
+    """What was saved is compared from the file, and the evaluation is a process outside the launch."""
+    from safetensors.torch import load_file, save_file
+
+    run = trained("dora")
+    opened = evaluate.reopen(run, run_folder.recipe_of(run))
+    shapes = {name: p.shape for name, p in opened.named_parameters() if "lora_" in name}
+    live = verify.Live(verify.hashes(opened, shapes), shapes, [], [], "", 0.0)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert (
+        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & apart.alone().keys() and "PATH" in apart.alone()
+    )
+    before, ledger = run.read("eval.json"), Ledger()
+    (run.path / "eval.json").unlink()
+    made = apart.evaluate(run, live, ledger)
+    assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) > 100
+    assert ledger.receipts[-1].got == f"all {len(shapes)}"
+    path = run.adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="saved tensors") as raised:
+        apart.evaluate(run, live, Ledger())
+    assert raised.value.code == 4
