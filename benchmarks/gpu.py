@@ -12,6 +12,7 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 *-packed       documents of real lengths: log-normal, 400 tokens in the mean (median 245), clipped at 4,096
 *-recomputed   every layer recomputed, for little memory
 *-small        and their inputs kept in the CPU's memory
+*-mlp          norms and gate and up made again
 1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
 lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
 full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
@@ -60,6 +61,7 @@ class Row(NamedTuple):
 
 WHOLE = ("speed.compile=true", "speed.recompute=none")
 SMALL = ("speed.compile=true", "speed.recompute=all")
+HALF = ("speed.compile=true", "speed.recompute=mlp")
 OFFLOADED = ("speed.compile=true", "speed.offload=activations")
 ATTENTION = "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
 ROWS = {
@@ -75,6 +77,8 @@ ROWS = {
     "qlora": Row(("adapter.type=qlora", *WHOLE)),
     "lora-bf16-recomputed": Row(("speed.base=bf16", *SMALL)),
     "lora-fp8-recomputed": Row(("speed.base=fp8", *SMALL)),
+    "lora-bf16-mlp": Row(("speed.base=bf16", *HALF)),
+    "lora-fp8-mlp": Row(("speed.base=fp8", *HALF)),
     "lora-bf16-small": Row(("speed.base=bf16", *OFFLOADED)),
     "lora-fp8-small": Row(("speed.base=fp8", *OFFLOADED)),
     "1b-bf16": Row(("speed.base=bf16", *WHOLE), "1b-bf16"),

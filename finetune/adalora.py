@@ -46,14 +46,14 @@ class AllocateRanks(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.tensors = tensors(model)
+        self.tensors, self.masks = tensors(model), {}
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         if kwargs["optimizer"].step_was_skipped:  # fp16: gradients overflowed, and would stay in the averages
             return
-        allocate(model, state.global_step + 1, self.tensors)
+        allocate(model, state.global_step + 1, self.tensors, self.masks)
 
 
 def tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
@@ -63,14 +63,17 @@ def tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in named if "lora_" in name and adalora.trainable_adapter_name in name}
 
 
-def allocate(model: PeftModel, step: int, named: dict[str, torch.nn.Parameter]) -> None:
+def allocate(
+    model: PeftModel, step: int, named: dict[str, torch.nn.Parameter], masks: dict[str, Tensor]
+) -> None:
     """Update importances and masks after optimizer step `step` (from 1), as `update_and_allocate` does.
 
-    The same numbers bit for bit, with importances updated faster. The last allocation is at step
-    total_step - tfinal, whatever deltaT is.
+    The same numbers bit for bit, but faster: PEFT asks the device once a module, and walks the model. The
+    last allocation is at step total_step - tfinal, whatever deltaT is.
 
     Args:
         named: of `tensors`, with their gradients.
+        masks: of the ranks that are masked for good, by the names of E; filled after the last allocation.
 
     Raises:
         UserError: the last allocation does not reach the budget: PEFT masks everything up to a threshold,
@@ -81,16 +84,21 @@ def allocate(model: PeftModel, step: int, named: dict[str, torch.nn.Parameter]) 
     config = allocator.peft_config
     last = config.total_step - config.tfinal
     if step > last:
-        allocator.mask_using_rank_pattern(adalora.model, config.rank_pattern)
+        if not masks:
+            kept = _pattern(allocator, named)
+            masks |= {n: ~torch.tensor(flags, device=named[n].device)[:, None] for n, flags in kept.items()}
+        with torch.no_grad():
+            for name, mask in masks.items():
+                named[name].masked_fill_(mask, 0.0)
         return
     if step < last:
         if deepspeed_config() is None:
             update_importance(allocator, named)
         else:
             allocator.update_ipt(adalora.model)  # DeepSpeed keeps gradients itself; PEFT asks it for them
-    budget, masks = allocator.budget_schedule(step)
-    if step == last or masks:  # after tinit the budget is below init_r's: there is always a rank to take
-        config.rank_pattern = allocator.mask_to_budget(adalora.model, budget)
+    budget, due = allocator.budget_schedule(step)
+    if step == last or due:  # after tinit the budget is below init_r's: there is always a rank to take
+        config.rank_pattern = mask_to_budget(allocator, named, budget)
     if step == last:
         allocator.reset_ipt()
         used, budget = ranks(model)
@@ -129,6 +137,32 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
         foreach._foreach_mul_(uncertainty, allocator.beta2)
         foreach._foreach_add_(uncertainty, distance)
         allocator.ipt.update(zip(some, sensitivity, strict=True))
+
+
+@torch.no_grad()
+def mask_to_budget(
+    allocator: Any, named: dict[str, torch.nn.Parameter], budget: int
+) -> dict[str, list[bool]]:
+    """Mask the triplets of least importance, bit for bit as PEFT's method of this name.
+
+    Returns:
+        Which ranks are in use, by the names of E.
+    """
+    scores: list[Tensor] = []
+    diagonals = [name for name in named if "lora_E" in name]
+    for name in diagonals:
+        e, q, p = (
+            allocator.exp_avg_ipt[n] * allocator.exp_avg_unc[n]
+            for n in (name, name.replace("lora_E", "lora_A"), name.replace("lora_E", "lora_B"))
+        )
+        scores.append(e.view(-1) + (q.mean(1) + p.mean(0)))  # of a triplet (eq. 7)
+    score = torch.cat(scores)
+    masked = score <= torch.kthvalue(score, allocator.init_bgt - budget)[0]
+    sizes = [len(one) for one in scores]
+    for name, mask in zip(diagonals, masked.split(sizes), strict=True):
+        named[name].masked_fill_(mask[:, None], 0.0)
+    kept = (~masked).cpu().split(sizes)  # the one question to the device
+    return {name: flags.tolist() for name, flags in zip(diagonals, kept, strict=True)}
 
 
 def ranks(model: PeftModel) -> tuple[int, int]:
@@ -226,12 +260,17 @@ def allocation_state(model: PeftModel) -> dict[str, Tensor]:
     state = {f"parameter.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     for kind in AVERAGES:
         state |= {f"{kind}.{name}": tensor for name, tensor in getattr(allocator, kind).items()}
+    kept = _pattern(allocator, tensors(model))
+    return state | {f"mask.{name}": torch.tensor(flags) for name, flags in kept.items()}
+
+
+def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
+    """The ranks in use by the names of E; empty before the first allocation."""
     pattern = allocator.peft_config.rank_pattern or {}
-    for name in _diagonals(model) if pattern else ():
-        # PEFT's save drops the adapter's name from the keys of the live config, and takes either afterwards
-        short = name.replace(f".{allocator.adapter_name}", "")
-        state[f"mask.{name}"] = torch.tensor(pattern[name] if name in pattern else pattern[short])
-    return state
+    names = [name for name in named if "lora_E" in name] if pattern else []
+    # PEFT's save drops the adapter's name from the keys of the live config, and takes either afterwards
+    short = {name: name.replace(f".{allocator.adapter_name}", "") for name in names}
+    return {name: pattern[name] if name in pattern else pattern[short[name]] for name in names}
 
 
 @torch.no_grad()

@@ -205,10 +205,10 @@ class Speed(Section):
     """Adapters run at the cost of their products (LoRA, DoRA, AdaLoRA, IA3); `auto`: on GPUs."""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile for each decoder layer; `auto`: on GPUs, in runs of more than two minutes."""
-    recompute: Literal["auto", "none", "cheap", "all"] | Annotated[int, Field(ge=1)] = "auto"
-    """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept;
-    `all` layers, for a third more time; or how many layers, beside the norms of the others. `auto` takes the
-    least that fits."""
+    recompute: Literal["auto", "none", "cheap", "mlp", "all"] | Annotated[int, Field(ge=1)] = "auto"
+    """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept; `mlp`: those
+    and the first half of fused MLPs, together two thirds; `all` layers, for a third more time; or how many
+    layers, beside that of the others. `auto` takes the least that fits."""
     offload: Literal["none", "activations", "optimizer", "all"] = "none"
     """What a GPU keeps in the CPU's memory. `activations`: the inputs of recomputed layers, so of all where
     `recompute` is auto; costs next to no time. `optimizer`: AdamW's state, which steps on the CPU; for

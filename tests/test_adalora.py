@@ -37,13 +37,13 @@ def tiny(**options) -> tuple[nn.Module, LlamaForCausalLM]:
 
 def learn(model, optimizer, steps, *, allocate=adalora.allocate, after=None) -> None:
     """A plain loop over fixed batches: forward, the regulariser, AdamW, allocation. Dropout draws numbers."""
-    named, vectors = adalora.tensors(model), adalora.singular_vectors(model)
+    named, vectors, masks = adalora.tensors(model), adalora.singular_vectors(model), {}
     for step in steps:
         ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step))
         loss = model.base_model.model(input_ids=ids, labels=ids).loss + 0.5 * adalora.orthogonality(vectors)
         loss.backward()
         optimizer.step()
-        allocate(model, step, named)
+        allocate(model, step, named, masks)
         optimizer.zero_grad()
         if after:
             after(step)
@@ -96,7 +96,7 @@ def test_allocation_is_peft_s_bit_for_bit() -> None:
     theirs, _ = tiny(deltaT=2)
     learn(ours, adamw(ours), range(1, 8))
 
-    def peft(model, step, named) -> None:
+    def peft(model, step, named, masks) -> None:
         model.base_model.update_and_allocate(step)
 
     learn(theirs, adamw(theirs), range(1, 8), allocate=peft)
@@ -128,7 +128,7 @@ def test_a_budget_that_is_missed_ends_the_run() -> None:
         parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(UserError, match="step 8, misses its budget") as ended:
         for step in range(1, STEPS + 1):
-            adalora.allocate(model, step, named)
+            adalora.allocate(model, step, named, {})
     assert ended.value.code == Exit.TRAINING and "0 ranks" in str(ended.value)
 
 

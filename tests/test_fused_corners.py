@@ -73,6 +73,29 @@ def test_recomputed_layers_leave_nothing_behind() -> None:
     assert len(seen) == 2 * len(layers) and not any(output() is not None for output in seen)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("base", ["plain", "fp8", "nf4"])
+def test_an_mlp_s_first_half_made_again_changes_nothing(kind: str, base: str) -> None:
+    found, kept = [], []
+    for mlps in (False, True):
+        model = adapted(TYPES[kind](), dtype=torch.float32, base=base)
+        layers = decoder_layers(model)
+        assert Fused(model, layers).mlps == len(layers)
+        apply.add_recompute(model, layers, 0, Ledger(), mlps=mlps)
+        sizes: dict[int, int] = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: (sizes.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
+        )
+        with hooks:
+            found.append(step(model))
+        kept.append(sum(sizes.values()))
+    (loss, gradients), (again, same) = found
+    assert loss == again and all(map(torch.equal, gradients.values(), same.values()))
+    up = layers[0].mlp.up_proj
+    more = up.in_features if kind == "ia3" else 0  # which keeps no input otherwise
+    assert kept[0] - kept[1] >= len(layers) * IDS.numel() * (2 * up.out_features - more) * 4
+
+
 def test_float32_hidden_states_under_autocast() -> None:
     """A norm that trains is kept in float32, and so is what it gives."""
     both = []

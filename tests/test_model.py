@@ -103,6 +103,13 @@ def test_recompute_is_planned_from_memory() -> None:
     assert choose_recompute("cheap", plan, CPU).value == "cheap"
     assert choose_recompute(4, plan, H100).value == "4 of 32"
     assert choose_recompute(64, plan, H100).value == "32 of 32"
+    fused = plan._replace(mlps=28.0)
+    assert choose_recompute("auto", fused._replace(room=46.0), H100).value == "cheap"
+    assert choose_recompute("auto", fused._replace(room=19.0), H100).value == "mlp"  # 54 - 8 - 28 x 31 / 32
+    assert choose_recompute("auto", fused._replace(room=10.0), H100).value == "21 of 32"
+    assert choose_recompute("mlp", fused, CPU).value == "mlp"
+    with pytest.raises(UserError, match="MLPs of this model are not fused"):
+        choose_recompute("mlp", plan, H100)
 
 
 def test_a_process_without_weights_has_all_but_these(two_layers, untied) -> None:

@@ -104,6 +104,10 @@ def test_recomputing_layers_changes_nothing_but_time(train) -> None:
         assert [m["loss"] for m in metrics(plain)] == [m["loss"] for m in metrics(again)]
         assert receipts(again)["speed.recompute"]["got"] == got
         assert recipe.load(again.recipe).speed.recompute == asked
+    fast = train("speed.fused=true", name="fast")
+    again = train("speed.fused=true", "speed.recompute=mlp", name="mlp")
+    assert [m["loss"] for m in metrics(fast)] == [m["loss"] for m in metrics(again)]
+    assert receipts(again)["speed.recompute"]["got"] == "0 of 2, and 4 norms, gate and up of 2 MLPs"
 
 
 def test_the_run_folder_explains_itself(train) -> None:

@@ -47,6 +47,7 @@ class Memory(NamedTuple):
     norms: float  # of that, what norms make, which is cheap to make again
     entry: float  # of that, a layer's input: all that is kept of a recomputed one
     room: float  # for all of it
+    mlps: float = 0.0  # of what is kept, gate and up of fused MLPs, which can be made again
 
 
 def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledger) -> dict[str, Choice]:
@@ -63,8 +64,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     if speed.offload in ("activations", "all") and speed.recompute == "auto":
         recompute = Choice(f"{len(layers)} of {len(layers)}", "speed.offload keeps recomputed layers' inputs")
     if recompute.value != "none":
-        whole = 0 if recompute.value == "cheap" else int(recompute.value.split()[0])
-        add_recompute(model, layers, whole, ledger)
+        count = int(recompute.value.split()[0]) if " of " in recompute.value else 0
+        add_recompute(model, layers, count, ledger, mlps=whole and recompute.value != "cheap")
     if speed.offload in ("activations", "all"):
         Activations([layer for layer in layers if layer.gradient_checkpointing], model.device)
     compile = choose_compile(speed.compile, work, hardware)
@@ -151,10 +152,17 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
 
 
 def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
-    """`none`, `cheap` (the norms of all layers), or how many layers are recomputed whole beside the other
-    layers' norms (`8 of 32`); `auto` takes the least that fits."""
+    """`none`, `cheap` (the norms of all layers), `mlp` (and their gate and up), or how many layers are
+    recomputed whole beside that of the others (`8 of 32`); `auto` takes the least that fits.
+
+    Raises:
+        UserError: `mlp` where MLPs are not fused (exit 3).
+    """
     layers = plan.layers
-    if asked in ("none", "cheap", "all"):
+    if asked == "mlp" and not plan.mlps:
+        what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
+        raise UserError(Problem(what, "speed.recompute", found=asked, fix=fix), code=Exit.ENVIRONMENT)
+    if asked in ("none", "cheap", "mlp", "all"):
         return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
     if isinstance(asked, int):
         return Choice(f"{min(asked, layers)} of {layers}", "asked for")
@@ -166,13 +174,20 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
     kept = plan.kept - plan.norms
     if kept <= plan.room:
         return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
+    kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
+    if plan.mlps and kept <= plan.room:
+        return Choice("mlp", f"{text}; without the MLPs' gate and up {kept:.0f} GiB")
     saved = kept / layers - plan.entry
     count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
     return Choice(f"{count} of {layers}", text)
 
 
-def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger) -> None:
-    """Recompute `count` of the layers, evenly spread, the first among them; of the others their norms."""
+def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, mlps: bool = False) -> None:
+    """Recompute `count` of the layers, evenly spread, the first among them; of the others their norms.
+
+    Args:
+        mlps: of the others gate and up too, which are fused.
+    """
     chosen = {i * len(layers) // count for i in range(count)}
     if count:
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -184,14 +199,22 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger) -> 
             norm.forward = functools.partial(
                 checkpoint, norm.forward, use_reentrant=False, preserve_rng_state=False
             )
+        for stack in fused_mlps(layer) if mlps and index not in chosen else []:
+            stack.again = True
     total, wrapped = len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers)
     alone = sum("forward" in vars(norm) for layer in layers for norm in norms_of(layer))
+    again = sum(stack.again for layer in layers for stack in fused_mlps(layer))
     got = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
-    asked, how = (
-        f"{count} of {total}" if count else "cheap",
-        "layers with the flag set, norms with a forward that is checkpointed",
-    )
-    ledger.add("speed.recompute", asked, got, how, ok=wrapped == count)
+    got += f", gate and up of {again} MLPs" if again else ""
+    asked = f"{count} of {total}" if count else "mlp" if mlps else "cheap"
+    how = "layers with the flag set, norms with a forward that is checkpointed, MLPs that keep their input"
+    ledger.add("speed.recompute", asked, got, how, ok=wrapped == count and again == mlps * (total - count))
+
+
+def fused_mlps(layer: Any) -> list[Any]:
+    """Gate and up of a decoder layer's fused MLPs."""
+    fused = [m.finetune_fused for m in layer.modules() if hasattr(m, "finetune_fused")]
+    return [parts[0] for parts in fused if len(parts) == 3]
 
 
 def norms_of(layer: Any) -> list[Any]:
@@ -250,7 +273,9 @@ def memory(model: Any, tokens: int, hardware: Hardware, *, fused: bool, offload:
     each = 4 if offload in ("optimizer", "all") else 12  # gradient and two moments, fp32
     room = SPARE * free_gib(hardware) - HEAD_GIB - each * trained / 2**30
     row = tokens * hidden * 2 / 2**30
-    return Memory(layers, kept, 2 * layers * row, 0.0 if offload in ("activations", "all") else row, room)
+    mlps = 4 * tokens * layers * _intermediate(model.config.get_text_config()) / 2**30 if fused else 0.0
+    entry = 0.0 if offload in ("activations", "all") else row
+    return Memory(layers, kept, 2 * layers * row, entry, room, mlps)
 
 
 def kept_gib(config: Any, tokens: int, *, fused: bool, dora: bool = False) -> float:
@@ -261,12 +286,16 @@ def kept_gib(config: Any, tokens: int, *, fused: bool, dora: bool = False) -> fl
     62 GiB (measured 54 and 60).
     """
     config = config.get_text_config()
-    hidden, intermediate = config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size)
+    hidden, intermediate = config.hidden_size, _intermediate(config)
     heads = config.num_attention_heads + 2 * (config.num_key_value_heads or config.num_attention_heads)
     qkv = heads * (getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
     kept = 5 * hidden + (qkv + 2 * intermediate if fused else 3 * intermediate)
     kept += qkv + 2 * hidden if dora else 0
     return tokens * config.num_hidden_layers * 2 * kept / 2**30
+
+
+def _intermediate(config: Any) -> int:
+    return getattr(config, "intermediate_size", 4 * config.hidden_size)
 
 
 def _is_dora(model: Any) -> bool:

@@ -1,10 +1,13 @@
-"""DoRA's column scale m / ||W + s B A|| (arXiv 2402.09353) from a factored norm, made once a step.
+"""DoRA's column scale m / ||W + s B A|| (arXiv 2402.09353) from a norm that is made once a step.
+
+On a GPU one kernel a layer reads W once and sums the squares of what it makes of a tile; elsewhere the norm
+is factored, and so are the receipts' norms everywhere:
 
     ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (W A^T)_i + s^2 b_i (A A^T) b_i^T        for each output i
 
-||W||^2 is summed once; W A^T is a thin product; nothing of W's size is made. The norm carries no gradient
-(the paper's section 4.3), so it changes only when A or B does: it is made anew before a forward pass that
-finds them changed. PEFT makes B A and the norm in every pass, and an identity matrix to do so.
+||W||^2 is summed once; W A^T is a thin product. Nothing of W's size is made either way. The norm carries no
+gradient (the paper's section 4.3), so it changes only when A or B does: it is made anew before a forward pass
+that finds them changed. PEFT makes B A and the norm in every pass, and an identity matrix to do so.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 
-from finetune.speed import four_bit, fp8
+from finetune.speed import four_bit, fp8, ops
 
 ROWS = 4096  # of W that are in float32 at once
 
@@ -53,9 +56,9 @@ class Norms:
                 layer.finetune_norm.copy_(norm(layer, name, self.squares[index]))
 
     def error(self) -> float:
-        """The largest relative difference of a norm from one that is made now."""
+        """The largest relative difference of a norm from one that is factored now."""
         made = [
-            norm(one, one.active_adapters[0], square)
+            factored(one, one.active_adapters[0], square)
             for one, square in zip(self.layers, self.squares, strict=True)
         ]
         off = [
@@ -66,7 +69,18 @@ class Norms:
 
 @torch.no_grad()
 def norm(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
-    """||W + s B A|| of each row [out], given ||W||^2."""
+    """||W + s B A|| of each row [out], float32 or float64, given ||W||^2."""
+    base = layer.get_base_layer()
+    weight, scale = _weight(base), base.weight_scale if isinstance(base, fp8.Fp8Linear) else None
+    if not (weight.is_cuda and weight.is_contiguous() and squares.dtype == torch.float32):
+        return factored(layer, name, squares)
+    parts = (layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float())
+    return ops.kernels.dora_norm(weight, scale, *parts, layer.scaling[name])
+
+
+@torch.no_grad()
+def factored(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
+    """What `norm` gives, from ||W||^2 and thin products."""
     exact = squares.dtype
     a, b = layer.lora_A[name].weight.to(exact), layer.lora_B[name].weight.to(exact)
     scale = layer.scaling[name]

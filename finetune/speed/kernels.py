@@ -24,6 +24,7 @@ TILE = {
 }  # of the activation; H200, F = 14336, R = 16
 LONGEST_ROW = 32768  # that one program quantises
 THIN_TILE = {"BT": 64, "BN": 128, "STAGES": 4, "WARPS": 4}  # of a product made while rounding
+NORM_TILE = {"BT": 32, "BN": 128, "STAGES": 4, "WARPS": 4}
 THIN = 64  # columns of a product that is made beside something else
 THIN_RANK = 32  # of the adapters whose gradients are summed where the activation's are made
 
@@ -236,6 +237,32 @@ def _transpose(source, target, rows, columns, tile: tl.constexpr):
 
 
 @triton.jit
+def _dora_norm(
+    w, column, a, b, scaling, norm, OUT, IN, RANK, SCALED: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    rows, ranks = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, R)
+    left = tl.load(b + rows[:, None] * RANK + ranks[None, :], (rows < OUT)[:, None] & (ranks < RANK), 0.0)
+    left *= scaling
+    if SCALED:
+        scale = tl.load(column + rows, rows < OUT, 0.0)
+    total = tl.zeros([BT, BN], tl.float32)
+    for start in tl.range(0, IN, BN, num_stages=STAGES):
+        cols = start + tl.arange(0, BN)
+        here = (cols < IN)[None, :]
+        block = tl.load(
+            w + rows[:, None].to(tl.int64) * IN + cols[None, :], (rows < OUT)[:, None] & here, 0.0
+        )
+        right = tl.load(a + ranks[:, None] * IN + cols[None, :], (ranks < RANK)[:, None] & here, 0.0)
+        values = block.to(tl.float32)
+        if SCALED:
+            values *= scale[:, None]
+        values += tl.dot(left, right, input_precision="tf32x3")  # as exact as float32's own
+        total += values * values
+    tl.store(norm + rows, tl.sqrt(tl.sum(total, 1)), rows < OUT)
+
+
+@triton.jit
 def _dequantise(
     packed, absmax, table, out, WORDS, IN_BLOCK: tl.constexpr, NESTED: tl.constexpr, B: tl.constexpr
 ):  # a word is 8 codes, so 16 bytes of bf16: what a thread stores at once
@@ -344,6 +371,18 @@ def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
         source, target, rows, columns, 128, num_warps=8
     )
     return target
+
+
+def dora_norm(weight, column, a, b, scaling):
+    """||column W + scaling b a|| of each row [out], in one pass over W [out, in]; all else float32."""
+    (size, inputs), rank = weight.shape, len(a)
+    norm = torch.empty(size, device=weight.device)
+    padded = max(16, triton.next_power_of_2(rank))
+    _dora_norm[(triton.cdiv(size, NORM_TILE["BT"]),)](
+        weight, column, a, b, scaling, norm, size, inputs, rank, column is not None, padded, NORM_TILE["BT"],
+        NORM_TILE["BN"], NORM_TILE["STAGES"], num_warps=NORM_TILE["WARPS"],
+    )  # fmt: skip
+    return norm
 
 
 def dequantise(groups, dtype):

@@ -81,6 +81,7 @@ class Stack:
         self.x: torch.Tensor | None = None  # the input that the outputs in `ready` are of
         self.ready: dict[int, torch.Tensor] = {}
         self.tracked = True  # whether with gradient
+        self.again = False  # of gate and up: their product is made again in backward, not kept
 
     def active(self) -> bool:
         """Whether the layers are as they were fused: in training, that adapter on, not merged."""
@@ -140,7 +141,7 @@ def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tens
     a_down, b_down = last.a, outer(flat, down.sizes, [last])
     if a_down is not None and b_down is not None:
         a_down = nn.functional.pad(a_down.to(flat.dtype), (0, 0, 0, b_down.shape[1] - len(a_down)))
-    y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, both.stored, down.stored, act)
+    y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, both.stored, down.stored, act, both.again)
     y = y if last.column is None else (y * last.column).to(y.dtype)
     return y.view(x.shape)
 
@@ -258,14 +259,14 @@ class _Linear(torch.autograd.Function):
 class _GatedMlp(torch.autograd.Function):
     """y = h W_down^T + (h a_down^T) b_down^T, of h = act(gate) up and (gate, up) = column (x W^T + t b^T).
 
-    Kept for backward are the base's product and the thin ones, not h. t, b, column, and a_down with b_down
-    may be `None`. `stored` are W and W_down as they are held.
+    Kept for backward are the base's product (`again`: x, to make it from) and the thin ones, not h. t, b,
+    column, and a_down with b_down may be `None`. `stored` are W and W_down as they are held.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, t: Any, b: Any, column: Any, a_down: Any, b_down: Any, stored: Stored,
-        stored_down: Stored, act: str,
+        stored_down: Stored, act: str, again: bool,
     ) -> torch.Tensor:  # fmt: skip
         gu, in_fp8 = product(x, stored), len(stored_down) == 2
         h, amax = ops.activate(gu, t, b, column, act, in_fp8)
@@ -281,18 +282,21 @@ class _GatedMlp(torch.autograd.Function):
             t_down = None if a_down is None else h @ a_down.t()
         if t_down is not None:
             ops.add_product_(y, t_down, b_down)
-        ctx.act, ctx.count = act, len(stored)
-        ctx.save_for_backward(gu, t, b, column, a_down, b_down, t_down, *stored, *stored_down)
+        ctx.act, ctx.count, ctx.again = act, len(stored), again
+        ctx.save_for_backward(x if again else gu, t, b, column, a_down, b_down, t_down, *stored, *stored_down)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        gu, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
+        kept, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
         grad, first = grads[0].contiguous(), stored[: ctx.count]
+        if ctx.again and len(first) > 2:  # dequantised once for both products
+            first = (ops.dequantise(list(first), grad.dtype),)
+        gu = product(kept, first) if ctx.again else kept
         dh = input_gradient(grad, stored[ctx.count :])
         dt_down = None if a_down is None else grad @ b_down
         db_down = None if a_down is None else grad.t() @ t_down
-        weight_scale = first[1].flatten() if ctx.count == 2 else None
+        weight_scale = first[1].flatten() if len(first) == 2 else None
         dgu, amax, dcolumn, db, da_down = ops.activate_backward(
             gu, t, b, column, ctx.act, dh, dt_down, a_down, weight_scale
         )
@@ -307,4 +311,4 @@ class _GatedMlp(torch.autograd.Function):
                 codes, step, dt = ops.quantise_product(dgu, weight_scale, amax, b)
             dx = fp8.codes_gradient(codes, step, first[0], grad.dtype)
         dcolumn, db = None if column is None else dcolumn, None if t is None else db
-        return dx, dt, db, dcolumn, None if a_down is None else da_down, db_down, None, None, None
+        return dx, dt, db, dcolumn, None if a_down is None else da_down, db_down, *[None] * 4

@@ -104,10 +104,9 @@ def test_every_fast_type_trains_on_it_and_merges(kind: str, train) -> None:
     run = train(*options)
     got, lines = receipts(run), metrics(run)
     assert all(receipt["ok"] for receipt in got.values())
-    assert got["speed.base"]["got"].startswith("42 of 42 linear layers")
-    assert (
-        int(got["fp8 products"]["got"].split()[0]) >= 24
-    )  # of six layers: q, k, v and gate, up are one each
+    assert got["speed.base"]["got"].startswith("14 of 14 linear layers")
+    # of two layers: q, k, v and gate, up are one each
+    assert int(got["fp8 products"]["got"].split()[0]) >= 8
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert merge.run(run.path)["against_tuned"]["relative"] < 0.1
 

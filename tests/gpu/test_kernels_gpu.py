@@ -125,6 +125,17 @@ def test_activation(shape: tuple[int, int], act: str, rank: int, scaled: bool) -
             assert error(ours, right) < 5e-3, name
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 1), (100, 4096, 16), (70, 14336, 24), (1030, 200, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_dora_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, size, rank = shape
+    w, a, b = random(rows, size, dtype=dtype), torch.randn(rank, size), torch.randn(rows, rank)
+    column = torch.rand(rows, 1) + 0.5 if dtype == torch.float8_e4m3fn else None
+    got = ops.kernels.dora_norm(*on_gpu(w, column, a, b), 0.7)
+    weight = w.double() * (1 if column is None else column)
+    assert error(got, (weight + 0.7 * b.double() @ a.double()).norm(dim=1)) < 1e-6
+
+
 def four_bit_layer(
     rows: int, columns: int, dtype: torch.dtype, quant_type: str, nested: bool, blocksize: int = 64
 ) -> torch.nn.Module:
