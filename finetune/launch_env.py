@@ -101,8 +101,10 @@ def check(
     """
     found = problems(machine, adapter.type, model, data, speed)
     init = adapter.options().get("init_lora_weights")
-    if sharded() and isinstance(init, str) and init.startswith(adapter_types.REBASING_INITS):
-        what = f"{init} takes its weights out of the base's, which {sharded()} of the {CONFIG} splits"
+    if sharded() and isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
+        what = (
+            f"{init} looks at the whole base for its first weights, which {sharded()} of the {CONFIG} splits"
+        )
         fix = "init_lora_weights: true, or ddp_8.yaml"
         found.append(Problem(what, "adapter.init_lora_weights", found=init, fix=fix))
     if sharded() and every:
