@@ -91,15 +91,19 @@ def rebases(adapted: Any) -> bool:
     return isinstance(init, str) and init.startswith(REBASING_INITS)
 
 
-def save(adapted: Any, target: Path, initial: Path) -> None:
-    """Save what was trained; from a changed base, as the difference from the `initial` adapter."""
+def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+    """Save what was trained; from a changed base, as the difference from the `initial` adapter.
+
+    Args:
+        state: its tensors, where the model itself has but parts of them.
+    """
     if rebases(adapted):
         adapted.save_pretrained(str(target), path_initial_model_for_weight_conversion=str(initial))
     else:
         # Trained rows are in the adapter; PEFT would add the whole embeddings if tokens are new
         rows = getattr(getattr(adapted, "peft_config", {}).get("default"), "trainable_token_indices", None)
         options = {"save_embedding_layers": False} if rows else {}
-        adapted.save_pretrained(str(target), **options)
+        adapted.save_pretrained(str(target), state_dict=state, **options)
 
 
 def save_initial(adapted: Any, initial: Path) -> None:

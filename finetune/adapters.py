@@ -193,7 +193,9 @@ def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     tensors.update(model.named_buffers())
     for name, tensor in list[tuple[str, Any]](tensors.items()):
-        if hasattr(tensor, "__tensor_flatten__"):  # torchao keeps codes and scales in one tensor
+        if hasattr(tensor, "__tensor_flatten__") and not hasattr(
+            tensor, "full_tensor"
+        ):  # torchao keeps codes and scales in one tensor
             del tensors[name]
             inner, _ = tensor.__tensor_flatten__()
             tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})

@@ -27,7 +27,8 @@ def split_batch(train: Train, processes: int) -> Batch:
     unit = processes * (stated or 1)
     if effective % unit:
         low, high = effective // unit * unit, (effective // unit + 1) * unit
-        what = f"can't be split over {processes} processes x {stated or 1} rows"
+        by = "process" if processes == 1 else "processes (num_processes of the launch)"
+        what = f"can't be split over {processes} {by} x {stated or 1} rows"
         expected = f"{low} or {high}" if low else str(high)
         raise UserError(Problem(what, "train.effective_batch_size", found=str(effective), expected=expected))
     share = effective // processes

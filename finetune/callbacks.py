@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from finetune import attention_choice, optimizers, qat
@@ -42,6 +43,7 @@ class StopOnNonFinite(TrainerCallback):
     ) -> None:
         self.check()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of parts, under FSDP
         self.norm, self.step = norm.to("cpu", non_blocking=True), state.global_step + 1
         self.copied = torch.cuda.Event() if norm.is_cuda else None
         if self.copied is None:
@@ -177,10 +179,13 @@ class FirstStep(TrainerCallback):
     """The class that `train.optim` means."""
 
     def __init__(self, ledger: Ledger, setup: Setup, *, steps: int, batch: int) -> None:
-        self.ledger, self.steps, self.batch = ledger, steps, batch
+        self.ledger, self.steps, self.batch, self.processes = ledger, steps, batch, setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
-        self.fp8 = setup.storage.value == "fp8" and setup.hardware.device == "cuda"
+        coded = (
+            setup.storage.value == "fp8" or setup.launch.fp8 == "AO"
+        )  # TransformerEngine's are not torch's
+        self.fp8 = coded and setup.hardware.device == "cuda"
         self.operations: dict[str, list[list[int]]] = {}
         self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
         self.flat = False
@@ -220,12 +225,12 @@ class FirstStep(TrainerCallback):
         if state.global_step != 1:
             return
         add = self.ledger.add
-        how = f"rows of step 1: {self.micro_batches} micro-batches x {args.world_size} processes"
-        rows = self.rows * args.world_size
+        how = f"rows of step 1: {self.micro_batches} micro-batches x {self.processes} processes"
+        rows = self.rows * self.processes
         if self.flat:  # all rows of a batch are one there: the loader knows how many
             loader = kwargs["train_dataloader"]
             at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
-            rows = self.micro_batches * at_once * args.world_size
+            rows = self.micro_batches * at_once * self.processes
         add("train.effective_batch_size", self.batch, rows, how)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
         add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)

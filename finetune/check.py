@@ -13,12 +13,15 @@ from finetune import (
     attention_choice,
     hardware,
     hub,
+    launch_env,
     model,
     modules,
     optimizers,
     qat,
+    run_folder,
     upstream,
 )
+from finetune.batch import split_batch
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Source
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.prepare import Prepared
-    from finetune.hardware import Setup
+    from finetune.hardware import Hardware, Setup
     from finetune.recipe import Recipe
 
 TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
@@ -71,8 +74,10 @@ def setup_of(recipe: Recipe) -> Setup:
     """How this machine trains a recipe.
 
     Raises:
-        UserError: what it can't do (exit 3).
+        UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
     """
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    launch_env.check(hardware.detect(), *asked)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
     setup = hardware.choose(
@@ -85,6 +90,35 @@ def setup_of(recipe: Recipe) -> Setup:
     )
     optimizers.check(recipe.train, recipe.speed, setup)
     return setup
+
+
+def launch_of(recipe: Recipe, machine: Hardware) -> tuple[str, str]:
+    """The shipped accelerate config for all GPUs of this machine, and why.
+
+    Raises:
+        UserError: what this machine or so many processes can't do with the recipe (exit 2 or 3).
+    """
+    from finetune import fit  # imports torch
+
+    setup, options = setup_of(recipe), recipe.adapter.options()
+    rank = None if recipe.adapter.type == "full" else max(16, int(options.get("r") or 0))
+    tokens = split_batch(recipe.train, machine.count).per_device * recipe.data.max_length
+    config, recompute = model.read_config(recipe.model), recipe.speed.recompute != "none"
+    need = fit.needs(config, setup.storage.value, rank, tokens, recompute=recompute)
+    return fit.choose(need, machine)
+
+
+def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
+    """What all processes of a launch must have alike: recipe, versions, precision, sharding, storage."""
+    own = ("output_dir", "cache")  # places of a machine
+    found = run_folder.environment(setup.hardware, setup.launch)
+    held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
+    held |= {name: str(number) for name, number in found["packages"].items()}
+    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in ("precision", "sharded", "fp8")}
+    for section in type(recipe).model_fields:
+        values = getattr(recipe, section).model_dump()
+        held |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}
+    return held
 
 
 def against_fp8(recipe: Recipe, config: Any = None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -15,11 +16,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import arguments
+from finetune import arguments, launch_env
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
@@ -36,23 +37,38 @@ OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such a
 def main(given: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
     options = parse(given)
+    return guarded(options.command, options)
+
+
+def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """The exit code of a command; a user's error, or a process of the launch that is gone, is one message."""
     try:
-        options.command(options)
+        command(options)
     except UserError as error:
         if options.debug:
             raise
-        rank = int(os.environ.get("RANK", "0"))
-        if rank:
-            time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
-        said = "\n".join(map(str, error.problems))
-        print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
-        return error.code
+        return failed("\n".join(map(str, error.problems)), error.code)
+    except RuntimeError as error:
+        said = launch_env.lost(error)
+        if options.debug or not said:
+            raise
+        return failed(said, Exit.TRAINING)
     except KeyboardInterrupt:
         if options.debug:
             raise
         print("stopped; what was saved is in the run folder", file=sys.stderr)
         return 130
     return Exit.DONE
+
+
+def failed(said: str, code: Exit) -> Exit:
+    """Say why this process failed, on the screen and to the launcher; returns the exit code."""
+    rank, now = int(os.environ.get("RANK", "0")), time.time()
+    if rank:
+        time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
+    launch_env.report(said, now)
+    print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
+    return code
 
 
 def train(options: argparse.Namespace) -> None:
@@ -66,9 +82,8 @@ def train(options: argparse.Namespace) -> None:
     with located(recipe):
         notes = checks.run(recipe)
         if not launch.launched():
-            launch.if_needed(
-                ["train", options.recipe, *options.overrides, *flags(options)], options.accelerate
-            )
+            again = ["train", options.recipe, *options.overrides, *flags(options)]
+            launch.if_needed(again, options.accelerate, functools.partial(checks.launch_of, recipe))
         if main and recipe.publish.repo:
             notes += publish_run.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
@@ -166,7 +181,8 @@ def evaluate(options: argparse.Namespace) -> None:
         options.overrides += [text for text in options.tasks if "=" in text]
         options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
     if not launch.launched():
-        launch.if_needed(["evaluate", str(run.path), *options.overrides, *flags(options)])
+        again = ["evaluate", str(run.path), *options.overrides, *flags(options)]
+        launch.if_needed(again, choose=functools.partial(processes_of, run, options.overrides))
     quieten_libraries()
     from finetune import evaluate as evaluation
     from finetune import report as reporting
@@ -179,6 +195,13 @@ def evaluate(options: argparse.Namespace) -> None:
         screen = Screen(quiet=options.quiet)
         summary.show_scores(screen, result)
         reporting.after(run.path, screen)
+
+
+def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> tuple[str, str]:
+    """How a run is evaluated on several GPUs; called where there are several."""
+    from finetune import evaluate as evaluation
+
+    return evaluation.launch_of(run, overrides, machine)
 
 
 def merge(options: argparse.Namespace) -> None:

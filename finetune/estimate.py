@@ -36,6 +36,8 @@ class Work(NamedTuple):
     tokens: int  # of one forward pass, at most
     flops: float  # of this process, over the whole run
     sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
+    eager: str = ""  # why `auto` does not compile
+    awaited: float = 0.0  # GiB of weights that come to this device when training starts
 
 
 class Memory(NamedTuple):
@@ -155,6 +157,8 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
         return Choice(
             "on", f"auto: in runs of more than {COMPILE_SECONDS} s, decided when the model is loaded"
         )
+    if work.eager:
+        return Choice("off", f"auto: {work.eager}")
     seconds = work.flops / (0.4 * (hardware.peak_flops or 100e12))
     text = f"auto: about {seconds:,.0f} s of training"
     if seconds < COMPILE_SECONDS:

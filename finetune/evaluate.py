@@ -9,15 +9,17 @@ from __future__ import annotations
 import gc
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import disable_fsdp_ram_efficient_loading
 
 from finetune import (
     attention_choice,
+    fit,
     hardware,
     harness,
     model,
@@ -30,7 +32,7 @@ from finetune import (
 )
 from finetune.data import load, prepare
 from finetune.data.formats import Example
-from finetune.errors import Problem, UserError
+from finetune.errors import Exit, Problem, UserError
 from finetune.results import Measured
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.data.prepare import HeldOut
-    from finetune.hardware import Setup
+    from finetune.hardware import Hardware, Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.sections import Eval, Model
@@ -196,12 +198,13 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool 
 def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
     """How this machine opens what a run trained: the base stored as it was then, attention that takes masks
     and a cache."""
-    return hardware.choose(
+    setup = hardware.choose(
         attention=recipe.model.attention,
         base=recipe.speed.base,
         adapter_type=recipe.adapter.type,
         attends=attention_choice.read(model.read_config(section or recipe.model)),
     )
+    return replace(setup, launch=replace(setup.launch, sharded=""))  # each process opens it whole
 
 
 def storage_note(recipe: Recipe) -> list[str]:
@@ -218,8 +221,34 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         else recipe.model.model_copy(update={"name": name, "revision": None, "add_tokens": []})
     )
     setup = setup_of(recipe, section)
-    state = PartialState(cpu=setup.hardware.device == "cpu")
-    return qat.prepare(model.load(section, setup, str(state.device)).eval(), recipe.speed.qat).eval()
+    state, device = PartialState(cpu=setup.hardware.device == "cpu"), "auto"
+    if not too_large(section, setup):
+        device = str(state.device)
+    elif state.num_processes > 1:
+        what, fix = (
+            "the base does not fit on one GPU",
+            "evaluate without a launcher: one process takes all GPUs",
+        )
+        raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
+    disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
+    return qat.prepare(model.load(section, setup, device).eval(), recipe.speed.qat).eval()
+
+
+def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> tuple[str, str]:
+    """The shipped config that shares the rows among all GPUs, none where one process needs them all; why."""
+    recipe = run_folder.recipe_of(run, overrides)
+    if too_large(recipe.model, setup_of(recipe)):
+        return "", f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
+    return "ddp_8", f"{machine.count} GPUs: each has the whole base and its share of the rows"
+
+
+def too_large(section: Model, setup: Setup) -> bool:
+    """Whether no single GPU of this machine holds the base, and several together may."""
+    machine = setup.hardware
+    if machine.device == "cpu" or machine.count < 2:
+        return False
+    need = fit.needs(model.read_config(section), setup.storage.value, 16, 1, recompute=True)
+    return need.base > 0.85 * machine.memory_gib
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:

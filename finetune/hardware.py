@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types, attention_choice, gpus
+from finetune import adapter_types, attention_choice, gpus, launch_env
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
-DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of computation, by precision
+# Of computation, by precision; of what is not in fp8
+DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 
 class Choice(NamedTuple):
@@ -49,10 +51,16 @@ class Launch:
     launcher: str  # accelerate | torchrun | none
     processes: int
     rank: int
-    precision: str  # no | bf16 | fp16 | fp8
+    precision: str  # of the Accelerator: no | bf16 | fp16 | fp8
     precision_by: str  # launch | hardware
     precision_reason: str
     sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
+    fp8: str = ""  # what an fp8 launch means: launch_env.FROZEN, TE, AO
+
+    @property
+    def rows_apart(self) -> int:
+        """Processes with rows of their own: those of a context-parallel group share theirs."""
+        return self.processes // launch_env.parallel("CP")
 
     @property
     def main(self) -> bool:
@@ -105,7 +113,17 @@ def choose(
     """
     hardware = detect()
     started = launch(hardware)
-    storage = choose_base(base, adapter_type, started.precision, hardware, against_fp8)
+    # of a model that is opened again (`against_fp8` is None) the run has said how it is stored
+    by_launch = started.fp8 == launch_env.FROZEN and base == "auto" and against_fp8 is not None
+    if started.sharded and against_fp8 is not None:
+        against_fp8 = partial(
+            str.format, "{} splits the weights, which fast forwards want whole", started.sharded
+        )
+    storage = choose_base(
+        "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8
+    )
+    if by_launch:
+        storage = Choice(storage.value, "the launch's mixed_precision: fp8")
     if (
         storage.value == "int8"
         and hardware.device == "cpu"
@@ -140,19 +158,19 @@ def launch(hardware: Hardware) -> Launch:
     """How this process was started: `accelerate launch` owns precision, else the hardware decides.
 
     Raises:
-        UserError: bf16 under a GPU that lacks it (exit 3); an fp8 launch, which needs the fp8 base (exit 3).
+        UserError: bf16 under a GPU that lacks it, fp8 where there are no fp8 GEMMs (exit 3).
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = "accelerate" if asked else "torchrun" if torchrun else "none"
     precision, reason = (asked, "its mixed_precision") if asked else default_precision(hardware)
     processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    if precision == "fp8":
-        fix = "mixed_precision: bf16 in the accelerate config"
-        raise UserError(
-            Problem("fp8 is not in this version", found="fp8 launch", fix=fix),
-            code=Exit.ENVIRONMENT,
-        )
+    fp8 = launch_env.fp8()
+    if fp8.kind:
+        precision, reason = fp8.precision, fp8.reason
+        if missing := fp8_missing(hardware, "bf16"):  # Accelerate would take fp16, with a warning in its log
+            what, fix = "an fp8 launch needs fp8 GEMMs", "mixed_precision: bf16 in the accelerate config"
+            raise UserError(Problem(what, found=missing, fix=fix), code=Exit.ENVIRONMENT)
     if precision == "bf16" and hardware.device == "cuda" and hardware.capability < (8, 0):
         found = f"{hardware.name}, compute capability {hardware.capability[0]}.{hardware.capability[1]}"
         problem = Problem(
@@ -162,15 +180,7 @@ def launch(hardware: Hardware) -> Launch:
         )
         raise UserError(problem, code=Exit.ENVIRONMENT)
     by = "launch" if asked else "hardware"
-    return Launch(launcher, processes, rank, precision, by, reason, sharded())
-
-
-def sharded() -> str:
-    """What the launch splits the weights with; the empty string if nothing does."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-        return "FSDP"
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1")
-    return "DeepSpeed" if deepspeed and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3" else ""
+    return Launch(launcher, processes, rank, precision, by, reason, launch_env.sharded(), fp8.kind)
 
 
 def default_precision(hardware: Hardware) -> Choice:
@@ -238,7 +248,7 @@ def choose_base(
         return Choice("bf16", "asked for")
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
-    stored = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}[precision]
+    stored = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
     if against_fp8 is None or precision != "bf16":
         return Choice(stored, f"precision {precision}")
     reason = fp8_missing(machine, precision) or against_fp8()

@@ -1,4 +1,8 @@
-"""One process for each GPU: a command that needs several replaces itself by `accelerate launch` of itself."""
+"""One process for each GPU: a command that needs several replaces itself by `accelerate launch` of itself.
+
+`python -m finetune.launch ...` is `accelerate launch ...` that ends with the exit code of the first process
+that failed, and with its message as the last thing said; Accelerate's own ends with 1 and a traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,16 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from finetune import shipped
+from finetune import launch_config, shipped
 from finetune.errors import Problem, UserError
 from finetune.hardware import default_precision, detect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.hardware import Hardware
 
 
 def launched() -> bool:
@@ -17,32 +27,82 @@ def launched() -> bool:
     return any(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"))
 
 
-def if_needed(arguments: list[str], config: str | None = None) -> None:
+def if_needed(
+    arguments: list[str],
+    config: str | None = None,
+    choose: Callable[[Hardware], tuple[str, str]] | None = None,
+) -> None:
     """Replace this process by `accelerate launch` where a config was named or several GPUs are visible.
 
     Args:
         arguments: of the `finetune` command, its name first.
         config: an accelerate config: a file, or the name of a shipped one.
+        choose: the name of a shipped config for this machine, empty for one process, and why; `None`: DDP.
 
     Raises:
-        UserError: no such config (exit 2).
+        UserError: no such config, or one that Accelerate would not follow as it is written (exit 2).
     """
     extra: list[str] = []
     if config is None:
         machine = detect()
         if machine.count < 2:
             return
-        config = str(shipped.folder("accelerate_configs") / "ddp_8.yaml")
+        name, reason = (
+            choose(machine) if choose else ("ddp_8", f"{machine.count} GPUs: the whole base on each")
+        )
+        print(f"note: {reason}", flush=True)
+        if not name:
+            return
+        config = str(shipped.folder("accelerate_configs") / f"{name}.yaml")
         extra = ["--num_processes", str(machine.count)]
         extra += ["--mixed_precision", default_precision(machine).value]
-    if not Path(config).is_file():
-        shelf = shipped.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
-        if not shelf.is_file():
-            known = ", ".join(sorted(path.stem for path in shelf.parent.glob("*.yaml")))
-            raise UserError(
-                Problem("no such accelerate config", found=config, expected=f"a file, or one of {known}")
-            )
-        config = str(shelf)
-    command = ["accelerate", "launch", "--config_file", config, *extra, "-m", "finetune", *arguments]
-    print(shlex.join(command), flush=True)
-    os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *command[2:]])
+    config = str(find(config))
+    launch_config.check(Path(config))
+    command = ["--config_file", config, *extra, "-m", "finetune", *arguments]
+    print(shlex.join(["accelerate", "launch", *command]), flush=True)
+    os.environ |= launch_config.environment(Path(config))
+    os.execv(sys.executable, [sys.executable, "-m", "finetune.launch", *command])
+
+
+def find(config: str) -> Path:
+    """The file that `--accelerate` names.
+
+    Raises:
+        UserError: no such file, and no shipped config of that name (exit 2).
+    """
+    if Path(config).is_file():
+        return Path(config)
+    shelf = shipped.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
+    if not shelf.is_file():
+        known = ", ".join(sorted(path.stem for path in shelf.parent.glob("*.yaml")))
+        expected = f"a file, or one of {known}"
+        raise UserError(Problem("no such accelerate config", found=config, expected=expected))
+    return shelf
+
+
+def main(given: list[str]) -> int:
+    """`accelerate launch` of `given`; the exit code of the first process that failed."""
+    from subprocess import CalledProcessError
+
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch_command(launch_command_parser().parse_args(given))
+    except ChildFailedError as error:
+        # those that the launcher ended itself, once one had failed, have an exit code below 0
+        own = {rank: one for rank, one in error.failures.items() if one.exitcode > 0} or error.failures
+        rank, failure = min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
+        if isinstance(failure.message, str) and failure.message:
+            print(f"rank {rank} failed first:\n{failure.message}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except CalledProcessError as error:  # one process, which has said why itself
+        return error.returncode if error.returncode > 0 else 128 - error.returncode
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import launch_env
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import DTYPES, STORED
@@ -86,14 +88,19 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
     if setup.storage.value in QUANTISED:
         options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
-        options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])
+        fsdp = setup.launch.sharded == "FSDP"
+        options["quantization_config"] = _quantised(setup.storage.value, options["dtype"], fsdp=fsdp)
     else:
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
-    if device != "cpu":
+    # Accelerate hands on what rank 0 read; DeepSpeed splits it while it is read, and takes no map
+    if device != "cpu" and not launch_env.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
         options["device_map"] = {"": device}
-    read = AutoModelForCausalLM.from_pretrained
-    loaded, found = _from_hub(read, model, output_loading_info=True, **options)
-    missing = sorted(found["missing_keys"])
+    if launch_env.read_by_rank_0() and not setup.launch.main:
+        loaded, missing = without_weights(config, options["dtype"]), []
+    else:
+        read = AutoModelForCausalLM.from_pretrained
+        loaded, found = _from_hub(read, model, output_loading_info=True, **options)
+        missing = sorted(found["missing_keys"])
     if missing:  # transformers would make them up
         what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
         raise UserError(Problem(what, "model.name", found=", ".join(missing[:6]), fix=fix))
@@ -102,13 +109,37 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if setup.storage.value == "fp8" and ledger:
+    if setup.storage.value == "fp8":
         from finetune.speed import fp8_base
 
-        fp8_base.add_receipt(loaded, ledger)
+        if ledger:
+            fp8_base.add_receipt(loaded, ledger)
+        if setup.launch.sharded == "FSDP":
+            fp8_base.pack(loaded)
     if model.add_tokens:
         _add_rows(loaded, added_tokens(model, load_tokenizer(model)))
     return loaded
+
+
+def without_weights(config: Any, dtype: torch.dtype) -> Any:
+    """A model of this config, for a process that gets its part of the weights from rank 0.
+
+    Names, shapes, dtypes and buffers are right; the weights' memory is never touched, so that it takes none.
+
+    transformers itself has every process read all files, and forget them.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in made.modules():
+        for name, held in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(held.shape, dtype=held.dtype, device="cpu")
+            setattr(module, name, torch.nn.Parameter(empty, requires_grad=held.requires_grad))
+    made.tie_weights()
+    return made.eval()
 
 
 def _add_rows(loaded: Any, tokens: list[int]) -> None:
@@ -125,27 +156,36 @@ def _add_rows(loaded: Any, tokens: list[int]) -> None:
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of names, shapes and bytes, computed where each tensor lives.
+    """A hash of names, shapes and bytes, computed where each tensor lives; of parts, that of the whole.
 
     Two 64-bit sums for each tensor (plain, and weighted by position) see any single changed byte for certain.
     """
-    import torch
+    from finetune import shards
 
-    digest = hashlib.sha256()
+    digest, found = hashlib.sha256(), shards.sums(tensors)
     for name in sorted(tensors):
-        flat = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
-        size = 1 << (
-            16 if flat.device.type == "cpu" else 24
-        )  # a CPU's cache holds that; the sums are the same
-        positions = torch.arange(1, min(size, flat.numel()) + 1, device=flat.device)
-        plain = weighted = 0
-        for start in range(0, flat.numel(), size):
-            chunk = flat[start : start + size].to(torch.int64)
-            total = int(chunk.sum())
-            plain += total
-            weighted += int((chunk * positions[: chunk.numel()]).sum()) + start * total
+        plain, weighted = found[name]
         digest.update(f"{name} {tuple(tensors[name].shape)} {plain} {weighted}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def twin(model: Any, setup: Setup, device: str) -> Any:
+    """Two layers of a model's architecture, whole, with random weights.
+
+    Where the model itself is in parts, what is to be proved of attention is proved on these.
+    """
+    import torch
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = copy.deepcopy(base.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = 2
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:2]
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        made = type(base)(config)
+    return made.to(getattr(torch, setup.compute_dtype))
 
 
 def against_fp8(model: Model) -> str:
@@ -181,7 +221,7 @@ def _unquantised_config(model: Model) -> Any:
     return config
 
 
-def _quantised(storage: str, compute: torch.dtype) -> Any:
+def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any:
     """transformers' quantisation config: our fp8; NF4 and FP4 in blocks of 64 with double quantisation (arXiv
     2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
     if storage == "fp8":
@@ -193,6 +233,7 @@ def _quantised(storage: str, compute: torch.dtype) -> Any:
         from transformers import TorchAoConfig
 
         return TorchAoConfig(Int8WeightOnlyConfig())
+    import torch
     from transformers import BitsAndBytesConfig
 
     if storage == "int8":
@@ -202,6 +243,8 @@ def _quantised(storage: str, compute: torch.dtype) -> Any:
         bnb_4bit_quant_type=storage,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
+        # as numbers of the launch's precision FSDP moves codes bit for bit; bytes it would not split
+        bnb_4bit_quant_storage=compute if fsdp else torch.uint8,
     )
 
 

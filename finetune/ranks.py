@@ -10,6 +10,9 @@ import torch.distributed
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from finetune import launch_env
+from finetune.errors import Problem, UserError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -36,6 +39,48 @@ def shared(reason: str) -> bool:
     except RuntimeError:  # some did not come in time, or are gone
         return False
     return set(reasons) == {reason}
+
+
+def agree(facts: dict[str, str]) -> None:
+    """Whether all processes mean the same run.
+
+    Args:
+        facts: what a run depends on, by name, as this process has it.
+
+    Raises:
+        UserError: on all of them, with what they differ in (exit 2).
+    """
+    count = PartialState().num_processes
+    if count == 1:
+        return
+    found: list[Any] = [None] * count
+    waits = datetime.timedelta(seconds=launch_env.timeout_seconds())
+    group = torch.distributed.new_group(backend="gloo", timeout=waits)
+    torch.distributed.all_gather_object(found, facts, group=group)
+    names = sorted({name for each in found for name in each})
+    differ = [name for name in names if len({each.get(name) for each in found}) > 1]
+    problems = []
+    for name in differ:
+        held = [f"rank {rank}: {each.get(name, 'nothing')}" for rank, each in enumerate(found)]
+        odd = [one for one, each in zip(held, found, strict=True) if each.get(name) != found[0].get(name)]
+        said = f"{held[0]}; {'; '.join(odd[:3])}"
+        fix = "the same recipe, checkout and environment on every machine"
+        problems.append(Problem("processes of this launch disagree", name, found=said, fix=fix))
+    if problems:
+        raise UserError(*problems)
+
+
+def main() -> bool:
+    """Whether this is rank 0."""
+    return PartialState().is_main_process
+
+
+def wait(hours: int = 24) -> None:
+    """Wait for all processes, one of which may be busy for long."""
+    if PartialState().num_processes > 1:
+        waits = datetime.timedelta(hours=hours)
+        group: Any = torch.distributed.new_group(backend="gloo", timeout=waits)
+        torch.distributed.barrier(group=group)
 
 
 def from_main(value: Callable[[], Any]) -> Any:

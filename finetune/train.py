@@ -21,17 +21,23 @@ from finetune import (
     adalora,
     adapter_init,
     adapters,
+    apart,
     callbacks,
     check,
     evaluate,
+    exchange,
     hardware,
     harness,
+    launch_env,
+    launch_receipts,
     loraplus,
     model,
     optimizers,
     qat,
+    ranks,
     report,
     run_folder,
+    shards,
     summary,
     trackers,
     upstream,
@@ -75,23 +81,24 @@ def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) ->
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
-    batch = split_batch(recipe.train, setup.launch.processes)
+    batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
-    tokenizer, prepared = prepare_in_turn(recipe)
+    tokenizer, prepared = prepare_in_turn(recipe, setup)
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
-    steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
+    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
 
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
+    exchange.prepare(adapted, arguments)
     tokens, flops = batch.per_device * recipe.data.max_length, flops_per_token(adapted)
-    work = speed.Work(tokens, flops * tokens * batch.accumulation * steps, setup.launch.sharded)
+    work = work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
 
@@ -118,7 +125,7 @@ def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) ->
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
-        add_launch_receipts(trainer, setup, ledger)
+        launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         train(trainer, recipe.adapter, validating, ledger)
 
@@ -129,13 +136,14 @@ def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) ->
         del trainer, adapted, base
         evaluate.release()
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
-        result = reopen_and_evaluate(folder, live, validating, ledger)
+        result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
         summary.show_result(screen, recipe, folder, ledger, result)
     return folder
 
 
-def prepare_in_turn(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The data, which one process of each machine prepares for the others."""
+def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The data, which one process of each machine prepares for the others, once all mean the same run."""
+    ranks.agree(check.facts(recipe, setup))
     if recipe.data.streaming:
         return check.prepare_data(recipe)
     with PartialState().local_main_process_first():
@@ -161,7 +169,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
         **hardware.loader(setup.hardware, setup.launch.processes),
-        "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
+        "ddp_timeout": launch_env.timeout_seconds(),
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
         "save_strategy": "no",  # a whole run is saved at its end
@@ -206,6 +214,7 @@ def build_trainer(
         ),
         optimizer_cls_and_kwargs=None if ratio else made_by,
     )
+    exchange.reduce_in_fp32(trainer.accelerator)
     trainer.remove_callback(PrinterCallback)
     (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
     trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
@@ -223,14 +232,24 @@ def make_fast(
 ) -> dict[str, hardware.Choice]:
     """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
+    proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
-        attention.prove_same(adapted, PROOF_TOKENS, kernel, flat, ledger)
+        attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
     fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
-    fast["speed.loss"] = head.choose(recipe.speed.loss, adapted, arguments)
+    fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))
     if flat:
         with precision(setup):
-            attention.prove_apart(adapted, PROOF_TOKENS, kernel, ledger)
+            attention.prove_apart(proved, PROOF_TOKENS, kernel, ledger)
     return fast
+
+
+def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
+    """What a process is to do, and what FSDP brings to its GPU at the start: its part, and two layers."""
+    sharded, awaited = setup.launch.sharded, 0
+    if launch_env.read_by_rank_0():
+        awaited = sum(p.nbytes for p in adapted.parameters()) // setup.launch.processes
+        awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
+    return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30)
 
 
 def validation(
@@ -247,21 +266,19 @@ def validation(
     return [validate.Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]
 
 
-def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
-    """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
-    got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
-    ledger.add("precision", setup.launch.precision, got.mixed_precision, how, code=code)
-    ledger.add("processes", setup.launch.processes, got.num_processes, how, code=code)
-
-
 def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate], ledger: Ledger) -> None:
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
-    frozen = model.fingerprint(adapters.frozen(adapted))
+
+    def look() -> str:
+        return model.fingerprint(adapters.frozen(adapted))
+
+    frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train()
+    exchange.add_receipt(trainer.model_wrapped, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
     if section.type != "full":
@@ -296,23 +313,30 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
 
 
 def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path) -> None:
-    """Adapter (or model) and tokenizer, by rank 0; the others wait."""
-    state = PartialState()
+    """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
+    state, tensors = PartialState(), shards.gathered(adapted)
     if state.is_main_process:
         target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
-        adapter_init.save(adapted, target, initial)
+        adapter_init.save(adapted, target, initial, tensors)
         tokenizer.save_pretrained(str(target))
     state.wait_for_everyone()
 
 
 def reopen_and_evaluate(
-    folder: RunFolder, live: verify.Live, validating: list[validate.Validate], ledger: Ledger
+    folder: RunFolder,
+    live: verify.Live,
+    validating: list[validate.Validate],
+    ledger: Ledger,
+    recipe: Recipe,
+    setup: Setup,
 ) -> dict[str, Any]:
     """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
 
     def same_as_live(reopened: Any) -> None:
         verify.check_reopened(live, reopened, folder, ledger)
 
+    if setup.launch.sharded and evaluate.too_large(recipe.model, setup):
+        return apart.evaluate(folder, live, ledger)
     result = evaluate.run(folder.path, inspect=same_as_live)
     for validation in validating:
         validation.add_receipt(result["tuned"]["loss"], ledger)

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from safetensors import safe_open
 
-from finetune import adapter_init, adapters, model, scoring
+from finetune import adapter_init, adapters, model, scoring, shards
 from finetune.errors import Exit, UserError
 from finetune.speed import fp8_base
 
@@ -80,7 +80,7 @@ def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
     named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
     for name, shape in shapes.items():
         if name in named and named[name].dim() == len(shape):
-            tensor = named[name].detach().float()[tuple(slice(size) for size in shape)]
+            tensor = shards.whole(named[name]).detach().float()[tuple(slice(size) for size in shape)]
             found[name] = model.fingerprint({name: tensor})
     return found
 
@@ -116,6 +116,22 @@ def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: Ledger)
     ledger.add("saved file", "tensors, none empty, no trained one zero", got, how, ok=ok, code=code)
     base = f"{config['base_model_name_or_path']} {config['revision'] or ''}".strip()
     ledger.add("base of the adapter", live.base, base, "adapter_config.json", code=code)
+
+
+def add_saved_receipts(live: Live, folder: RunFolder, ledger: Ledger) -> None:
+    """What the files hold against what was trained, where no process can reopen it beside the others."""
+    # a magnitude has no `.weight` on disk
+    on_disk = re.compile(r"(?<=magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.)")
+    names = {on_disk.sub("", name): name for name in live.tensors}
+    same = 0
+    for path in sorted(folder.weights.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                name = names.get(key, "")
+                digest = model.fingerprint({name: file.get_tensor(key).float()}) if name else ""
+                same += bool(name) and live.tensors[name] == digest
+    how, code = "hash of every trained tensor, live and in the files", Exit.ARTEFACT
+    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {same}", how, code=code)
 
 
 def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger) -> None:

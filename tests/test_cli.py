@@ -100,7 +100,7 @@ def test_several_processes_are_launched(monkeypatch) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
     (command,) = seen
-    assert command[1:3] == ["-m", "accelerate.commands.launch"]
+    assert command[1:3] == ["-m", "finetune.launch"]
     assert command[command.index("-m", 3) :][:3] == ["-m", "finetune", "train"]
     assert "train.seed=1" in command and any(
         part.endswith("accelerate_configs/cpu_2.yaml") for part in command

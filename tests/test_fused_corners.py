@@ -14,7 +14,8 @@ from test_fused import IDS, LINEAR, TYPES, adapted, ranked, step, worst
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.hardware import Hardware, sharded
+from finetune.hardware import Hardware
+from finetune.launch_env import sharded
 from finetune.receipts import Ledger
 from finetune.sections import Speed
 from finetune.speed import apply, attention

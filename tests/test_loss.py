@@ -235,7 +235,7 @@ def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     """The trainer of a run on 96 rows, not yet trained."""
     adapted, arguments, loaded, setup = opened(base, "data.validation=null", *overrides)
     arguments.output_dir = str(folder)
-    tokenizer, prepared = train.prepare_in_turn(loaded)
+    tokenizer, prepared = train.prepare_in_turn(loaded, setup)
     first = callbacks.FirstStep(Ledger(), setup, steps=arguments.max_steps, batch=8)
     sections = loaded.adapter, loaded.speed
     trainer = train.build_trainer(adapted, *sections, arguments, prepared.train, tokenizer, [first])

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import hardware
+from finetune import hardware, model
 from finetune.errors import Exit, UserError
 from finetune.hardware import Hardware
 from finetune.model import fingerprint
@@ -61,8 +62,9 @@ def test_the_launch_owns_precision(monkeypatch) -> None:
         hardware.launch(T4)
     assert raised.value.code == 3
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(UserError, match="not in this version"):
-        hardware.launch(H100)
+    with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
+        hardware.launch(T4)
+    assert raised.value.code == 3
 
 
 @pytest.mark.parametrize(
@@ -108,3 +110,14 @@ def test_recompute_is_planned_from_memory() -> None:
     assert choose_recompute("mlp", fused, CPU).value == "mlp"
     with pytest.raises(UserError, match="MLPs of this model are not fused"):
         choose_recompute("mlp", plan, H100)
+
+
+def test_a_process_without_weights_has_all_but_these(two_layers, untied) -> None:
+    for folder in (two_layers, untied):
+        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        empty = model.without_weights(AutoConfig.from_pretrained(folder), torch.bfloat16)
+        made, wanted = dict(empty.named_parameters()), dict(whole.named_parameters())
+        assert made.keys() == wanted.keys() and not empty.training
+        assert all((p.shape, p.dtype) == (made[n].shape, made[n].dtype) for n, p in wanted.items())
+        buffers = dict(empty.named_buffers())
+        assert all(torch.equal(b, buffers[n]) for n, b in whole.named_buffers()) and buffers

@@ -198,11 +198,11 @@ def test_two_processes_learn_what_one_does(
     ]
     overrides.append(f"model.name={two_layers}")
     two = tmp_path / "two"
-    config = "accelerate_configs/cpu_2.yaml"
+    config = ["accelerate_configs/ddp_8.yaml", "--num_processes", "2", "--mixed_precision", "no"]
     if launcher == "command":
         launch = ["finetune", "train", str(QUICKSTART), "--accelerate", "cpu_2"]
     else:
-        launch = ["accelerate.commands.launch", "--config_file", config, "scripts/train.py", str(QUICKSTART)]
+        launch = ["accelerate.commands.launch", "--config_file", *config, "scripts/train.py", str(QUICKSTART)]
     command = [sys.executable, "-m", *launch, *overrides, f"train.output_dir={two}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -140,7 +140,7 @@ class Fp8Linear(torch.nn.Linear):
     """A frozen linear layer stored as e4m3 codes and one float32 scale for each output.
 
     Attributes:
-        weight: [out, in] e4m3, without gradient.
+        weight: [out, in] e4m3, without gradient; packed, [out, in / 2] bf16.
         weight_scale: buffer [out, 1] float32.
         compute_dtype: the dtype that this layer would have without fp8. PEFT moves a new adapter to it, as it
             does on a base that is not quantised; to e4m3, the adapter would be rounded.
@@ -180,18 +180,24 @@ class Fp8Linear(torch.nn.Linear):
             made.bias = torch.nn.Parameter(plain.bias.detach(), requires_grad=False)
         return made
 
+    def pack(self) -> None:
+        """Take two codes for one bf16 number: FSDP casts what it gathers to bf16, and so not these bits."""
+        packed = self.weight.detach().view(torch.bfloat16)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
     @property
     def W_q(self) -> torch.Tensor:
-        """The codes. PEFT asks a layer that has this name for `dequantize()` (`dequantize_module_weight`,
-        peft/utils/integrations.py), which DoRA's magnitude needs; else it would take codes for weights."""
-        return self.weight
+        """The codes: [out, in] e4m3. PEFT asks a layer that has this name for `dequantize()`, which DoRA's
+        magnitude needs; else it would take codes for weights (`dequantize_module_weight`,
+        peft/utils/integrations.py)."""
+        return self.weight.view(E4M3) if self.weight.dtype == torch.bfloat16 else self.weight
 
     def dequantize(self) -> torch.Tensor:
         """The weight that this layer computes with: [out, in] float32."""
-        return self.weight.float() * self.weight_scale
+        return self.W_q.float() * self.weight_scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = linear(input, self.weight, self.weight_scale)
+        y = linear(input, self.W_q, self.weight_scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
@@ -201,7 +207,8 @@ class Fp8Linear(torch.nn.Linear):
             TypeError: at `.to(dtype)`, which would take codes for numbers.
         """
         super()._apply(fn, recurse)
-        if self.weight.dtype != E4M3 or self.weight_scale.dtype != torch.float32:
+        packed = self.weight.dtype == torch.bfloat16 and 2 * self.weight.shape[1] == self.in_features
+        if not (packed or self.weight.dtype == E4M3) or self.weight_scale.dtype != torch.float32:
             raise TypeError("an fp8 layer can't be cast to another dtype: load the base unquantised instead")
         return self
 

@@ -168,6 +168,13 @@ def add_receipt(base: Any, ledger: Ledger) -> None:
     ledger.add("speed.base", "fp8", got, how, ok=bool(layers))
 
 
+def pack(base: Any) -> None:
+    """Codes as FSDP can split them: see `Fp8Linear.pack`."""
+    for layer in base.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.pack()
+
+
 def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 

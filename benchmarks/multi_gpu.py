@@ -1,0 +1,239 @@
+"""Speed on several GPUs: `finetune train` under the shipped launch configs, into multi_gpu.json.
+
+    python benchmarks/multi_gpu.py --rows lora-bf16,lora-fp8 --gpus 1,2,4 [--layers 32] [--out FOLDER]
+    python benchmarks/multi_gpu.py --rows 70b-fp8,70b-bf16-fsdp2 --gpus 4
+    python benchmarks/multi_gpu.py --table    # the table of benchmarks/README.md, from multi_gpu.json
+
+Models, data, recipe and settings are those of gpu.py. Each row is one launch of N processes; each process
+has as many rows a step as the row says, so work grows with the number of GPUs, and `x of one` is tokens/s
+beside the same row on one GPU, if that was measured. Reported are tokens/s of all GPUs by the median of the
+steps after warm-up, the peak of rank 0's allocator, what DDP exchanged, and the loss of the last step.
+
+lora-*          8B, LoRA r=16 on all linear layers, rows of 4,096, four on each GPU, DDP
+70b-fp8         70B, LoRA r=16 on attention, rows of 8,192, one on each GPU: MLPerf's, DDP on the fp8 base
+70b-bf16-fsdp2  the same on a bf16 base that all GPUs share (the checkpoint takes 132 GiB of --work)
+32k, 128k       8B on the fp8 base, one row of so many tokens on each GPU; 128k with inputs on the CPU
+128k-cp         one row of 131,072 tokens on four GPUs (context parallelism, FSDP2, bf16)
+*-fsdp2 *-zero3 8B LoRA in bf16, the base split: what that costs where DDP would do
+full-*          8B, every weight trained
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu import ATTENTION, RECIPE, WARM, failure
+
+RESULTS = Path(__file__).with_name("multi_gpu.json")
+ROOT = Path(__file__).parents[1]
+TINY = 64  # times shorter rows, to try a row on CPUs
+
+
+class Row(NamedTuple):
+    config: str
+    """In accelerate_configs."""
+    changes: tuple[str, ...]
+    """Overrides of the recipe."""
+    model: str = "8b-bf16"
+    length: int = 4096
+    batch: int = 4
+    """Rows of `length` tokens of a process in a step."""
+    shared: bool = False
+    """Whether all processes share each row."""
+    layers: int | None = None
+
+
+WHOLE = ("speed.compile=true", "speed.recompute=none")
+LONG = ("speed.compile=true", "speed.base=fp8")
+LARGE = ("speed.compile=true", ATTENTION)
+FULL = ("adapter.type=full", "train.learning_rate=1e-5")
+ROWS = {
+    "lora-bf16": Row("ddp_8", ("speed.base=bf16", *WHOLE)),
+    "lora-fp8": Row("8xh100_fp8", WHOLE),
+    "dora-fp8": Row("8xh100_fp8", ("adapter.type=dora", *WHOLE)),
+    "qlora": Row("ddp_8", ("adapter.type=qlora", *WHOLE)),
+    "70b-fp8": Row("8xh100_fp8", LARGE, "70b-fp8", 8192, 1),
+    "70b-bf16-fsdp2": Row("fsdp2_8", (ATTENTION, "speed.recompute=all"), "70b-bf16", 8192, 1),
+    "lora-bf16-fsdp2": Row("fsdp2_8", ()),
+    "lora-fp8-fsdp2": Row("fsdp2_8_quantised", ("speed.base=fp8",)),
+    "qlora-fsdp2": Row("fsdp2_8_quantised", ("adapter.type=qlora",)),
+    "lora-bf16-zero2": Row("zero2_8", ("speed.base=bf16",)),
+    "lora-bf16-zero3": Row("zero3_8", ("speed.base=bf16",)),
+    "full-fsdp2": Row("fsdp2_8", FULL, batch=2),
+    "full-zero3": Row("zero3_8", FULL, batch=2),
+    "full-torchao": Row("8xh100_fp8_torchao", FULL, batch=1, layers=8),
+    "32k": Row("8xh100_fp8", LONG, length=32768, batch=1),
+    "128k": Row("8xh100_fp8", (*LONG, "speed.offload=activations"), length=131072, batch=1),
+    "128k-cp": Row(
+        "context_parallel_4",
+        ("model.attention=sdpa", "speed.recompute=all"),
+        length=131072,
+        batch=1,
+        shared=True,
+    ),
+}
+
+
+class Job(NamedTuple):
+    """One row on so many GPUs, ready to run."""
+
+    name: str
+    gpus: int
+    model: Path
+    data: Path
+    length: int
+    row: Row
+    steps: int
+    out: Path
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step, over all processes."""
+        return self.row.batch * (1 if self.row.shared else self.gpus)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="lora-bf16,lora-fp8")
+    parser.add_argument("--gpus", default="1,2,4")
+    parser.add_argument("--layers", type=int, help="at most so many, in every row")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
+    parser.add_argument("--out", type=Path, default=Path("runs/multi-gpu"))
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(RESULTS.read_text())))
+        return
+    from gpu_inputs import make_data, make_model
+
+    for folder in (options.work, options.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    found = options.out / "multi_gpu.json"
+    measured = json.loads(found.read_text()) if found.exists() else {}
+    for name in options.rows.split(","):
+        for gpus in map(int, options.gpus.split(",")):
+            job = plan(name, gpus, options)
+            shape, stored, layers = job.model.name.split("-")
+            make_model(job.model, shape, stored, int(layers))
+            make_data(job.data, (job.steps + 2) * job.rows * job.length, documents=False)
+            key = f"{name} x{gpus}"
+            measured[key] = launch(job, tiny=options.tiny)
+            found.write_text(json.dumps(measured, indent=1) + "\n")
+            print(key, measured[key], flush=True)
+    print(table(measured))
+
+
+def plan(name: str, gpus: int, options: Any) -> Job:
+    """What a row needs, by its paths and sizes."""
+    row = ROWS[name]
+    shape, stored = row.model.split("-")
+    shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)
+    depth = {"70b": 80, "tiny": 2}.get(shape, 32)
+    layers = min(n for n in (row.layers, options.layers, depth) if n)
+    length = row.length // shorter
+    rows = row.batch * (1 if row.shared else gpus)
+    data = options.work / f"text-{(options.steps + 2) * rows * length}.jsonl"
+    model = options.work / f"{shape}-{stored}-{layers}"
+    return Job(name, gpus, model, data, length, row, options.steps, options.out)
+
+
+def command(job: Job, recipe: Path, *, tiny: bool = False) -> list[str]:
+    """The launch of a row; one process runs in place, under the config's meaning of its base."""
+    given = [str(recipe), f"train.effective_batch_size={job.rows}", *job.row.changes]
+    if job.gpus == 1:
+        given += ["speed.base=fp8"] if job.row.config == "8xh100_fp8" and not tiny else []
+        return [sys.executable, "-m", "finetune", "train", *given]
+    name = "cpu_2" if tiny else job.row.config
+    line = [sys.executable, "-m", "finetune.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+    return [*line, "--num_processes", str(job.gpus), "-m", "finetune", "train", *given]
+
+
+def launch(job: Job, *, tiny: bool = False) -> dict[str, Any]:
+    """Run a row, and read what it left behind."""
+    key = f"{job.name}-x{job.gpus}"
+    folder, recipe = job.out / "runs" / key, job.out / f"{key}.yaml"
+    sizes = {"length": job.length, "batch": job.row.batch, "steps": job.steps}
+    recipe.write_text(RECIPE.format(model=job.model, data=job.data, folder=folder, **sizes))
+    shutil.rmtree(folder, ignore_errors=True)
+    log, started = job.out / f"{key}.log", time.perf_counter()
+    devices = ",".join(map(str, range(job.gpus)))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": str(ROOT)}
+    with log.open("w") as file:
+        line = command(job, recipe.resolve(), tiny=tiny)
+        code = subprocess.run(
+            line, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    lines = folder / "metrics.jsonl"
+    steps = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    steps = [line for line in steps if "loss" in line]
+    made = {"process_seconds": time.perf_counter() - started, "gpus": job.gpus}
+    failed = failure(code, log) if code else {}
+    for big in ("adapter", "model", "checkpoints"):
+        shutil.rmtree(folder / big, ignore_errors=True)
+    if len(steps) < job.steps:
+        return {**made, **failed}
+    late = (
+        {"failed_after_training": failed["reason"]} if failed else {}
+    )  # the steps were measured all the same
+    return {**made, **late, **result(job, steps, folder)}
+
+
+def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """A row of multi_gpu.json."""
+    receipts = {r["option"]: r["got"] for r in json.loads((folder / "receipts.json").read_text())}
+    environment = json.loads((folder / "environment.json").read_text())
+    seconds = statistics.median(step["step_seconds"] for step in steps[WARM:])
+    real = (steps[-1]["tokens"] - steps[WARM - 1]["tokens"]) / (len(steps) - WARM)
+    return {
+        "tokens_per_second": real / seconds,
+        "tokens_per_step": job.rows * job.length,
+        "step_seconds": seconds,
+        "first_step_seconds": steps[0]["step_seconds"],
+        "peak_gib": steps[-1]["gpu_memory_gib"] or 0.0,
+        "loss": steps[-1]["loss"],
+        "config": job.row.config,
+        "exchanged": receipts.get("gradients exchanged", receipts.get("split by FSDP", "")),
+        "attention": receipts.get("model.attention", ""),
+        "layers": int(job.model.name.rpartition("-")[2]),
+        "gpu": environment["hardware"]["name"],
+        "torch": environment["packages"]["torch"],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def table(measured: dict[str, dict[str, Any]]) -> str:
+    """The measured rows as a markdown table."""
+    lines = [
+        "| | config | tokens/s | a GPU | x of one | step, s | peak GiB | last loss | GPU, torch, date |",
+        "|---|" + "---|" * 8,
+    ]
+    for name, row in measured.items():
+        if "tokens_per_second" not in row:
+            lines.append(f"| {name} | | failed: {row['reason'].replace('|', '/')} |" + " |" * 6)
+            continue
+        rate, alone = row["tokens_per_second"], measured.get(f"{name.rpartition(' x')[0]} x1", {})
+        times = f"{rate / alone['tokens_per_second']:.2f}" if "tokens_per_second" in alone else ""
+        where = f"{row['gpu']}, {row['torch'].partition('+')[0]}, {row['date']}"
+        lines.append(
+            f"| {name} | {row['config']} | {rate:,.0f} | {rate / row['gpus']:,.0f} | {times} "
+            f"| {row['step_seconds']:.3f} | {row['peak_gib']:.1f} | {row['loss']:.3f} | {where} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

@@ -1,0 +1,62 @@
+"""What processes of data parallelism exchange: an adapter's gradients, once a step, in one piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from finetune.receipts import Ledger
+
+MIB = 2**20
+
+
+def prepare(adapted: torch.nn.Module, arguments: Any) -> None:
+    """Set SFTConfig's `ddp_*` for this model.
+
+    An adapter's gradients are one bucket: so few bytes cost what starting an exchange costs, and there is no
+    backward of a base's weights to hide it under. Buffers (an fp8 base's scales) are the same everywhere from
+    the start: DDP would send them again at each forward pass.
+    """
+    arguments.ddp_find_unused_parameters = False  # True for every PeftModel otherwise
+    arguments.ddp_broadcast_buffers = False
+    if hasattr(adapted, "peft_config"):
+        arguments.ddp_bucket_cap_mb = trained_bytes(adapted) // MIB + 1
+
+
+def reduce_in_fp32(accelerator: Any) -> None:
+    """Let FSDP add up gradients in fp32, and return what the model returns.
+
+    Accelerate's own policy for bf16 casts both: the summed loss of a batch would lose all but three digits.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and accelerator.mixed_precision in ("bf16", "fp16"):
+        plugin.mixed_precision_policy = fsdp_policy(accelerator.mixed_precision)
+
+
+def fsdp_policy(precision: str) -> Any:
+    """Weights are gathered and multiplied in 16 bits."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def trained_bytes(adapted: torch.nn.Module) -> int:
+    return sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
+
+
+def add_receipt(wrapped: Any, ledger: Ledger) -> None:
+    """Bytes and buckets of gradients that DDP exchanged, by its own account after the last step."""
+    if not isinstance(wrapped, DistributedDataParallel):
+        return
+    data = wrapped._get_ddp_logging_data()
+    sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
+    buckets = [int(size) for size in sizes.split(",")]
+    trained = [p for p in wrapped.parameters() if p.requires_grad]
+    asked = f"{sum(p.nbytes for p in trained)} bytes of {len(trained)} trained tensors"
+    got = f"{sum(buckets)} bytes of {data['num_parameter_tensors']} trained tensors"
+    how = f"DDP's own account of its buckets: {len(buckets)}"
+    ledger.add("gradients exchanged", asked, got, how)

@@ -1,0 +1,318 @@
+"""What a launcher's environment asks for, and where it contradicts the recipe or itself.
+
+`accelerate launch` hands its config file on as environment variables; they are all that a process sees of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune import adapter_types
+from finetune.errors import Exit, Problem, UserError
+from finetune.upstream import installed
+
+if TYPE_CHECKING:
+    from finetune.hardware import Hardware
+    from finetune.sections import Adapter, Data, Model, Speed
+
+FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
+BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
+TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
+_LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
+CONFIG = "accelerate config"  # as messages call the other side
+BASE_INSTEAD = "accelerate_configs/8xh100_fp8.yaml: the frozen fp8 base, under any adapter"
+
+
+class Fp8(NamedTuple):
+    """What an fp8 launch asks for."""
+
+    kind: str
+    """Empty: nothing; `FROZEN`; `TE` or `AO`: Accelerate's own path."""
+    reason: str = ""
+
+    @property
+    def precision(self) -> str:
+        """That of the Accelerator: the frozen base's products give bf16, which is all it has to know."""
+        return "bf16" if self.kind == FROZEN else "fp8"
+
+
+def said(name: str, default: str = "") -> str:
+    """A variable of the launch, without regard to how it is written."""
+    return os.environ.get(name, default).strip().lower()
+
+
+def on(name: str) -> bool:
+    return said(name) in ("true", "1", "yes")
+
+
+def fp8() -> Fp8:
+    """What the launch's precision means if it is fp8."""
+    if said("ACCELERATE_MIXED_PRECISION") != "fp8":
+        return Fp8("")
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "").strip()
+    if not backend:
+        return Fp8(FROZEN, "mixed_precision: fp8 means the frozen fp8 base; all else in bf16")
+    return Fp8(backend, f"its mixed_precision: fp8 by {BACKENDS.get(backend, backend)}")
+
+
+def sharded() -> str:
+    """What the launch splits the weights with; the empty string if nothing does."""
+    if on("ACCELERATE_USE_FSDP"):
+        return "FSDP"
+    return "DeepSpeed" if on("ACCELERATE_USE_DEEPSPEED") and zero_stage() == "3" else ""
+
+
+def read_by_rank_0() -> bool:
+    """Whether one process of each machine alone reads the base, and the others get their parts from it."""
+    return sharded() == "FSDP" and on("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def eager() -> str:
+    """Why `speed.compile: auto` does not compile under this launch; the empty string if it may."""
+    if fp8().kind == "TE":
+        return "TransformerEngine's delayed scaling breaks the graph at each layer"
+    return f"not measured where {sharded()} splits the weights" if sharded() else ""
+
+
+def zero_stage() -> str:
+    return said("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2") if on("ACCELERATE_USE_DEEPSPEED") else ""
+
+
+def parallel(kind: str) -> int:
+    """Processes that share a sequence (`CP`, `SP`) or a layer (`TP`)."""
+    used = on("ACCELERATE_USE_PARALLELISM_CONFIG")
+    return int(said(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) if used else 1
+
+
+def check(
+    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None = None
+) -> None:
+    """Refuse what can't be meant before any weight is loaded.
+
+    Args:
+        every: `eval.every`.
+
+    Raises:
+        UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
+    """
+    found = problems(machine, adapter.type, model, data, speed)
+    init = adapter.options().get("init_lora_weights")
+    if sharded() and isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
+        what = (
+            f"{init} looks at the whole base for its first weights, which {sharded()} of the {CONFIG} splits"
+        )
+        fix = "init_lora_weights: true, or ddp_8.yaml"
+        found.append(Problem(what, "adapter.init_lora_weights", found=init, fix=fix))
+    if sharded() and every:
+        what = f"{sharded()} of the {CONFIG} needs all ranks at each pass, and they ask differently often"
+        fix = "eval.every: null; at the end it is evaluated"
+        found.append(Problem(what, "eval.every", found=str(every), fix=fix))
+    if on("ACCELERATE_USE_FSDP") and adapter.ours("loraplus_lr_ratio"):
+        what = f"FSDP of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
+        found.append(Problem(what, "adapter.loraplus_lr_ratio", fix="drop it, or ddp_8.yaml"))
+    if found:
+        raise UserError(*found)
+    package, extra = {"TE": ("transformer_engine", "fp8"), "AO": ("torchao", "quantize")}.get(
+        fp8().kind, ("torch", "")
+    )
+    if not installed(package):
+        what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
+        problem = Problem(what, fix=f"pip install 'finetune-toolkit[{extra}]'; or {BASE_INSTEAD}")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def timeout_seconds() -> int:
+    """How long a process waits for the others in one exchange, before it says that it did (default: 1800)."""
+    given = said(TIMEOUT, "1800")
+    if not given.isdecimal() or int(given) < 1:
+        raise UserError(Problem("a whole number of seconds", TIMEOUT, found=given, fix=f"{TIMEOUT}=600"))
+    return int(given)
+
+
+def report(message: str, when: float) -> None:
+    """Leave this process's message where torch's launcher looks for it: it says the first one last."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = json.dumps({"message": message, "timestamp": int(when)})
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def lost(error: BaseException) -> str:
+    """What to say of an error that means that another process is gone, or does not answer; else nothing."""
+    text = " ".join(str(error).split())
+    if int(said("WORLD_SIZE", "1")) < 2 or not _LOST.search(text):
+        return ""
+    what = "another process of this launch ended, or did not answer in time"
+    fix = f"what the first process that failed said; {TIMEOUT} is how long one waits ({timeout_seconds()} s)"
+    return str(Problem(what, found=text[:200], fix=fix))
+
+
+def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Speed) -> list[Problem]:
+    """Every contradiction between launch, machine and recipe, each naming both sides.
+
+    Args:
+        kind: `adapter.type`.
+    """
+    found = [*_started(machine), *_sharding(machine, kind, speed), *_parallelism(model, data)]
+    return found + (_fp8(fp8(), kind, speed) if fp8().kind else [])
+
+
+def _fp8(asked: Fp8, kind: str, speed: Speed) -> list[Problem]:
+    """fp8 is the launch's, the base's storage the recipe's: they must mean the same."""
+    if asked.kind not in (FROZEN, *BACKENDS):
+        fix = (
+            f"backend: {asked.kind.upper()}" if asked.kind.upper() in BACKENDS else f"drop it: {BASE_INSTEAD}"
+        )
+        what = f"fp8_config.backend of the {CONFIG} is not one that Accelerate and this project serve"
+        return [Problem(what, found=asked.kind, expected="TE or AO, in upper case", fix=fix)]
+    if asked.kind == FROZEN:
+        if kind == "full":
+            what = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base, and full trains it"
+            fix = "accelerate_configs/8xh100_fp8_torchao.yaml or 8xh100_fp8_te.yaml"
+            return [Problem(what, "adapter.type", found="full", fix=fix)]
+        stored = adapter_types.find(kind).storage or speed.base
+        if stored not in ("auto", "fp8"):
+            what = f"mixed_precision: fp8 of the {CONFIG} stores the base in fp8, the recipe in {stored}"
+            fix = "speed.base: auto and a type that leaves it open, or mixed_precision: bf16"
+            return [Problem(what, "speed.base", found=stored, fix=fix)]
+        obstacle = adapter_types.obstacle(kind, "fp8")
+        if obstacle:
+            what = f"mixed_precision: fp8 of the {CONFIG}, and {obstacle}"
+            fix = "adapter.type: lora, or mixed_precision: bf16"
+            return [Problem(what, "adapter.type", found=kind, fix=fix)]
+        return []
+    return _by_accelerate(asked.kind, kind, speed)
+
+
+def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
+    """Accelerate's own fp8 is for training every weight."""
+    found: list[Problem] = []
+    if kind != "full":
+        why = {
+            "TE": "makes every linear layer anew with requires_grad=True, A and B of the adapter among them: "
+            "the frozen base would train, and all its gradients be exchanged",
+            "AO": "turns A and B of the adapter into fp8 too, and frozen weights, kept in bf16, again "
+            "in each pass",
+        }[backend]
+        what = f"fp8_config.backend: {backend} of the {CONFIG} is for full fine-tuning: it {why}"
+        found.append(Problem(what, "adapter.type", found=kind, fix=BASE_INSTEAD))
+    elif speed.base not in ("auto", "fp32"):
+        what = f"fp8_config.backend: {backend} of the {CONFIG} trains weights in fp32"
+        found.append(Problem(what, "speed.base", found=speed.base, fix="speed.base: auto"))
+    if backend == "TE" and speed.compile is True:
+        what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
+        found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
+    gathers = on("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER") or not said(
+        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
+    )
+    if backend == "AO" and gathers and not on("ACCELERATE_USE_FSDP"):
+        what = (
+            f"enable_fsdp_float8_all_gather of the {CONFIG} puts new parameters in place of those that the "
+        )
+        what += "optimizer holds: outside FSDP2 nothing would train"
+        fix = "enable_fsdp_float8_all_gather: false in fp8_config"
+        found.append(Problem(what, found="true (Accelerate's default)", fix=fix))
+    if backend == "AO" and on("ACCELERATE_USE_FSDP") and on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} can't hand on torchao's fp8 layers"
+        fix = "fsdp_cpu_ram_efficient_loading: false"
+        found.append(Problem(what, found="true, with fp8_config.backend: AO", fix=fix))
+    return found
+
+
+def _started(machine: Hardware) -> list[Problem]:
+    """The number of processes: what was asked of the launcher, what it started, what this machine has."""
+    alone = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if alone and said("ACCELERATE_MIXED_PRECISION"):
+        what = f"num_processes of the {CONFIG} asks for several processes, and one was started"
+        fix = (
+            "distributed_type: MULTI_GPU, on CPUs too (accelerate_configs/cpu_2.yaml); without a launcher's "
+        )
+        return [Problem(what, found="MASTER_ADDR without WORLD_SIZE", fix=f"{fix}help: unset MASTER_ADDR")]
+    here = int(said("LOCAL_WORLD_SIZE", "1"))
+    if machine.device == "cuda" and here > machine.count:
+        what = f"num_processes of the {CONFIG} is more than this machine has GPUs"
+        return [
+            Problem(
+                what, found=f"{here} processes, {machine.count} GPUs", fix=f"--num_processes {machine.count}"
+            )
+        ]
+    return []
+
+
+def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
+    """What splits weights, against the machine and the recipe."""
+    found: list[Problem] = []
+    stored = adapter_types.find(kind).storage or speed.base
+    if machine.device == "cpu" and on("ACCELERATE_USE_FSDP"):
+        what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
+        found.append(Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml"))
+    if on("ACCELERATE_USE_FSDP") and said("FSDP_VERSION", "1") != "2":
+        what = f"fsdp_config of the {CONFIG} asks for FSDP1, which mixes no dtypes and is given up upstream"
+        found.append(Problem(what, found=said("FSDP_VERSION", "1"), fix="fsdp_version: 2"))
+    if on("FSDP_ACTIVATION_CHECKPOINTING"):
+        what = (
+            f"fsdp_activation_checkpointing of the {CONFIG} and speed.recompute would both recompute layers"
+        )
+        fix = "fsdp_activation_checkpointing: false; speed.recompute: all"
+        found.append(Problem(what, "speed.recompute", found=str(speed.recompute), fix=fix))
+    if said("ACCELERATE_DYNAMO_BACKEND", "no") not in ("", "no"):
+        what = (
+            f"dynamo_config of the {CONFIG} and speed.compile would both compile; compiling is the recipe's"
+        )
+        fix = "drop dynamo_config; speed.compile: true"
+        found.append(Problem(what, "speed.compile", found=said("ACCELERATE_DYNAMO_BACKEND"), fix=fix))
+    if on("ACCELERATE_USE_FSDP") and on("FSDP_CPU_RAM_EFFICIENT_LOADING") and stored in ("fp8", "nf4", "fp4"):
+        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} hands on no base in {stored}"
+        fix = "fsdp_cpu_ram_efficient_loading: false (accelerate_configs/fsdp2_8_quantised.yaml)"
+        found.append(Problem(what, "speed.base", found=stored, fix=fix))
+    if sharded() and stored in ("int8", "torchao_int8", "fp4" if sharded() == "DeepSpeed" else "int8"):
+        what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
+        found.append(Problem(what, "speed.base", found=stored, fix="speed.base: bf16"))
+    if sharded() == "DeepSpeed" and stored in ("fp8", "nf4"):
+        what = (
+            f"ZeRO-3 of the {CONFIG} splits weights that are numbers, and the recipe's are codes ({stored})"
+        )
+        fix = "accelerate_configs/ddp_8.yaml, where it fits on each GPU, or fsdp2_8_quantised.yaml"
+        found.append(Problem(what, "speed.base", found=stored, fix=fix))
+    by = "FSDP" if on("ACCELERATE_USE_FSDP") else "DeepSpeed" if on("ACCELERATE_USE_DEEPSPEED") else ""
+    if by and adapter_types.find(kind).peft == "adalora":
+        what = f"{by} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by whole ones"
+        found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
+    if on("ACCELERATE_USE_DEEPSPEED") and fp8().kind:
+        what = f"DeepSpeed knows no mixed_precision: fp8, which the {CONFIG} asks for"
+        found.append(Problem(what, found="fp8", fix="mixed_precision: bf16; speed.base: fp8 under ZeRO-2"))
+    if said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") and on("ACCELERATE_USE_DEEPSPEED"):
+        what = f"gradient_accumulation_steps of the {CONFIG} is what train.effective_batch_size decides"
+        fix = "drop it from deepspeed_config"
+        steps = said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+        found.append(Problem(what, "train.effective_batch_size", found=steps, fix=fix))
+    return found
+
+
+def _parallelism(model: Model, data: Data) -> list[Problem]:
+    """Sequences and layers shared between processes."""
+    found: list[Problem] = []
+    for size, name, why in (
+        ("TP", "tp_size", "PEFT's adapters hold whole rows of layers that tensor parallelism cuts"),
+        (
+            "SP",
+            "sp_size",
+            "DeepSpeed's sequence parallelism takes a loss of its own, and this project's is others",
+        ),
+    ):
+        if parallel(size) > 1:
+            fix = "accelerate_configs/fsdp2_8.yaml; for long sequences context_parallel_4.yaml"
+            what = f"parallelism_config_{name} of the {CONFIG}: {why}"
+            found.append(Problem(what, found=str(parallel(size)), fix=fix))
+    if parallel("CP") > 1:
+        if data.packing or data.padding_free:
+            key = "packing" if data.packing else "padding_free"
+            what = f"parallelism_config_cp_size of the {CONFIG} cuts through a packed row's documents"
+            found.append(Problem(what, f"data.{key}", found="true", fix=f"{key}: false"))
+        if model.attention != "sdpa":
+            what = f"parallelism_config_cp_size of the {CONFIG} works with torch's own attention alone"
+            found.append(Problem(what, "model.attention", found=model.attention, fix="attention: sdpa"))
+    return found

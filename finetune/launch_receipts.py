@@ -1,0 +1,91 @@
+"""What a launch asked for, read back from the Accelerator, and from the model and optimizer it prepared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from finetune.errors import Exit
+from finetune.launch_env import BACKENDS, said
+
+if TYPE_CHECKING:
+    from finetune.hardware import Launch
+    from finetune.receipts import Ledger
+
+
+def add(trainer: Any, launch: Launch, ledger: Ledger) -> None:
+    """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
+    got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
+    ledger.add("precision", launch.precision, got.mixed_precision, how, code=code)
+    ledger.add("processes", launch.processes, got.num_processes, how, code=code)
+    if launch.fp8 in BACKENDS:
+        backend, handler = got.fp8_backend, got.te_recipe_handler or got.ao_recipe_handler
+        ledger.add("fp8 backend", launch.fp8, getattr(backend, "value", str(backend)), how, code=code)
+        for name, value in asked_of(launch.fp8).items():
+            held = getattr(getattr(handler, "config", handler), name)
+            ledger.add(f"fp8_config.{name}", value, str(held).lower(), "its fp8 recipe", code=code)
+    trainer.add_callback(Prepared(launch, trainer.model, ledger))
+
+
+def asked_of(backend: str) -> dict[str, str]:
+    """What the accelerate config says of the fp8 recipe, by the names of the object that holds it."""
+    names = {"TE": ("fp8_format", "amax_history_len", "amax_compute_algo"), "AO": ()}[backend]
+    found = {name: said(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}") for name in names}
+    if backend == "AO":
+        found = {
+            "enable_fsdp_float8_all_gather": said("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "true")
+        }
+    return {name: value for name, value in found.items() if value}
+
+
+class Prepared(TrainerCallback):
+    """Receipts of the model as it is prepared: what trains, what of it the optimizer holds, what is split."""
+
+    def __init__(self, launch: Launch, model: Any, ledger: Ledger) -> None:
+        self.launch, self.ledger = launch, ledger
+        self.trained = numbers(model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        model, optimizer = given["model"], given["optimizer"]
+        how, add = "parameters with requires_grad, before and after preparing", self.ledger.add
+        by_zero = self.launch.sharded == "DeepSpeed"  # where a process has its part, and the shape is empty
+        if not by_zero:
+            add("trained numbers of the prepared model", self.trained, numbers(model), how)
+        groups = getattr(optimizer, "optimizer", optimizer).param_groups
+        held = {id(p) for group in groups for p in group["params"]}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not (by_zero or type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith(_COPIES)):
+            got = sum(id(p) in held for p in trained)
+            add("tensors that the optimizer holds", len(trained), got, "the optimizer's groups")
+        if self.launch.sharded == "FSDP":
+            split = [p for p in model.parameters() if isinstance(p, DTensor)]
+            whole = sum(p.numel() for p in model.parameters())
+            share = sum(p.to_local().numel() for p in split) / whole
+            got = f"{share:.1%} of the model's numbers, {len(split)} tensors"
+            how, ok = "DTensors of this process", bool(split) and share < 1.5 / self.launch.processes
+            add(
+                "split by FSDP", f"1 of {self.launch.processes} parts", got, how, ok=ok, code=Exit.ENVIRONMENT
+            )
+        if self.launch.fp8 in BACKENDS:
+            self._converted(model)
+        self.ledger.check()
+
+    def _converted(self, model: Any) -> None:
+        """Layers that Accelerate put in place of plain linear ones."""
+        own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
+        made = [m for m in model.modules() if type(m).__module__.startswith(own)]
+        plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
+        got, how = f"{len(made)} layers of {own}'s, {len(plain)} plain", "modules of the prepared model"
+        self.ledger.add("fp8 layers", "> 0", got, how, ok=bool(made), code=Exit.ENVIRONMENT)
+
+
+# Optimizers that hold copies of the parameters, and step on these
+_COPIES = ("torchao.optim.cpu_offload", "deepspeed", "accelerate.utils.deepspeed")
+
+
+def numbers(model: Any) -> int:
+    """Numbers that train, over all processes."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

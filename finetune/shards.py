@@ -1,0 +1,88 @@
+"""Tensors of which each process has a part (FSDP2, ZeRO-3): whole again, or fingerprinted as they lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor. Of a part every process must ask: they exchange theirs."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    if hasattr(tensor, "ds_id"):
+        from deepspeed.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor
+
+
+def sharded(model: torch.nn.Module) -> bool:
+    """Whether any parameter is a part of one."""
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
+
+
+def gathered(model: Any) -> dict[str, torch.Tensor] | None:
+    """What rank 0 saves of a split model, on the CPU: of an adapter what trains. `None`: the model is whole.
+
+    All processes call it; on the others the tensors are empty.
+    """
+    if not sharded(model):
+        return None
+    main = torch.distributed.get_rank() == 0
+    found, seen = dict[str, torch.Tensor](), set[int]()
+    adapter = hasattr(model, "peft_config")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen or (adapter and not tensor.requires_grad):  # a tied head is saved once
+            continue
+        seen.add(id(tensor))
+        made = whole(tensor).detach()
+        found[name] = made.cpu().clone() if main else made.new_empty(0, device="cpu")
+    return found
+
+
+def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """Two sums over the bytes of each tensor, plain and weighted by position, computed where the bytes are.
+
+    Any single changed byte changes them. They are the same whole and in parts: parts of rows are summed where
+    they lie, from their own place on, and the sums added up over the processes.
+    """
+    found, split = dict[str, tuple[int, int]](), list[str]()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),) and tensor.dim():
+            mesh, local = tensor.device_mesh, tensor.to_local()
+            rows = -(-tensor.shape[0] // mesh.size())  # of each part, as torch.chunk divides
+            first = min(mesh.get_local_rank() * rows, tensor.shape[0])
+            size = tensor.numel() // max(tensor.shape[0], 1) * tensor.element_size()
+            found[name] = _sums(local, first * size)
+            split.append(name)
+        else:
+            found[name] = _sums(whole(tensor), 0)
+    if split:
+        parts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, {name: found[name] for name in split})
+        for name in split:
+            found[name] = sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)
+    return found
+
+
+def _sums(tensor: torch.Tensor, offset: int) -> tuple[int, int]:
+    """Of bytes that begin at `offset` of the whole."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    # a CPU's cache holds that; the sums are the same
+    size = 1 << (16 if flat.device.type == "cpu" else 24)
+    positions = torch.arange(1, min(size, flat.numel()) + 1, device=flat.device)
+    plain = weighted = 0
+    for start in range(0, flat.numel(), size):
+        chunk = flat[start : start + size].to(torch.int64)
+        total = int(chunk.sum())
+        plain += total
+        weighted += int((chunk * positions[: chunk.numel()]).sum()) + (offset + start) * total
+    return plain, weighted

@@ -1,0 +1,100 @@
+"""The table of accelerate_configs/README.md: which config trains which adapter on which base, or why not.
+
+    python scripts/launch_matrix.py
+
+Each config is read by Accelerate's own launcher, which hands it on as environment variables; what
+`finetune train` would say to these on eight H100s (on the CPU, for the cpu configs) is the cell.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import launch
+
+from finetune import hardware, launch_env
+from finetune.errors import UserError
+from finetune.hardware import Hardware
+from finetune.sections import Data, Model, Speed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
+CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
+COLUMNS = [  # adapter.type, speed.base
+    ("lora", "auto"), ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"),
+    ("lora", "fp8"), ("dora", "fp8"),
+    ("qlora", "auto"), ("full", "auto"),
+]  # fmt: skip
+
+
+def environment(config: Path) -> dict[str, str]:
+    """What Accelerate's launcher adds to the environment of each process for a config."""
+    given = ["--config_file", str(config), "--main_process_port", "0"]
+    if config.stem == "multi_node":
+        given += ["--num_processes", "16", "--main_process_ip", "127.0.0.1"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args([*given, "script.py"]))
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ""
+        made = launch.prepare_deepspeed_cmd_env(arguments)[1]
+    elif arguments.use_fsdp or arguments.multi_gpu:
+        made = launch.prepare_multi_gpu_env(arguments)
+    else:
+        made = launch.prepare_simple_launcher_cmd_env(arguments)[1]
+    return {name: value for name, value in made.items() if os.environ.get(name) != value}
+
+
+@contextmanager
+def launched(config: Path) -> Iterator[None]:
+    """As in a process of that launch."""
+    before, made = dict(os.environ), environment(config)
+    os.environ |= made
+    os.environ.setdefault("WORLD_SIZE", "1")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def cell(config: Path, kind: str, base: str) -> str:
+    """`trains`, or why not."""
+    machine = CPU if config.stem.startswith("cpu") else EIGHT
+    if machine is CPU:
+        base = {"bf16": "auto"}.get(base, base)  # fp32 there
+    attention = "sdpa" if "context" in config.stem else "auto"
+    model, data = Model(name="m", attention=attention), Data(name="d")
+    try:
+        with launched(config):
+            found = launch_env.problems(machine, kind, model, data, Speed.model_validate({"base": base}))
+            if not found:
+                started = hardware.launch(machine)
+                hardware.choose_base(base, kind, started.precision, machine, lambda: "the column says which")
+    except UserError as error:
+        found = list(error.problems)
+    return "; ".join(dict.fromkeys(problem.what for problem in found)) or "trains"
+
+
+def table() -> str:
+    """Markdown: a row for each config, a column for each adapter and base, and the reasons below it."""
+    reasons: list[str] = []
+    heads = [kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS]
+    lines = [f"| | {' | '.join(heads)} |"]
+    lines.append("|---|" + "---|" * len(COLUMNS))
+    for config in sorted(CONFIGS.glob("*.yaml")):
+        cells = [cell(config, *column) for column in COLUMNS]
+        reasons = list(dict.fromkeys([*reasons, *(c for c in cells if c != "trains")]))
+        shown = [("yes" if c == "trains" else f"no ({reasons.index(c) + 1})") for c in cells]
+        lines.append(f"| {config.stem} | " + " | ".join(shown) + " |")
+    said = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *said]) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,118 @@
+"""Each launch config on two GPUs by Accelerate's launcher, beside one process: losses, and what is saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import MODEL, QUICKSTART, ROOT, metrics
+from safetensors.torch import load_file
+
+from finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
+]
+FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8 = pytest.mark.skipif(not FP8, reason="no fp8 GEMMs")
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="no DeepSpeed")
+needs_te = pytest.mark.skipif(not find_spec("transformer_engine_torch"), reason="no TransformerEngine")
+# config, what the recipe says, relative difference of losses that is allowed, receipts that must be there
+CASES = [
+    ("ddp_2", ["adapter.type=lora"], 0.02, ("gradients exchanged",)),
+    ("ddp_2", ["adapter.type=dora"], 0.02, ("gradients exchanged",)),
+    ("ddp_2", ["adapter.type=adalora"], 0.02, ("AdaLoRA ranks",)),
+    ("ddp_2", ["adapter.type=qlora"], 0.02, ("gradients exchanged",)),
+    pytest.param("8xh100_fp8", ["adapter.type=lora"], 0.03, ("fp8 products", "speed.base"), marks=needs_fp8),
+    pytest.param("8xh100_fp8", ["adapter.type=dora"], 0.03, ("fp8 products", "speed.base"), marks=needs_fp8),
+    ("fsdp2_8", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8", ["adapter.type=lora", "data.packing=true", "data.max_length=512"], 0.03,
+     ("documents apart",)),
+    ("fsdp2_8", ["adapter.type=lora", "speed.recompute=all"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8", ["adapter.type=full", "train.learning_rate=5e-4"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_offload", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_quantised", ["adapter.type=qlora"], 0.02, ("split by FSDP",)),
+    pytest.param("fsdp2_8_quantised", ["adapter.type=lora", "speed.base=fp8"], 0.03, ("split by FSDP",),
+                 marks=needs_fp8),
+    pytest.param("zero2_8", ["adapter.type=lora"], 0.03, ("precision",), marks=needs_deepspeed),
+    pytest.param("zero3_8", ["adapter.type=lora"], 0.03, ("precision",), marks=needs_deepspeed),
+    pytest.param("zero3_8", ["adapter.type=dora"], 0.03, ("precision",), marks=needs_deepspeed),
+    pytest.param("zero3_8_offload", ["adapter.type=lora"], 0.03, ("precision",), marks=needs_deepspeed),
+    pytest.param("8xh100_fp8_torchao", ["adapter.type=full", "train.learning_rate=5e-4"], 0.05,
+                 ("fp8 layers", "fp8 products"), marks=needs_fp8),
+    pytest.param("8xh100_fp8_te", ["adapter.type=full", "train.learning_rate=5e-4"], 0.05,
+                 ("fp8 layers", "fp8_config.fp8_format"), marks=[needs_fp8, needs_te]),
+]  # fmt: skip
+STEPS = 6
+
+
+def overrides(small: tuple[str, str], folder: Path, *given: str) -> list[str]:
+    short = [f"train.max_steps={STEPS}", "train.warmup_steps=0", "train.effective_batch_size=8", *small]
+    short += [f"model.name={MODEL}", "eval.max_new_tokens=4", "eval.general=false", "train.logging_steps=1"]
+    return [*short, f"train.output_dir={folder}", *given]
+
+
+def run(line: list[str], recipe: list[str], small: Any, folder: Path, **variables: str) -> RunFolder:
+    """`finetune train` in processes of their own, by this launcher."""
+    given = ["train", str(QUICKSTART), *overrides(small, folder, *recipe), "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FINETUNE_TIMEOUT_SECONDS": "120", **variables}
+    done = subprocess.run(
+        [sys.executable, "-m", *line, *given], env=environment, cwd=ROOT, capture_output=True, text=True,
+        timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return RunFolder(folder)
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize(("name", "recipe", "allowed", "wanted"), CASES)
+def test_two_gpus_learn_what_one_does(
+    name: str, recipe: list[str], allowed: float, wanted: tuple[str, ...], small: Any, tmp_path: Path
+) -> None:
+    alone = [one for one in recipe if not one.startswith("speed.recompute")]
+    if name == "8xh100_fp8":
+        alone.append("speed.base=fp8")
+    one = run(["finetune"], alone, small, tmp_path / "one", CUDA_VISIBLE_DEVICES="0")
+    config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    line = ["accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "-m", "finetune"]
+    two = run(line, recipe, small, tmp_path / "two")
+    found = {receipt["option"]: receipt for receipt in two.read("receipts.json")}
+    assert all(receipt["ok"] for receipt in found.values()) and found.keys() >= {"processes", *wanted}
+    assert found["processes"]["got"] == "2"
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=allowed)
+    whole(one, two)
+    assert json.loads((two.path / "eval.json").read_text())["tuned"]["loss"] > 0
+
+
+def whole(one: RunFolder, two: RunFolder) -> None:
+    """What two processes saved has every tensor that one saves, none a part of one, empty or all zero."""
+    kind = "adapter_model" if one.adapter.exists() else "model"
+    names = [next(run.weights.glob(f"{kind}*.safetensors")) for run in (one, two)]
+    alone, saved = map(load_file, names)
+    assert {name: t.shape for name, t in alone.items()} == {name: t.shape for name, t in saved.items()}
+    assert all(tensor.numel() and tensor.any() for tensor in saved.values())
+
+
+def test_the_choice_for_this_machine_is_ddp_for_a_small_base(small: Any, tmp_path: Path) -> None:
+    """`finetune train` alone: as many processes as GPUs, and the reason."""
+    line = [sys.executable, "-m", "finetune", "train", str(QUICKSTART)]
+    batch = f"train.effective_batch_size={8 * torch.cuda.device_count()}"
+    given = overrides(small, tmp_path / "all", batch, "train.max_steps=1")
+    done = subprocess.run(
+        [*line, *given], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True,
+        text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "each holds the whole base (DDP)" in done.stdout and "ddp_8.yaml" in done.stdout

@@ -1,0 +1,368 @@
+"""Launch configs as Accelerate reads them, what contradicts a recipe, and what a launcher says at its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from conftest import QUICKSTART, ROOT
+from transformers import LlamaConfig
+
+from finetune import (
+    apart,
+    cli,
+    evaluate,
+    fit,
+    hardware,
+    launch_config,
+    launch_env,
+    launch_receipts,
+    recipe,
+    run_folder,
+    verify,
+)
+from finetune.errors import UserError
+from finetune.hardware import Hardware, Launch
+from finetune.receipts import Ledger
+from finetune.sections import Data, Model, Speed
+
+sys.path.insert(0, str(ROOT / "scripts"))
+try:
+    import launch_matrix
+finally:
+    sys.path.pop(0)
+
+CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
+H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
+H200 = Hardware("cuda", "NVIDIA H200", 8, (9, 0), 139.8, 96)
+T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15.0, 4)
+CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
+SHAPES = {"8b": (4096, 14336, 32, 32, 128256), "70b": (8192, 28672, 80, 64, 128256)}
+
+
+def of(shape: str) -> LlamaConfig:
+    hidden, wide, layers, heads, vocabulary = SHAPES[shape]
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=vocabulary, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def test_there_is_a_config_for_each_kind_of_launch() -> None:
+    assert len(CONFIGS) == 17
+    assert {"cpu_2", "ddp_4", "8xh100_fp8_te", "fsdp2_8_offload", "zero3_8", "multi_node"} <= CONFIGS.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_reads_it_and_ignores_nothing(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    text = CONFIGS[name].read_text()
+    read: Any = load_config_from_file(str(CONFIGS[name]))
+    launch_config.check(CONFIGS[name])
+    assert read.mixed_precision in ("no", "bf16", "fp8")
+    assert text.startswith("# ") and text.count("#") > 2, "says when to use it, and why"
+    made = launch_matrix.environment(CONFIGS[name])
+    for section in ("fp8_config", "fsdp_config", "parallelism_config"):
+        for key, value in getattr(read, section).items():
+            full = key if key.startswith(section.split("_")[0]) else f"{section.split('_')[0]}_{key}"
+            assert str(value).lower() in {
+                value.lower() for given, value in made.items() if given.lower().endswith(full)
+            }, f"{key} reaches no process"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fsdp_config": {"fsdp_verison": 2}}, "fsdp_config.fsdp_verison: Accelerate would ignore it"),
+        ({"fp8_config": {"backend": "AO", "enable_float8": False}}, "fp8_config.enable_float8"),
+        ({"deepspeed_config": {"zero_stag": 2}}, "zero_stage"),
+        ({"parallelism_config": {"cp_size": 4}}, "parallelism_config_cp_size"),
+        ({"dynamo_config": {"dynamo_bakend": "INDUCTOR"}}, "dynamo_config.dynamo_bakend"),
+        ({"fp8_config": {"backend": "ao"}}, "AO"),
+        ({"distributed_type": "MULTI_CPU"}, "Accelerate starts one process"),
+        ({"distributed_type": "NO"}, "Accelerate starts one process"),
+        ({"mixed_precison": "bf16"}, "mixed_precision"),
+        ({"fp8_config": "AO"}, "is a section"),
+    ],
+)
+def test_what_accelerate_passes_over_is_an_error(
+    changes: dict[str, Any], said: str, tmp_path, capsys
+) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    made = {**yaml.safe_load(CONFIGS["ddp_2"].read_text()), **changes}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(made))
+    if "mixed_precison" not in changes:
+        load_config_from_file(str(path))  # in silence
+    with pytest.raises(UserError, match=re.escape(said)) as raised:
+        launch_config.check(path)
+    assert raised.value.code == 2
+    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", str(path)]) == 2
+    assert "mine.yaml" in capsys.readouterr().err
+
+
+def test_the_matrix_is_what_is_refused_today() -> None:
+    text = (ROOT / "accelerate_configs" / "README.md").read_text()
+    begin, end = "<!-- made by scripts/launch_matrix.py -->\n", "<!-- end of matrix -->"
+    assert text.partition(begin)[2].partition(end)[0] == launch_matrix.table()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch):
+    """`launched(**variables)`: as in a process of such a launch."""
+
+    def make(**variables: str) -> None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+def problems(kind: str = "lora", machine: Hardware = H100, **speed: Any) -> str:
+    model, data = Model(name="m"), Data(name="d", packing=speed.pop("packing", False))
+    found = launch_env.problems(machine, kind, model, data, Speed.model_validate(speed))
+    assert all("accelerate config" in p.what and (p.found or p.key) and p.fix for p in found), "both sides"
+    return "\n".join(map(str, found))
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+CONTRADICTIONS = {
+    "bf16 base under fp8": ({}, {"base": "bf16"}, "in fp8, the recipe in bf16"),
+    "qlora under fp8": ({}, {"kind": "qlora"}, "the recipe in nf4"),
+    "full on a frozen base": ({}, {"kind": "full"}, "8xh100_fp8_torchao"),
+    "TE un-freezes": ({"ACCELERATE_FP8_BACKEND": "TE"}, {}, "requires_grad=True"),
+    "AO on an adapter": ({"ACCELERATE_FP8_BACKEND": "AO"}, {}, "8xh100_fp8.yaml"),
+    "lower case": ({"ACCELERATE_FP8_BACKEND": "te"}, {}, "backend: TE"),
+    "TE with compile": (
+        {"ACCELERATE_FP8_BACKEND": "TE"},
+        {"kind": "full", "compile": True},
+        "breaks the graph",
+    ),
+    "AO's all-gather": ({"ACCELERATE_FP8_BACKEND": "AO"}, {"kind": "full"}, "nothing would train"),
+    "fp8 under DeepSpeed": (ZERO, {}, "DeepSpeed knows no mixed_precision: fp8"),
+}
+MORE = {
+    "FSDP on the CPU": (FSDP, {"machine": CPU}, "becomes plain DDP"),
+    "FSDP1": ({**FSDP, "FSDP_VERSION": "1"}, {}, "fsdp_version: 2"),
+    "recomputed twice": ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "speed.recompute"),
+    "compiled twice": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "speed.compile"),
+    "codes by rank 0": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": "qlora"}, "quantised"),
+    "int8 in parts": (FSDP, {"base": "int8"}, "can't split a base in int8"),
+    "codes under ZeRO-3": (ZERO, {"base": "fp8"}, "codes (fp8)"),
+    "AdaLoRA in parts": (ZERO, {"kind": "adalora"}, "AdaLoRA's ranks"),
+    "DeepSpeed's own number": (
+        {**ZERO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, {}, "train.effective_batch_size",
+    ),
+    "tensor parallel": ({**PARALLEL, "PARALLELISM_CONFIG_TP_SIZE": "2"}, {}, "tp_size"),
+    "sequence parallel": ({**PARALLEL, "PARALLELISM_CONFIG_SP_SIZE": "2"}, {}, "sp_size"),
+    "a packed row cut": ({**PARALLEL, "PARALLELISM_CONFIG_CP_SIZE": "2"}, {"packing": True}, "data.packing"),
+    "one process started": ({"MASTER_ADDR": "127.0.0.1"}, {}, "one was started"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_an_fp8_launch_and_the_recipe_must_mean_the_same(case: str, launched) -> None:
+    variables, section, said = CONTRADICTIONS[case]
+    launched(**{"ACCELERATE_MIXED_PRECISION": "fp8", **variables})
+    assert said in problems(**section)
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_a_launch_that_contradicts_the_recipe_or_itself(case: str, launched, monkeypatch) -> None:
+    variables, section, said = MORE[case]
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    launched(**variables)
+    assert said in problems(**section)
+
+
+def test_options_that_want_whole_weights(launched) -> None:
+    launched(**FSDP)
+    given = ["adapter.init_lora_weights=pissa", "adapter.loraplus_lr_ratio=16"]
+    adapter = recipe.load(QUICKSTART, given).adapter
+    with pytest.raises(UserError) as raised:
+        launch_env.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
+    found = {problem.key for problem in raised.value.problems}
+    assert found == {"adapter.init_lora_weights", "adapter.loraplus_lr_ratio", "eval.every"}
+
+
+def test_more_processes_than_gpus(launched) -> None:
+    launched(LOCAL_WORLD_SIZE="16")
+    assert "16 processes, 8 GPUs" in problems()
+    launched(LOCAL_WORLD_SIZE="8")
+    assert problems() == ""
+
+
+def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkeypatch) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    launched(ACCELERATE_MIXED_PRECISION="fp8")
+    asked: dict[str, Any] = {"attention": "sdpa", "base": "auto"}
+    setup = hardware.choose(**asked, adapter_type="dora", against_fp8=lambda: "too narrow")
+    assert (setup.launch.precision, setup.launch.fp8) == ("bf16", launch_env.FROZEN)
+    assert setup.storage == ("fp8", "the launch's mixed_precision: fp8") and problems("dora") == ""
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "False")
+    setup = hardware.choose(**asked, adapter_type="full", against_fp8=lambda: "")
+    assert (setup.launch.precision, setup.storage.value) == ("fp8", "fp32") and problems("full") == ""
+    for machine in (T4, CPU):  # Accelerate would take fp16 with a warning
+        with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
+            hardware.launch(machine)
+        assert raised.value.code == 3
+
+
+def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
+    """Accelerate's default outside FSDP2, on a real model: the receipt sees what no longer trains."""
+    import torch
+    from accelerate.utils.ao import convert_model_to_fp8_ao
+    from torchao.float8 import Float8LinearConfig
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "True")
+    launch = Launch("accelerate", 1, 0, "fp8", "launch", "", fp8="AO")
+    for gathers in (True, False):
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                vocab_size=64,
+            )
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        ledger = Ledger()
+        prepared = launch_receipts.Prepared(launch, model, ledger)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
+        convert_model_to_fp8_ao(model, config=config)
+        given: Any = {"model": model, "optimizer": optimizer}
+        if not gathers:
+            prepared.on_train_begin(None, None, None, **given)
+            assert ledger.receipts[-1].got == "13 layers of torchao's, 2 plain"
+            continue
+        with pytest.raises(UserError, match="tensors that the optimizer holds"):
+            prepared.on_train_begin(None, None, None, **given)
+
+
+@pytest.mark.parametrize(
+    ("shape", "storage", "rank", "machine", "chosen"),
+    [
+        ("8b", "bf16", 16, H100, "ddp_8"),
+        ("8b", "fp32", None, H100, "fsdp2_8"),
+        ("70b", "bf16", 16, H200, "fsdp2_8"),
+        ("70b", "fp8", 16, H200, "ddp_8"),
+        ("70b", "fp8", 16, H100, "fsdp2_8"),
+        ("70b", "nf4", 16, H100, "ddp_8"),
+    ],
+)
+def test_the_base_is_split_only_where_it_does_not_fit(
+    shape: str, storage: str, rank: int | None, machine: Hardware, chosen: str
+) -> None:
+    need = fit.needs(of(shape), storage, rank, 8192, recompute=True)
+    name, reason = fit.choose(need, machine)
+    assert name == chosen and "8 GPUs" in reason and ("DDP" if name == "ddp_8" else "FSDP2") in reason
+
+
+def test_an_estimate_is_what_the_weights_are() -> None:
+    assert fit.needs(of("8b"), "bf16", 16, 8192, recompute=True).base == pytest.approx(14.96, abs=0.01)
+    full = fit.needs(of("8b"), "fp32", None, 8192, recompute=True)
+    assert full.base + full.trained == pytest.approx(16 * 8.03e9 / 2**30, rel=0.001)
+
+
+FAILS = """
+import argparse, datetime, os, sys, time
+import torch.distributed as dist
+from finetune import cli, launch_env
+from finetune.errors import Exit, Problem, UserError
+
+def work(options):
+    rank, how = int(os.environ["RANK"]), sys.argv[1]
+    if how == "one fails" and rank == 1:
+        raise UserError(Problem("rank 1's disk is full"), code=Exit.ENVIRONMENT)
+    waits = datetime.timedelta(seconds=launch_env.timeout_seconds())
+    dist.init_process_group("gloo", timeout=waits)
+    if how == "one hangs" and rank == 1:
+        time.sleep(300)
+    dist.barrier()
+
+if __name__ == "__main__":
+    sys.exit(cli.guarded(work, argparse.Namespace(debug=False)))
+"""
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("one fails", 3, "rank 1 failed first:\nerror: rank 1's disk is full"),
+        ("one hangs", 5, "did not answer"),
+    ],
+)
+def test_all_ranks_end_and_the_first_ones_message_is_the_last(
+    how: str, code: int, last: str, tmp_path
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    command = [
+        sys.executable,
+        "-m",
+        "finetune.launch",
+        "--config_file",
+        str(CONFIGS["cpu_2"]),
+        str(script),
+        how,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), launch_env.TIMEOUT: "4", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
+    assert done.returncode == code, done.stderr
+    assert last in done.stderr[-700:]
+    assert "Traceback" not in done.stderr.rpartition("failed first")[2]
+
+
+def test_the_competition_s_numbers() -> None:
+    """16 rows x 8 GPUs x 2 accumulated; 69 steps are one epoch of 9 M tokens, and five are 343."""
+    from finetune.batch import split_batch
+
+    for name, epochs in (("as_submitted", 1), ("five_epochs", 5)):
+        loaded = recipe.load(ROOT / "recipes" / "isc25" / f"{name}.yaml")
+        assert split_batch(loaded.train, 8) == (256, 16, 2)
+        tokens = 256 * loaded.data.max_length
+        assert loaded.train.max_steps == round(epochs * 9e6 / tokens)
+        assert (loaded.adapter.type, loaded.model.attention) == ("dora", "flash_attention_3")
+
+
+def test_a_base_that_no_gpu_holds_is_evaluated_apart(trained, monkeypatch) -> None:
+    """What was saved is compared from the file, and the evaluation is a process outside the launch."""
+    from safetensors.torch import load_file, save_file
+
+    run = trained("dora")
+    opened = evaluate.reopen(run, run_folder.recipe_of(run))
+    shapes = {name: p.shape for name, p in opened.named_parameters() if "lora_" in name}
+    live = verify.Live(verify.hashes(opened, shapes), shapes, [], [], "", 0.0)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert (
+        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & apart.alone().keys() and "PATH" in apart.alone()
+    )
+    before, ledger = run.read("eval.json"), Ledger()
+    (run.path / "eval.json").unlink()
+    made = apart.evaluate(run, live, ledger)
+    assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) > 100
+    assert ledger.receipts[-1].got == f"all {len(shapes)}"
+    path = run.adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="saved tensors") as raised:
+        apart.evaluate(run, live, Ledger())
+    assert raised.value.code == 4

@@ -1,0 +1,299 @@
+"""Two ranks of one launch: one step however its rows are split, FSDP2 on each base, ranks that disagree.
+
+Run as a script it is these two ranks, started once for all tests; see `one_rank`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import two_ranks
+from conftest import MODEL, QUICKSTART, ROOT, in_four_bits
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+
+from finetune import adapter_init, adapters, exchange, ranks, shards, verify
+from finetune.errors import UserError
+from finetune.model import fingerprint
+from finetune.speed import head
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROWS = (4, 1)  # of one pass, where a step has eight: two processes, without and with accumulation
+FSDP = ("lora", "dora", "fp8", "nf4", "full")
+IDS = torch.arange(3, 27).reshape(2, 12)
+
+
+class Keep(TrainerCallback):
+    """The first step's gradients, and how often and how much DDP sent for them."""
+
+    trainer: Any
+    sent: list[int]
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        def counted(group, bucket):
+            self.sent.append(bucket.buffer().nbytes)
+            return allreduce_hook(group, bucket)
+
+        self.sent = []
+        if hasattr(self.trainer.model_wrapped, "register_comm_hook"):
+            self.trainer.model_wrapped.register_comm_hook(None, counted)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.gradients = {f"gradient.{name}": p.grad.clone() for name, p in trained.items()}
+
+
+def step(folder: Path, data: str, base: str, rows: int) -> Keep:
+    """What one optimizer step of eight rows in float64 made of them, `rows` in a pass."""
+    from transformers import set_seed
+
+    from finetune import callbacks, check, hardware, model, recipe, train
+    from finetune.batch import split_batch
+    from finetune.receipts import Ledger
+
+    given = [f"model.name={base}", data, "data.validation=null", "train.effective_batch_size=8"]
+    given += ["train.max_steps=1", "train.warmup_steps=0", "train.max_grad_norm=0", "train.logging_steps=1"]
+    given += [f"train.per_device_train_batch_size={rows}"]
+    loaded = recipe.load(QUICKSTART, given)
+    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="lora")
+    batch = split_batch(loaded.train, setup.launch.processes)
+    arguments = train.training_arguments(loaded.train, loaded.data, setup, batch)
+    arguments.output_dir = str(folder)
+    set_seed(loaded.train.seed)
+    tokenizer, prepared = check.prepare_data(loaded)
+    adapted: Any = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 1, Ledger())
+    for module in adapted.modules():  # so that every gradient is something
+        if "default" in getattr(module, "lora_B", {}):
+            torch.nn.init.normal_(module.lora_B["default"].weight, std=0.02)
+    in_double(adapted)
+    exchange.prepare(adapted, arguments)
+    first, keep = callbacks.FirstStep(Ledger(), setup, steps=1, batch=8), Keep()
+    first.dtype = "float64"
+    made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
+    trainer = train.build_trainer(*made)
+    trainer.install_loss("chunked", compiled=False)
+    keep.trainer, inner, losses = trainer, trainer.compute_loss, list[torch.Tensor]()
+
+    def compute_loss(*args: Any, **given: Any) -> torch.Tensor:  # the Trainer adds them up in float32
+        losses.append(inner(*args, **given))
+        return losses[-1]
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses]).sum()
+    return keep
+
+
+def in_double(adapted: Any) -> None:
+    """Everything in float64, norms too, which compute in float32 otherwise."""
+    adapted.double()
+    for name, norm in list(adapted.named_modules()):
+        if "RMSNorm" in type(norm).__name__:
+            made = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, dtype=torch.float64)
+            made.weight = norm.weight
+            adapted.set_submodule(name, made)
+
+
+def small_model(kind: str) -> Any:
+    """Two layers of the embedded model in bf16, under an adapter that is not zero (`full`: under none)."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from finetune.speed.fp8 import Fp8Linear, fits
+
+    base: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    base.model.layers = base.model.layers[:2]
+    base.config.num_hidden_layers = 2
+    if kind == "full":
+        return base.float()
+    if kind == "fp8":
+        for name, module in list(base.model.layers.named_modules()):
+            if fits(module):
+                base.model.layers.set_submodule(name, Fp8Linear.of(module))
+                base.model.layers.get_submodule(name).pack()
+    if kind == "nf4":
+        base = in_four_bits(base, storage=torch.bfloat16)
+    torch.manual_seed(1)
+    config = LoraConfig(r=8, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM")
+    made = get_peft_model(base, config)
+    for name, parameter in adapters.trainable(made).items():
+        parameter.data = parameter.data.float()
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return made
+
+
+def split(model: Any) -> Any:
+    """By Accelerate's own code for FSDP2, on a mesh of CPUs: its Accelerator would run DDP there."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.device_mesh import init_device_mesh
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+    plugin.mixed_precision_policy = exchange.fsdp_policy("bf16")
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16", device=torch.device("cpu"),
+        is_main_process=True, torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
+    )  # fmt: skip
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def gradients(model: Any) -> torch.Tensor:
+    """Of the loss of two rows: both at once, or one by each rank if the model is split.
+
+    By our loss, if the head is frozen: it reads the head's weight, wherever that is.
+    """
+    split = shards.sharded(model)
+    mine = IDS[int(os.environ["RANK"]) :][:1] if split else IDS
+    model.train()
+    with contextlib.nullcontext() if split else torch.autocast("cpu", torch.bfloat16):
+        if hasattr(model, "peft_config"):
+            ours = head.install(model, compiled=False)
+            summed = model(input_ids=mine, labels=mine, num_labels=mine.shape[1] * len(mine) - len(mine)).nll
+            assert summed.dtype == torch.float32, "not what FSDP casts"
+            (summed / len(mine)).backward()
+            ours.undo()
+        else:
+            model(input_ids=mine, labels=mine).loss.backward()
+    found = [shards.whole(p.grad) for p in adapters.trainable(model).values()]
+    return torch.cat([gradient.flatten().float() for gradient in found])
+
+
+def under_fsdp(kind: str, folder: Path) -> dict[str, Any]:
+    """What becomes of a model that is split: hashes, logits, and what is saved of it."""
+    whole, parts = small_model(kind), small_model(kind)
+    before = fingerprint(adapters.frozen(whole))
+    parts = split(parts)
+    found: dict[str, Any] = {"frozen": [before, fingerprint(adapters.frozen(parts))]}
+    found["trained"] = [verify.fingerprints(model) for model in (whole, parts)]
+    local = sum(p.to_local().numel() for p in parts.parameters())
+    found["share"] = local / sum(p.numel() for p in parts.parameters())
+    both = [gradients(whole), gradients(parts)]
+    found["off"] = float((both[0] - both[1]).norm() / both[0].norm())
+    for parameter in adapters.trainable(parts).values():
+        parameter.data.add_(parameter.grad, alpha=-0.01)
+    found["frozen"].append(fingerprint(adapters.frozen(parts)))
+    shapes = {name: p.shape for name, p in adapters.trainable(parts).items()}
+    found["hashes"] = verify.hashes(parts, shapes)
+    state = shards.gathered(parts)
+    if os.environ["RANK"] == "0":
+        adapter_init.save(parts, folder / kind, folder / "none", state)
+    torch.distributed.barrier()
+    return found
+
+
+def one_rank(folder: str, data: str, base: str) -> None:
+    rank, found = os.environ["RANK"], dict[str, Any]()
+    for rows in ROWS:
+        kept = step(Path(folder) / "trainer", data, base, rows)
+        found[f"sent {rows}"] = kept.sent
+        found["unused"] = kept.trainer.model_wrapped.find_unused_parameters
+        save_file(kept.gradients, Path(folder) / f"rank{rank}-{rows}.safetensors")
+    said = []
+    for facts in ({"seed": "1"}, {"seed": rank, "torch": "2", **({"extra": "x"} if rank == "1" else {})}):
+        try:
+            ranks.agree(facts)
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    found["agree"] = said
+    for kind in FSDP:
+        found[kind] = under_fsdp(kind, Path(folder))
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def both(small, two_layers, tmp_path_factory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """What both ranks found, and the folder with their tensors."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, __file__, str(folder), small[0], str(two_layers)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    shared = tmp_path_factory.getbasetemp().parent  # as `the_only_launch`, which is each test's
+    with (shared / "launch.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_one_step_however_its_rows_are_split(both, small, two_layers, tmp_path) -> None:
+    """1 x 8, accumulation 8, 2 x 4, 2 x 1 x 4: loss and every gradient, in float64."""
+    folder, _ = both
+    whole = step(tmp_path, small[0], str(two_layers), 8).gradients
+    made = {"1 x 1 x 8": step(tmp_path, small[0], str(two_layers), 1).gradients}
+    for rows in ROWS:
+        two = [load_file(folder / f"rank{rank}-{rows}.safetensors") for rank in (0, 1)]
+        mean = sum(found["loss"] for found in two) / 2  # of what each rank has of it
+        made |= {f"rank {rank}, {rows}": {**found, "loss": mean} for rank, found in enumerate(two)}
+    assert len(whole) == 29 and float(whole["loss"]) > 1
+    for name, found in made.items():
+        assert found.keys() == whole.keys()
+        for key, wanted in whole.items():
+            assert float((found[key] - wanted).norm()) <= 1e-12 * float(wanted.norm()), (name, key)
+
+
+def test_an_adapters_gradients_are_sent_once_a_step_in_one_bucket(both) -> None:
+    _, (found, other) = both
+    bytes_of_all = sum(p.numel() * 8 for p in adapters.trainable(small_model("lora")).values())
+    assert found["sent 4"] == found["sent 1"] == other["sent 1"] and len(found["sent 1"]) == 1
+    assert found["sent 1"][0] == 2 * bytes_of_all, "r = 16, in float64"
+    assert found["unused"] is False, "transformers' default for a PeftModel is True"
+
+
+def test_ranks_that_mean_different_runs_all_say_so(both) -> None:
+    for found in both[1]:
+        agreed, said = found["agree"]
+        assert agreed == "" and "rank 0: 0; rank 1: 1" in said
+        assert "error: seed" in said and "error: extra" in said and "torch" not in said
+
+
+@pytest.mark.parametrize("kind", FSDP)
+def test_a_model_that_fsdp2_split_is_the_same_model(kind: str, both) -> None:
+    """Each rank has half of every tensor; gradients are the whole model's as far as bf16 goes."""
+    for found in (one[kind] for one in both[1]):
+        assert 0.49 < found["share"] < 0.51
+        assert len(set(found["frozen"])) == 1, "whole, split, after training"
+        whole, parts = found["trained"]
+        assert whole == parts and len(whole) == {"dora": 42, "full": 20}.get(kind, 28)
+        assert found["off"] < 0.02
+
+
+@pytest.mark.parametrize("kind", FSDP)
+def test_what_is_saved_of_a_split_model_is_whole(kind: str, both) -> None:
+    folder, (found, _) = both
+    name = "model.safetensors" if kind == "full" else "adapter_model.safetensors"
+    saved = load_file(folder / kind / name)
+    on_disk = re.compile(r"(?<=magnitude_vector)\.default\.weight$|\.default(?=\.)")
+    trained = {on_disk.sub("", key): (key, value) for key, value in found[kind]["hashes"].items()}
+    assert saved.keys() == trained.keys()
+    for key, (live, digest) in trained.items():
+        assert fingerprint({live: saved[key].float()}) == digest, key
+    assert all(tensor.numel() and tensor.any() for tensor in saved.values())
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from finetune import train  # noqa: F401  # once for both ranks
+
+    two_ranks.run(one_rank, *sys.argv[1:])
