@@ -95,9 +95,20 @@ class Metrics(TrainerCallback):
         self.idle_since = self.logged_at = time.perf_counter()
         self.logged_step = self.logged_tokens = 0
 
+        self.elapsed = 0.0  # seconds since the last logged step, before this process went on from it
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.idle_since = self.logged_at = time.perf_counter()
-        self.screen.start(state.max_steps)
+        self.idle_since = time.perf_counter()
+        self.logged_at = self.idle_since - self.elapsed
+        self.screen.start(state.max_steps, state.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        elapsed = time.perf_counter() - self.logged_at
+        return {"step": self.logged_step, "tokens": self.logged_tokens, "seconds": [elapsed, self.waited]}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.logged_step, self.logged_tokens = kept["step"], kept["tokens"]
+        self.elapsed, self.waited = kept["seconds"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.screen.stop()
@@ -205,23 +216,26 @@ class FirstStep(TrainerCallback):
         self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.first = state.global_step + 1  # of this process: a resumed run has gone further
         self.offloaded = offload.of(model)
         if self.offloaded:
             self.offloaded.restart()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != 1:
+        if state.global_step != self.first:
             return
-        add = self.ledger.add
-        how = f"rows of step 1: {self.micro_batches} micro-batches x {args.world_size} processes"
+        add, step = self.ledger.add, f"step {self.first}"
+        how = f"rows of {step}: {self.micro_batches} micro-batches x {args.world_size} processes"
         rows = self.rows * args.world_size
         if self.flat:  # all rows of a batch are one there: the loader knows how many
             loader = kwargs["train_dataloader"]
             at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
             rows = self.micro_batches * at_once * args.world_size
-        add("train.effective_batch_size", self.batch, rows, how)
+        # A run may be resumed before the last step of an epoch, which takes the rows that are left
+        ok = rows == self.batch or (self.first > 1 and rows < self.batch and float(state.epoch).is_integer())
+        add("train.effective_batch_size", self.batch, rows, how, ok=ok)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
-        add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
+        add(f"loss tokens in {step}", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
         how, code = "the first linear layer's output in training", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
         ran = attention_that_ran(self.operations)

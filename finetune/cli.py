@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import arguments
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, Stopped, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +47,10 @@ def main(given: Sequence[str] | None = None) -> int:
         said = "\n".join(map(str, error.problems))
         print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
         return error.code
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr)
+        return Exit.STOPPED
     except KeyboardInterrupt:
         if options.debug:
             raise
@@ -66,9 +70,7 @@ def train(options: argparse.Namespace) -> None:
     with located(recipe):
         notes = checks.run(recipe)
         if not launch.launched():
-            launch.if_needed(
-                ["train", options.recipe, *options.overrides, *flags(options)], options.accelerate
-            )
+            launch.if_needed(arguments.train_again(options) + flags(options), options.accelerate)
         if main and recipe.publish.repo:
             notes += publish_run.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
@@ -78,8 +80,13 @@ def train(options: argparse.Namespace) -> None:
         from finetune import train as training
         from finetune.scoring import memory_errors
 
-        with memory_errors():
-            folder = training.run(recipe, quiet=options.quiet)
+        asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
+        try:
+            with memory_errors():
+                folder = training.run(recipe, quiet=options.quiet, **asked)
+        except Stopped as stopped:
+            again = shlex.join(["finetune", *arguments.go_on(options, stopped.folder)])
+            raise Stopped(f"{stopped}\n  go on with: {again}") from None
         if main:
             publish_run.after_training(recipe, folder, Screen(quiet=options.quiet))
 
@@ -95,6 +102,11 @@ def check(options: argparse.Namespace) -> None:
         for note in notes:
             print(f"note: {note}")
         print(f"fine: {options.recipe}: {recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}")
+    if options.prove_resume:
+        from finetune import prove
+        from finetune.screen import Screen
+
+        prove.run(recipe, [options.recipe, *options.overrides], Screen(quiet=options.quiet))
 
 
 def data(options: argparse.Namespace) -> None:
@@ -274,13 +286,8 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(name, **settings)
         command.set_defaults(command=function)
 
-    add(
-        train,
-        RECIPE,
-        OVERRIDES,
-        ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
-    )
-    add(check, RECIPE, OVERRIDES)
+    add(train, RECIPE, OVERRIDES, *arguments.TRAIN)
+    add(check, RECIPE, OVERRIDES, arguments.PROVE_RESUME)
     add(
         data,
         RECIPE,
@@ -333,7 +340,10 @@ def parser() -> argparse.ArgumentParser:
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """argparse ends a list of positionals at the first option; overrides may also follow options."""
     top = parser()
-    options, extra = top.parse_known_args(given)
+    words = list(sys.argv[1:] if given is None else given)
+    # An option whose value may be left out would take what follows it for its value
+    words = ["--resume=newest" if word == "--resume" else word for word in words]
+    options, extra = top.parse_known_args(words)
     if extra and not (
         hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
     ):

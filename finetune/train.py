@@ -6,7 +6,7 @@ run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,11 @@ from finetune import (
     model,
     optimizers,
     qat,
+    ranks,
     report,
+    resume,
     run_folder,
+    stopping,
     summary,
     trackers,
     upstream,
@@ -39,9 +42,10 @@ from finetune import (
     verify,
 )
 from finetune.batch import Batch, count_steps, split_batch
-from finetune.data.prepare import held_out
-from finetune.errors import Exit, Problem, UserError
+from finetune.checkpoint import Writer
+from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.receipts import Ledger
+from finetune.run_folder import RunFolder
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
 from finetune.speed import attention, attention_kernels, head, offload
@@ -53,28 +57,45 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.arguments import Until
+    from finetune.checkpoint import Found
     from finetune.data.audit import Report
     from finetune.data.prepare import Prepared
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
-    from finetune.run_folder import RunFolder
     from finetune.sections import Adapter, Data, Speed, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
 
-def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
+def run(
+    recipe: Recipe, *, quiet: bool = False, resumes: str | None = None, until: Until | None = None
+) -> RunFolder:
     """Train, save, reopen and evaluate one recipe; returns its run folder.
+
+    Args:
+        resumes: the checkpoint to go on from: newest, auto (which may also be none) or step-<n>. A finished
+            run is left as it is.
+        until: when to end before the last step.
 
     Raises:
         UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
+        Stopped: told to end, by a signal or `until`.
     """
+    where, quiet = recipe.train.output_dir, quiet or os.environ.get("RANK", "0") != "0"
+    if resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
+        Screen(quiet=quiet).say(f"{where} is finished: nothing to do")
+        return RunFolder(Path(str(where)))
+    with stopping.Stop(until).listening() as stop, run_folder.claimed(where):
+        return _run(recipe, stop, resumes, quiet)
+
+
+def _run(recipe: Recipe, stop: stopping.Stop, resumes: str | None, quiet: bool) -> RunFolder:
     quieten_libraries()
-    run_folder.check_free(recipe.train.output_dir)
     flat = recipe.data.packing or recipe.data.padding_free
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
-    screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
+    screen, ledger = Screen(quiet=quiet), Ledger()
     batch = split_batch(recipe.train, setup.launch.processes)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     harness.check(recipe.eval)
@@ -84,46 +105,52 @@ def run(recipe: Recipe, *, quiet: bool = False) -> RunFolder:
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.processes)
+    contract = contract_of(recipe, setup, batch, steps, tokenizer, data_report)
+    found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
-    tokens, flops = batch.per_device * recipe.data.max_length, flops_per_token(adapted)
+    tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
     work = speed.Work(tokens, flops * tokens * batch.accumulation * steps, setup.launch.sharded)
     fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
 
     folder = start_folder(recipe, setup, arguments)
-    with recording(screen, ledger, folder, setup), trackers.running(arguments, folder) as tracked:
+    with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
         choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
         if setup.launch.main:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report)
             adapter_init.save_initial(adapted, initial)
+            resume.begin(folder, found, contract, choices, screen)
 
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective)
         first_step.compiled = compiled
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
-        validating = validation(recipe, tokenizer, adapted, metrics)
-        watching = [first_step, metrics, *validating]
+        validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
+        writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
+        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.sharded)
+        watching = [first_step, metrics, *validating, schedule]
         if norms := getattr(adapted, "finetune_norms", None):
             watching.append(callbacks.RefreshNorms(norms, ledger))
-        sections = recipe.adapter, recipe.speed
-        trainer = build_trainer(adapted, *sections, arguments, dataset, tokenizer, watching)
+        parts = recipe.adapter, recipe.speed, arguments, dataset, tokenizer
+        trainer = build_trainer(adapted, *parts, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
+        trainer.remembers(schedule, contract, metrics, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
         add_launch_receipts(trainer, setup, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
-        train(trainer, recipe.adapter, validating, ledger)
-
-        live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
-        save(adapted, tokenizer, folder, initial)
+        with stop.later():
+            train(trainer, recipe.adapter, validating, found, ledger)
+            live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
+            save(adapted, tokenizer, folder, initial)
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted, base
@@ -233,20 +260,6 @@ def make_fast(
     return fast
 
 
-def validation(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, adapted: Any, metrics: callbacks.Metrics
-) -> list[validate.Validate]:
-    """The evaluation while training, if the recipe asks for one."""
-    if recipe.eval.every is None:
-        return []
-    rows = held_out(recipe.data, tokenizer, recipe.train.seed)
-    config: Any = getattr(adapted, "peft_config", {}).get("default")
-    allocates: bool = config is not None and config.peft_type == "ADALORA"
-    # before its budget is reached it has more ranks than were asked for
-    in_budget: int = config.total_step - config.tfinal if allocates and config else 0
-    return [validate.Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]
-
-
 def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
     """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
     got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
@@ -254,14 +267,23 @@ def add_launch_receipts(trainer: Trainer, setup: Setup, ledger: Ledger) -> None:
     ledger.add("processes", setup.launch.processes, got.num_processes, how, code=code)
 
 
-def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate], ledger: Ledger) -> None:
+def train(
+    trainer: Trainer,
+    section: Adapter,
+    validating: list[validate.Validate],
+    found: Found | None,
+    ledger: Ledger,
+) -> None:
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
     frozen = model.fingerprint(adapters.frozen(adapted))
+    if found:
+        resume.check_base(found.contract, frozen, found.path)
+    trainer.contract["base"] = frozen
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
-    trainer.train()
+    trainer.train_from(found.path if found else None)
     if trainer.chunked:
         trainer.chunked.undo()
     if section.type != "full":
@@ -272,15 +294,7 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
             same,
             "hash of every frozen tensor, before and after",
         )
-    after = verify.fingerprints(adapted)
-    moved = Counter(verify.family(name) for name in after if after[name] != before[name])
-    asked = Counter(map(verify.family, after))
-    got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
-    how = "hash of every trainable tensor, before and after"
-    # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
-    long = trainer.state.global_step >= 4
-    ok = (all if long else any)(moved[name] for name in asked)
-    ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
+    verify.add_moved_receipt(before, adapted, trainer.state.global_step, ledger)
     for validation in validating:
         validation.restore(adapted, trainer.state, ledger)
     for name, dtype in rounded.items():
@@ -320,12 +334,33 @@ def reopen_and_evaluate(
     return result
 
 
+def contract_of(
+    recipe: Recipe, setup: Setup, batch: Batch, steps: int, tokenizer: Any, reports: dict[str, Report]
+) -> dict[str, Any]:
+    """What a run that goes on from a checkpoint of this one must have in common with it."""
+    counts = {"steps": steps, "rows": reports["train"].kept, **batch._asdict()}
+    sources = {**reports["train"].sources, **reports["validation"].sources}
+    return resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, sources)
+
+
+def find_checkpoint(
+    section: Train, resumes: str | None, contract: dict[str, Any], setup: Setup
+) -> Found | None:
+    """The checkpoint to go on from, verified by rank 0 and held against this run by all."""
+    stopping.check(section, resumes, setup.launch.sharded)
+    folder = RunFolder(Path(section.output_dir or ""))
+    found: Found | None = ranks.from_main(lambda: resume.find(folder, resumes))
+    if found:
+        found.notes.extend(resume.compare(found.contract, contract, found.path))
+    return found
+
+
 def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolder:
     """The run folder, named by rank 0 for all, and the Trainer's own place in it."""
     name = [recipe.train.output_dir or run_folder.default_path(recipe.origin.path)]
     if setup.launch.processes > 1:
         broadcast_object_list(name)
-    folder = run_folder.create(name[0]) if setup.launch.main else run_folder.RunFolder(Path(name[0]))
+    folder = run_folder.create(name[0]) if setup.launch.main else RunFolder(Path(name[0]))
     arguments.output_dir = str(folder.staging)
     arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder
@@ -350,12 +385,18 @@ def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def recording(screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup) -> Iterator[None]:
+def recording(
+    screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup, found: Found | None
+) -> Iterator[None]:
     """Keep log.txt from here on, and leave receipts.json behind however the run ends."""
     if setup.launch.main:
-        screen.log_to(folder.path / "log.txt")
+        screen.log_to(folder.path / "log.txt", again=found is not None)
     try:
         yield
+    except Stopped as stopped:
+        stopped.folder = str(folder.path)
+        screen.log(str(stopped))
+        raise
     except UserError as error:
         screen.log(str(error))
         raise
@@ -364,12 +405,3 @@ def recording(screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup) -
             folder.write("receipts.json", ledger.as_json())
             report.after(folder.path, screen)
         screen.close()
-
-
-def flops_per_token(adapted: torch.nn.Module) -> float:
-    """FLOPs of one token's forward and backward through the linear layers (attention's own is not counted).
-
-    A frozen weight costs 2 FLOPs an element in forward and 2 for its input's gradient; a trained one 2 more.
-    """
-    linear = [module for module in adapted.modules() if isinstance(module, torch.nn.Linear)]
-    return sum(m.in_features * m.out_features * (6.0 if m.weight.requires_grad else 4.0) for m in linear)

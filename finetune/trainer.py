@@ -1,4 +1,4 @@
-"""TRL's trainer, subclassed once: our loss, AdaLoRA's regulariser, an eye on the first step."""
+"""TRL's trainer, subclassed once: our loss, AdaLoRA's regulariser, an eye on step 1, our checkpoints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune import adalora
+from finetune import adalora, ranks, state
+from finetune.errors import Stopped
 from finetune.speed import attention, head, loss
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from finetune import callbacks
+    from finetune.checkpoint import Writer
+    from finetune.stopping import Schedule
 
 
 class Trainer(SFTTrainer):
-    """TRL's trainer, with our loss, AdaLoRA's regulariser (TRL ignores `outputs.loss`), an eye on step 1."""
+    """TRL's trainer, with our loss, AdaLoRA's regulariser (TRL ignores `outputs.loss`), an eye on step 1.
+
+    It saves and resumes by `state`, at the places where upstream does; upstream's files are not written.
+    """
+
+    schedule: Schedule
+    writer: Writer
+    contract: dict[str, Any]
+    """What must be the same when a checkpoint of this run is resumed."""
+    remembering: dict[str, Any]
+    """Callbacks with `state_dict` and `load_state_dict`, by name."""
+    resumed: dict[str, Any] | None = None
+    """The parts of the checkpoint that this run goes on from."""
+    batches: Any = 0
+    """Digest of all batches of this process so far."""
+    epoch_rng: Any = None
 
     first_step: callbacks.FirstStep
     orthogonality_weight = 0.0
@@ -47,9 +67,10 @@ class Trainer(SFTTrainer):
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
+        self.batches = state.digest(self.batches, inputs)
         if self.shape:
             inputs = attention.fixed_shape(inputs, *self.shape)
-        first = self.state.global_step == 0
+        first = self.state.global_step == self._initial_global_step
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             if self.chunked and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
@@ -98,3 +119,60 @@ class Trainer(SFTTrainer):
         for name in metrics.keys() & {"orthogonality"}:
             metrics[name] = torch.stack(metrics[name]).tolist()
         super().log(logs, start_time)
+
+    def remembers(self, schedule: Schedule, contract: dict[str, Any], *callbacks: Any) -> None:
+        """What checkpoints hold beside the training itself: who makes them, for which run, callbacks."""
+        self.schedule, self.writer, self.contract = schedule, schedule.writer, contract
+        self.remembering = {type(one).__name__: one for one in (schedule, *callbacks)}
+
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Train, from the beginning or from where a checkpoint was taken.
+
+        Raises:
+            Stopped: told to end before the last step; a checkpoint is published.
+        """
+        self.resumed = state.read(checkpoint) if checkpoint else None
+        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.resumed = None
+        self.writer.wait()
+        ranks.any_of(False)  # a rank that leaves earlier takes the others with it
+        if self.schedule.stopped:
+            saved = self.writer.published
+            where = f"; saved: {saved}" if saved else ""
+            raise Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.store_flos()
+        state.save(self)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        state.put_back(self, "weights", "allocation", "callbacks")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint:
+            state.put_back(self, "optimizer", "scheduler")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint:
+            state.put_back(self, "scaler")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Upstream calls it when the first batch has been read: what a loader draws is drawn by then."""
+        if checkpoint:
+            state.put_back(self, "rng")
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        place = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)  # of this recipe, not of the checkpoint's
+        return place
+
+    def _run_epoch(self, *args: Any, **given: Any) -> None:  # upstream calls it by name
+        if given["resume_from_checkpoint"] and given["epoch"] == given["epochs_trained"]:
+            state.put_back(self, "log", "batches")
+            inside = given["steps_trained_in_current_epoch"]
+            state.put_back(self, "epoch_rng" if inside else "rng")
+            if self.state.global_step >= self.state.max_steps or self.schedule.complete:
+                self.control.should_training_stop = True  # upstream would take one step more
+                return
+        self.epoch_rng = state.random_state()
+        super()._run_epoch(**given)

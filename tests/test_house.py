@@ -23,15 +23,16 @@ LAYERS = (
     ("adapter_conflicts", "qat", "attention_choice", "optimizers"),
     ("recipe_errors",),
     ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks"),
-    ("run_folder", "screen", "adapter_source", "plots"),
+    ("run_folder", "screen", "adapter_source", "plots", "checkpoint"),
     ("speed",),
-    ("data", "model", "adapters", "adalora", "callbacks", "shipped", "trackers"),
+    ("data", "model", "adapters", "adalora", "callbacks", "shipped", "trackers", "stopping", "resume"),
+    ("state",),
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("harness", "check"),
     ("results",),
     ("evaluate", "validate"),
     ("verify", "proof", "loraplus", "publish", "compare_table", "report"),
-    ("train", "merge", "doctor", "launch", "chat"),
+    ("train", "merge", "doctor", "launch", "chat", "prove"),
     ("compare",),
     ("cli",),
     ("__main__",),
@@ -83,7 +84,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
                 annotations = [ast.unparse(a.annotation) for a in node.args.args if a.annotation]
                 if any(re.fullmatch(r"(finetune\.)?Recipe( \| None)?", a) for a in annotations):
                     takers.add(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
-    drivers = {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli"}
+    drivers = {"train", "summary", "run_folder", "evaluate", "check", "doctor", "cli", "prove"}
     sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
 
