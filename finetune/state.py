@@ -62,15 +62,15 @@ def read(path: Path) -> dict[str, Any]:
         UserError: a part is missing (exit 4).
     """
     structure, found = checkpoint.read_json(path, "state.json"), {}
+    held = structure.keys() | {name for name, _ in structure["ranks"][0]["dict"]}
+    if missing := sorted(PARTS.keys() - held):
+        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
+        raise UserError(problem, code=Exit.ARTEFACT)
     for name, value in structure.items():
         file = f"{name}.safetensors"
         tensors = checkpoint.read_tensors(path, file) if (path / file).exists() else {}
         found[name] = checkpoint.restore(value, tensors)
-    found |= found.pop("ranks")[PartialState().process_index]
-    if missing := sorted(PARTS.keys() - found.keys()):
-        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
-        raise UserError(problem, code=Exit.ARTEFACT)
-    return found
+    return {**found, **found.pop("ranks")[PartialState().process_index]}
 
 
 def put_back(trainer: Any, *names: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune import adalora, ranks, state
+from finetune import adalora, ranks, state, stopping
 from finetune.errors import Stopped
 from finetune.speed import attention, head, loss
 
@@ -140,6 +140,12 @@ class Trainer(SFTTrainer):
             saved = self.writer.published
             where = f"; saved: {saved}" if saved else ""
             raise Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
+
+    def get_train_dataloader(self) -> Any:
+        loader: Any = super().get_train_dataloader()
+        inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
+        inner.worker_init_fn = partial(stopping.deaf, inner.worker_init_fn)
+        return loader
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
