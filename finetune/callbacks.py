@@ -74,6 +74,9 @@ class RefreshNorms(TrainerCallback):
     def __init__(self, norms: Any, ledger: Ledger) -> None:
         self.norms, self.ledger = norms, ledger
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.norms.refresh(stepped=True)  # weights may have come from a checkpoint
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.norms.refresh(stepped=True)
 

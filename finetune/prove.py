@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import checkpoint
+from finetune import checkpoint, hardware
+from finetune.batch import split_batch
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -59,18 +60,23 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         shorter = _shortened(recipe)
         until = f"--until={2 * HALF}"
         _train([*command, *shorter, f"train.output_dir={straight}", until])
+        last = max(map(checkpoint.step_of, checkpoint.published(straight / "checkpoints")))
+        if last <= HALF:
+            what, fix = f"a run of {last} steps is too short to be stopped", "train.max_steps=12"
+            raise UserError(Problem(what, "train.max_steps", fix=fix))
+        screen.say(f"{HALF} steps are kept; a new process goes on from there ...")
         for name in (f"checkpoints/step-{HALF}", "metrics.jsonl"):
             source, target = straight / name, resumed / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
         _train([*command, *shorter, f"train.output_dir={resumed}", "--resume", until])
-        parts = compare(straight, resumed, 2 * HALF)
+        parts = compare(straight, resumed, last)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     rows = [(p.name, f"{p.tensors}", f"{p.values}", _verdict(p), p.digest[:16]) for p in parts]
     screen.table("resumed against straight", ("part", "tensors", "values", "", "sha256"), rows)
     changed = f" (with {', '.join(shorter[:-3])})" if shorter[:-3] else ""
-    said = f"{HALF} steps, stopped, and {HALF} steps in a new process, against {2 * HALF} steps{changed}"
+    said = f"{HALF} steps, stopped, and {last - HALF} in a new process, against {last} steps{changed}"
     screen.say("", f"{said}: {time.monotonic() - started:.0f} s")
     wrong = [part for part in parts if part.differing]
     if wrong:
@@ -143,14 +149,13 @@ def _logged(folder: Path) -> dict[str, str]:
 
 def _shortened(recipe: Recipe) -> list[str]:
     """Overrides for a proof of a minute: the recipe's own steps and rows, no more of them than it takes."""
-    from finetune.batch import split_batch
-
     overrides = []
     if recipe.adapter.type == "adalora" and "tinit" not in recipe.adapter.model_fields_set:
         overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the proof
-    batch = split_batch(recipe.train, 1)
-    if batch.accumulation > 2 and recipe.train.max_steps:
-        overrides.append(f"train.effective_batch_size={2 * batch.per_device}")
+    processes = max(1, hardware.detect().count)
+    batch = split_batch(recipe.train, processes)
+    if batch.accumulation > 2:
+        overrides.append(f"train.effective_batch_size={2 * batch.per_device * processes}")
         overrides.append(f"train.per_device_train_batch_size={batch.per_device}")
     return [*overrides, "train.logging_steps=1", f"train.save_steps={HALF}", "train.save_total_limit=null"]
 

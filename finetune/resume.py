@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,6 @@ IGNORED = (
     "train.output_dir",
 )
 SHOWN = 80  # characters of a value in the table
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers")
 OURS = {  # what a run that was stopped early may have left in its folder
     *(
         "adapter",
@@ -102,7 +100,7 @@ def contract(
         "storage of the base": setup.storage.value,
         "attention": setup.attention.value,
         "hardware": hardware.name or platform.processor(),
-        **{f"versions.{name}": version(name) for name in PACKAGES},
+        **{f"versions.{name}": found for name, found in run_folder.packages().items() if found},
         "versions.python": platform.python_version(),
     }
     return {"recipe": _keys(recipe), "facts": facts, "chosen": {}}
@@ -138,9 +136,8 @@ def compare(
         )
         raise UserError(Problem(what, where=str(path), found=table, fix=fix), code=Exit.ARTEFACT)
     return [
-        f"{key}: {_short(was)} in the checkpoint, now {_short(value)}"
+        f"{key}: {_short(was)} in the checkpoint, now {_short(value)}{_remark(key)}"
         for key, was, value in differing
-        if _among(key, MAY_CHANGE)
     ]
 
 
@@ -238,6 +235,12 @@ def _keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """Dotted key -> value, of what has one."""
     found = {f"{s}.{key}": value for s, keys in recipe.items() for key, value in keys.items()}
     return json.loads(json.dumps({k: v for k, v in found.items() if v is not None}, default=str))
+
+
+def _remark(key: str) -> str:
+    if key == "hardware" or key.startswith("versions."):
+        return "; sums may run in another order"
+    return "; its content is the same" if key in IGNORED and key != "train.output_dir" else ""
 
 
 def _among(key: str, names: tuple[str, ...]) -> bool:

@@ -240,21 +240,26 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     return recipe
 
 
-def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
-    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
-    packages = {}
+def packages() -> dict[str, str | None]:
+    """The versions of what training goes through; `None`: not installed."""
+    found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
-            packages[name] = version(name)
+            found[name] = version(name)
         except PackageNotFoundError:
-            packages[name] = None
+            found[name] = None
+    return found
+
+
+def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
+    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
     launcher_env = {
         k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))
     }
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": packages,
+        "packages": packages(),
         "git": _git(),
         "hardware": asdict(hardware),
         "launch": {**asdict(launch), "environment": launcher_env},

@@ -396,6 +396,9 @@ def recording(
     except Stopped as stopped:
         stopped.folder = str(folder.path)
         screen.log(str(stopped))
+        if folder.weights.exists():
+            saved = f"{stopped}; what was trained is saved: finetune evaluate {folder.path}"
+            stopped.args = (saved,)
         raise
     except UserError as error:
         screen.log(str(error))
