@@ -119,8 +119,9 @@ def train_again(options: argparse.Namespace) -> list[str]:
 
 def go_on(options: argparse.Namespace, folder: str) -> list[str]:
     """The command line that goes on with a run that was stopped; from its beginning if it got no further."""
-    named = any(text.startswith("train.output_dir=") for text in options.overrides)
+    named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
     where = [] if named or not folder else [f"train.output_dir={folder}"]
+    folder = folder or "".join(named[-1:])
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     saved = any((Path(folder) / "checkpoints").glob("step-*")) if folder else False
     return [

@@ -4,7 +4,8 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -148,3 +149,52 @@ def test_what_is_not_ours_is_not_touched(tmp_path) -> None:
         writer.start(step, content(step))
     writer.wait()
     assert (tmp_path / "step-9x").is_dir() and (tmp_path / "mine").is_dir()
+
+
+OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+
+
+def crashed(at: int, work: Callable[[], Any]) -> bool:
+    """Whether a process of its own got as far as operation `at` on files, before which it ended."""
+    child = os.fork()
+    if not child:
+        count = 0
+
+        def end(event: str, given: Any) -> None:
+            nonlocal count
+            count += event in OPERATIONS
+            if count == at:
+                os._exit(9)
+
+        sys.addaudithook(end)
+        work()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+@pytest.mark.parametrize("case", ["first", "next", "again"])
+def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
+    """Before each operation on a file: the first save, one that rotates, one in place of a damaged one."""
+    checkpoint.write(tmp_path / "warm", 1, content(), None)  # what is imported now is not opened then
+    for at in range(1, 1000):
+        folder = tmp_path / f"{at}"
+        for step in (1, 2) if case != "first" else ():
+            checkpoint.write(folder, step, content(step), None)
+        if case == "again":
+            (folder / "step-2" / "weights.safetensors").write_bytes(b"")
+        step = 3 if case == "next" else 2
+        unfinished = crashed(
+            at, lambda folder=folder, step=step: checkpoint.write(folder, step, content(9), 1)
+        )
+        found = checkpoint.newest(folder)
+        assert found or case == "first", at
+        for path in checkpoint.published(folder) if case != "again" else ():
+            checkpoint.verify(path)
+        checkpoint.begin(folder, found.step if found else 0)
+        checkpoint.write(folder, 4, content(4), 1)
+        assert [path.name for path in checkpoint.published(folder)] == ["step-4"]
+        if not unfinished:
+            break
+    assert 15 < at < 999
