@@ -68,11 +68,8 @@ def storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
     """`count` times: go on, be ended at a random time, verify what is there; then compare the end."""
     number = signal.SIGKILL if kind == "kill -9" else signal.SIGTERM
     draw, where = random.Random(seed), folder / kind.replace(" ", "")
-    words = [
-        *WORDS,
-        f"adapter.type={'adalora' if kind == 'kill -9' else 'lora'}",
-        f"train.output_dir={where}",
-    ]
+    pruning = ["adapter.type=adalora", "adapter.tinit=2", "adapter.tfinal=10"]
+    words = [*WORDS, *(pruning if kind == "kill -9" else []), f"train.output_dir={where}"]
     ended: dict[str, int] = {}
     unverified = resumed = 0
     for _ in range(count):
