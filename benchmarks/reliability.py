@@ -72,9 +72,15 @@ def storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
     words = [*WORDS, *(pruning if kind == "kill -9" else []), f"train.output_dir={where}"]
     ended: dict[str, int] = {}
     unverified = resumed = 0
+    began, child = time.monotonic(), start([*words, "--resume=auto"])
+    while not checkpoint.published(where / "checkpoints"):
+        time.sleep(0.01)
+    usual = time.monotonic() - began  # until the first checkpoint
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     for _ in range(count):
         before = len(checkpoint.published(where / "checkpoints"))
-        code = end(start([*words, "--resume=auto"]), draw.uniform(0.2, 4.0), number)
+        code = end(start([*words, "--resume=auto"]), draw.uniform(0.1, 2.0) * usual, number)
         ended[str(code)] = ended.get(str(code), 0) + 1
         published = checkpoint.published(where / "checkpoints")
         resumed += before > 0 and len(published) > 0

@@ -180,6 +180,8 @@ class FirstStep(TrainerCallback):
     add_loss: Callable[..., None] | None = None
     """Adds the loss's receipt, from the profiled operations and the number of micro-batches."""
     compiled = False
+    first = 1
+    """The first step of this process: a resumed run has gone further."""
     optimizer: Any = None
     """The class that `train.optim` means."""
 
@@ -219,7 +221,7 @@ class FirstStep(TrainerCallback):
         self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.first = state.global_step + 1  # of this process: a resumed run has gone further
+        self.first = state.global_step + 1
         self.offloaded = offload.of(model)
         if self.offloaded:
             self.offloaded.restart()

@@ -70,7 +70,7 @@ class Trainer(SFTTrainer):
         self.batches = state.digest(self.batches, inputs)
         if self.shape:
             inputs = attention.fixed_shape(inputs, *self.shape)
-        first = self.state.global_step == self._initial_global_step
+        first = self.state.global_step + 1 == self.first_step.first
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             if self.chunked and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
