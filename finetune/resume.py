@@ -173,8 +173,9 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     if asked != "auto":
         what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
-    held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set()
-    if not held - {run_folder.LOCK} <= OURS:
+    held = [entry.name for entry in folder.path.iterdir()] if folder.path.exists() else []
+    cut_off = [name for name in held if name.startswith(".") and name.endswith(".tmp")]
+    if not set(held) <= {*OURS, *cut_off, run_folder.LOCK}:
         run_folder.check_free(output_dir)
     return False
 

@@ -150,7 +150,12 @@ def claimed(output_dir: str | None) -> Iterator[None]:
     folder, made = Path(output_dir), not Path(output_dir).exists()
     create(output_dir)
     path = folder / LOCK
-    with path.open("a+", encoding="utf-8") as file:
+    try:
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        what = f"can't write in {folder}: {error.strerror}"
+        raise UserError(Problem(what, "train.output_dir")) from None
+    with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

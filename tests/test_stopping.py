@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from conftest import QUICKSTART, ROOT, metrics
+from conftest import DATA, QUICKSTART, ROOT, metrics
 
 from finetune import arguments, checkpoint, cli, prove, state, stopping
 from finetune.errors import UserError
@@ -89,9 +89,13 @@ def test_until_is_a_step_or_a_time(train, monkeypatch) -> None:
             arguments.until(wrong)
 
 
-def test_checkpoints_by_share_epoch_and_time(train, monkeypatch) -> None:
+def test_checkpoints_by_share_epoch_and_time(train, monkeypatch, tmp_path) -> None:
+    rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)[:6]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    few = [*SHORT, "train.effective_batch_size=2", f"data.name={tmp_path}/rows.jsonl"]
+
     def steps(*options: str, name: str) -> list[int]:
-        run = train(*SHORT, "train.effective_batch_size=32", *options, "--until=6", name=name, code=75)
+        run = train(*few, *options, "--until=6", name=name, code=75)
         return sorted(map(checkpoint.step_of, checkpoint.published(run.checkpoints)))
 
     assert steps("train.save_steps=0.4", name="share") == [3, 6]
