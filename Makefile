@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart test lint schema clean
+.PHONY: quickstart test lint schema soak clean
 
 quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
@@ -16,6 +16,9 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check finetune scripts tests examples
 	$(BIN)/ruff check finetune scripts tests examples
 	$(BIN)/pyright
+
+soak: .venv/installed-dev
+	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50
 
 schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py

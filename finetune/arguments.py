@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import Problem, UserError
 
@@ -38,6 +40,36 @@ def seconds(text: str) -> float:
     if not sum(parts):
         raise ValueError
     return parts[0] * 3600 + parts[1] * 60 + parts[2]
+
+
+class Until(NamedTuple):
+    """When a run ends before its last step, with a checkpoint."""
+
+    text: str
+    step: int | None = None
+    time: float | None = None
+    """Seconds since 1970."""
+
+
+def until(text: str) -> Until:
+    """A step (500), a time from now (7h30m), the next 06:30, or a date and time (2026-11-22T06:30)."""
+    if text.isdigit():
+        return Until(text, step=at_least_one(text))
+    if re.fullmatch(r"\d\d:\d\d", text):
+        now = datetime.datetime.now()
+        hour, minute = map(int, text.split(":"))
+        at = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+        return Until(text, time=(at if at > now else at + datetime.timedelta(days=1)).timestamp())
+    if "-" in text:
+        return Until(text, time=datetime.datetime.fromisoformat(text).timestamp())
+    return Until(text, time=time.time() + seconds(text))
+
+
+def resume(text: str) -> str:
+    """What follows `--resume=`: auto, or a checkpoint's name."""
+    if text not in ("auto", "newest") and not re.fullmatch(r"step-\d+", text):
+        raise ValueError
+    return text
 
 
 def second_run(options: argparse.Namespace) -> str:
@@ -77,6 +109,55 @@ def compare_again(options: argparse.Namespace) -> list[str]:
     return [options.what, *options.overrides, *flat]
 
 
+def train_again(options: argparse.Namespace) -> list[str]:
+    """The command line of `train` again, for the processes that it is launched in."""
+    more = [f"--resume={options.resume}"] if options.resume not in (None, "newest") else []
+    more += ["--resume"] if options.resume == "newest" else []
+    more += [f"--until={options.until.text}"] if options.until else []
+    return ["train", options.recipe, *options.overrides, *more]
+
+
+def go_on(options: argparse.Namespace, folder: str) -> list[str]:
+    """The command line that goes on with a run that was stopped; from its beginning if it got no further."""
+    named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
+    where = [] if named or not folder else [f"train.output_dir={folder}"]
+    folder = folder or "".join(named[-1:])
+    launched = ["--accelerate", options.accelerate] if options.accelerate else []
+    saved = any((Path(folder) / "checkpoints").glob("step-*")) if folder else False
+    return [
+        "train",
+        options.recipe,
+        *options.overrides,
+        *where,
+        *launched,
+        "--resume" if saved else "--resume=auto",
+    ]
+
+
+TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
+    (
+        "--resume",
+        {
+            "metavar": "[=auto]",
+            "type": resume,
+            "help": "go on from the newest checkpoint in train.output_dir; =step-N: from that one; =auto: or"
+            " start if there is none, and do nothing if the run is finished",
+        },
+    ),
+    (
+        "--until",
+        {
+            "metavar": "WHEN",
+            "type": until,
+            "help": "save and leave (exit 75) before then: 7h30m, 06:30, 2026-11-22T06:30; or a step: 500",
+        },
+    ),
+)
+PROVE_RESUME: tuple[str, dict[str, Any]] = (
+    "--prove-resume",
+    {"action": "store_true", "help": "train a few steps, stop, resume, and compare bit for bit: a minute"},
+)
 COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
     ("overrides", {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"}),

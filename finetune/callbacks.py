@@ -78,12 +78,21 @@ class RefreshNorms(TrainerCallback):
     def __init__(self, norms: Any, ledger: Ledger) -> None:
         self.norms, self.ledger = norms, ledger
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.norms.refresh(stepped=True)  # weights may have come from a checkpoint
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.norms.refresh(stepped=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         error, how = self.norms.error(), "||W + s B A|| after the last step against one made anew (relative)"
         self.ledger.add("DoRA norms", "those of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
+
+
+def refreshing(model: Any, ledger: Ledger) -> list[TrainerCallback]:
+    """What makes DoRA's norms anew, where they are fused."""
+    norms = getattr(model, "finetune_norms", None)
+    return [RefreshNorms(norms, ledger)] if norms else []
 
 
 class Metrics(TrainerCallback):
@@ -100,9 +109,20 @@ class Metrics(TrainerCallback):
         self.idle_since = self.logged_at = time.perf_counter()
         self.logged_step = self.logged_tokens = 0
 
+        self.elapsed = 0.0  # seconds since the last logged step, before this process went on from it
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.idle_since = self.logged_at = time.perf_counter()
-        self.screen.start(state.max_steps)
+        self.idle_since = time.perf_counter()
+        self.logged_at = self.idle_since - self.elapsed
+        self.screen.start(state.max_steps, state.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        elapsed = time.perf_counter() - self.logged_at
+        return {"step": self.logged_step, "tokens": self.logged_tokens, "seconds": [elapsed, self.waited]}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.logged_step, self.logged_tokens = kept["step"], kept["tokens"]
+        self.elapsed, self.waited = kept["seconds"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.screen.stop()
@@ -174,12 +194,16 @@ class FirstStep(TrainerCallback):
 
     add_loss: Callable[..., None] | None = None
     """Adds the loss's receipt, from the profiled operations and the number of micro-batches."""
-    compiled = False
+    first = 1
+    """The first step of this process: a resumed run has gone further."""
     optimizer: Any = None
     """The class that `train.optim` means."""
 
-    def __init__(self, ledger: Ledger, setup: Setup, *, steps: int, batch: int) -> None:
-        self.ledger, self.steps, self.batch, self.processes = ledger, steps, batch, setup.launch.rows_apart
+    def __init__(
+        self, ledger: Ledger, setup: Setup, *, steps: int, batch: int, compiled: bool = False
+    ) -> None:
+        self.ledger, self.steps, self.batch, self.compiled = ledger, steps, batch, compiled
+        self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
         coded = (
@@ -217,23 +241,26 @@ class FirstStep(TrainerCallback):
         self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.first = state.global_step + 1
         self.offloaded = offload.of(model)
         if self.offloaded:
             self.offloaded.restart()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != 1:
+        if state.global_step != self.first:
             return
-        add = self.ledger.add
-        how = f"rows of step 1: {self.micro_batches} micro-batches x {self.processes} processes"
+        add, step = self.ledger.add, f"step {self.first}"
+        how = f"rows of {step}: {self.micro_batches} micro-batches x {self.processes} processes"
         rows = self.rows * self.processes
         if self.flat:  # all rows of a batch are one there: the loader knows how many
             loader = kwargs["train_dataloader"]
             at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
             rows = self.micro_batches * at_once * self.processes
-        add("train.effective_batch_size", self.batch, rows, how)
+        # A run may be resumed before the last step of an epoch, which takes the rows that are left
+        ok = rows == self.batch or (self.first > 1 and rows < self.batch and float(state.epoch).is_integer())
+        add("train.effective_batch_size", self.batch, rows, how, ok=ok)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
-        add("loss tokens in step 1", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
+        add(f"loss tokens in {step}", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
         how, code = "the first linear layer's output in training", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
         ran = attention_that_ran(self.operations)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -17,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import arguments, launch_env
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, Stopped, UserError
+from finetune.given import load, located, opened, writing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
 
 
@@ -48,6 +46,10 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         if options.debug:
             raise
         return failed("\n".join(map(str, error.problems)), error.code)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr)
+        return Exit.STOPPED
     except RuntimeError as error:
         said = launch_env.lost(error)
         if options.debug or not said:
@@ -82,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
     with located(recipe):
         notes = checks.run(recipe)
         if not launch.launched():
-            again = ["train", options.recipe, *options.overrides, *flags(options)]
+            again = arguments.train_again(options) + flags(options)
             launch.if_needed(again, options.accelerate, functools.partial(checks.launch_of, recipe))
         if main and recipe.publish.repo:
             notes += publish_run.check(recipe.publish, recipe.model.name)
@@ -93,8 +95,13 @@ def train(options: argparse.Namespace) -> None:
         from finetune import train as training
         from finetune.scoring import memory_errors
 
-        with memory_errors():
-            folder = training.run(recipe, quiet=options.quiet)
+        asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
+        try:
+            with memory_errors():
+                folder = training.run(recipe, quiet=options.quiet, **asked)
+        except Stopped as stopped:
+            again = shlex.join(["finetune", *arguments.go_on(options, stopped.folder)])
+            raise Stopped(f"{stopped}\n  go on with: {again}") from None
         if main:
             publish_run.after_training(recipe, folder, Screen(quiet=options.quiet))
 
@@ -110,6 +117,11 @@ def check(options: argparse.Namespace) -> None:
         for note in notes:
             print(f"note: {note}")
         print(f"fine: {options.recipe}: {recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}")
+    if options.prove_resume:
+        from finetune import prove
+        from finetune.screen import Screen
+
+        prove.run(recipe, [options.recipe, *options.overrides], Screen(quiet=options.quiet))
 
 
 def data(options: argparse.Namespace) -> None:
@@ -319,13 +331,8 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(name, **settings)
         command.set_defaults(command=function)
 
-    add(
-        train,
-        RECIPE,
-        OVERRIDES,
-        ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
-    )
-    add(check, RECIPE, OVERRIDES)
+    add(train, RECIPE, OVERRIDES, *arguments.TRAIN)
+    add(check, RECIPE, OVERRIDES, arguments.PROVE_RESUME)
     add(
         data,
         RECIPE,
@@ -370,7 +377,10 @@ def parser() -> argparse.ArgumentParser:
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """argparse ends a list of positionals at the first option; overrides may also follow options."""
     top = parser()
-    options, extra = top.parse_known_args(given)
+    words = list(sys.argv[1:] if given is None else given)
+    # An option whose value may be left out would take what follows it for its value
+    words = ["--resume=newest" if word == "--resume" else word for word in words]
+    options, extra = top.parse_known_args(words)
     if extra and not (
         hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
     ):
@@ -383,49 +393,3 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 def flags(options: argparse.Namespace) -> list[str]:
     """The flags every command has, as they were given."""
     return [f"--{flag}" for flag in ("quiet", "debug") if getattr(options, flag)]
-
-
-def load(options: argparse.Namespace) -> Recipe:
-    from finetune.recipe import load as load_recipe
-
-    return load_recipe(options.recipe, options.overrides)
-
-
-def opened(options: argparse.Namespace) -> RunFolder:
-    """The run of a command that takes one; of one from the Hub it is said where it is here."""
-    from finetune.run_folder import open_run
-
-    run = open_run(options.run)
-    if str(run.path) != str(Path(options.run)) and not options.quiet and os.environ.get("RANK", "0") == "0":
-        print(f"note: {options.run} is in {run.path}; what is made of it goes there")
-    return run
-
-
-@contextlib.contextmanager
-def located(recipe: Recipe | None) -> Iterator[None]:
-    """Give every problem that names a recipe key its file:line:col."""
-    try:
-        yield
-    except UserError as error:
-        if recipe is None:
-            raise
-        problems = [dataclasses.replace(p, where=p.where or place(recipe, p.key)) for p in error.problems]
-        raise UserError(*problems, code=error.code) from error
-
-
-def place(recipe: Recipe, key: str) -> str:
-    """Where a dotted key, or the section round it, stands in the recipe."""
-    path = tuple(key.split(".")) if key else ()
-    while path and path not in recipe.origin.where:
-        path = path[:-1]
-    return recipe.origin.where.get(path, "") if path else ""
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A file or folder that can't be written is the user's to mend."""
-    try:
-        yield
-    except OSError as error:
-        problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
-        raise UserError(problem) from error

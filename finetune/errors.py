@@ -64,6 +64,13 @@ class UserError(Exception):
         self.code = code
 
 
+class Stopped(KeyboardInterrupt):
+    """A run that was told to end, and can be resumed (exit 75); its text says what it leaves behind."""
+
+    folder = ""
+    """The run folder, once there is one."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """The one of `names` that `name` most likely means, or the empty string."""
     by_lower = {candidate.lower(): candidate for candidate in names}

@@ -6,6 +6,7 @@ import datetime
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -26,6 +27,21 @@ def failures() -> Any:
         return None
     waits = datetime.timedelta(seconds=AGREEMENT_SECONDS)
     return torch.distributed.new_group(backend="gloo", timeout=waits)
+
+
+@functools.cache
+def steps() -> Any:
+    """A group in which processes agree between steps, in the CPU's memory: no GPU is waited for."""
+    return torch.distributed.new_group(backend="gloo") if PartialState().num_processes > 1 else None
+
+
+def any_of(*flags: bool) -> list[bool]:
+    """Each flag, as it is on any rank."""
+    if PartialState().num_processes == 1:
+        return list(flags)
+    raised = torch.tensor(flags, dtype=torch.int32)
+    torch.distributed.all_reduce(raised, torch.distributed.ReduceOp.MAX, group=steps())
+    return raised.bool().tolist()
 
 
 def shared(reason: str) -> bool:

@@ -82,7 +82,6 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
     "warmup_steps": {"ge": 0},
     "max_grad_norm": {"ge": 0},
     "logging_steps": {"gt": 0},
-    "save_steps": {"gt": 0},
     "dataloader_num_workers": {"ge": 0},
 }
 

@@ -1,6 +1,6 @@
 """Names people bring along: keys that another section owns, and what old or foreign keys are called today."""
 
-_NO_CHECKPOINTS = "drop it: checkpoints are not in this version; the adapter is saved at the end"
+_NO_SUCH_CHECKPOINTS = "drop it: a checkpoint is always whole, and written once"
 
 OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "packing": "data.packing",
@@ -41,7 +41,7 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "gradient_accumulation_steps": "train.effective_batch_size (accumulation is derived from it)",
     "per_device_eval_batch_size": "eval.batch_size",
     "push_to_hub": "publish",
-    "resume_from_checkpoint": "the command line",
+    "resume_from_checkpoint": "the command line (--resume)",
     "auto_find_batch_size": "train.effective_batch_size and train.per_device_train_batch_size",
     "model_init_kwargs": "model",
     "trust_remote_code": "model",
@@ -57,12 +57,11 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "include_for_metrics": "eval",
     "prediction_loss_only": "eval",
     "logging_strategy": "train.logging_steps",
-    "save_strategy": _NO_CHECKPOINTS,
-    "save_steps": _NO_CHECKPOINTS,
-    "save_total_limit": _NO_CHECKPOINTS,
-    "save_only_model": _NO_CHECKPOINTS,
-    "save_on_each_node": _NO_CHECKPOINTS,
-    "enable_jit_checkpoint": _NO_CHECKPOINTS,
+    "save_only_model": _NO_SUCH_CHECKPOINTS,
+    "save_on_each_node": _NO_SUCH_CHECKPOINTS,
+    "enable_jit_checkpoint": "drop it: a signal always saves",
+    "restore_callback_states_from_checkpoint": "drop it: ours are always restored",
+    "ignore_data_skip": "drop it: a resumed run goes on with the next batch",
     "load_best_model_at_end": "eval",
     "metric_for_best_model": "eval",
     "greater_is_better": "eval",

@@ -6,6 +6,8 @@ adapter/ (or model/ after full fine-tuning)
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import glob
 import json
 import os
@@ -29,11 +31,12 @@ from finetune.recipe import local_path
 from finetune.sections import Source, Train
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from finetune.hardware import Hardware, Launch
     from finetune.recipe import Recipe
 
+LOCK = ".lock"
 HELD_OUT = "held_out.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
 # What of a run is published beside its weights, so that it can be opened elsewhere
 PUBLISHED = (
@@ -83,8 +86,17 @@ class RunFolder:
         return self.path / "checkpoints" / ".staging"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
     def recipe(self) -> Path:
         return self.path / "recipe.resolved.yaml"
+
+    @property
+    def finished(self) -> bool:
+        """Trained, saved and evaluated."""
+        return self.weights.exists() and (self.path / "eval.json").exists()
 
     def write(self, name: str, value: Any) -> None:
         """Write `value` as JSON, whole or not at all."""
@@ -92,9 +104,10 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        temporary = self.path / f".{name}.tmp"
+        path = self.path / name
+        temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
+        os.replace(temporary, path)
 
     def read(self, name: str) -> Any:
         return json.loads((self.path / name).read_text(encoding="utf-8"))
@@ -103,10 +116,14 @@ class RunFolder:
 def check_free(output_dir: str | None) -> None:
     """A folder that already holds something is left alone (exit 2)."""
     path = Path(output_dir or "")
-    if output_dir is None or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
         return
-    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
+    held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"
     fix = "a new name: train.output_dir=..., or none for a dated one; nothing was deleted"
+    if (path / LOCK).is_file():
+        held += f"; in use by {(path / LOCK).read_text(encoding='utf-8').strip()}"
+    if any(path.glob("checkpoints/step-*")):
+        fix = f"--resume, to go on with it; or {fix}"
     raise UserError(Problem(f"{path} is not empty", "train.output_dir", found=held, fix=fix))
 
 
@@ -114,9 +131,51 @@ def default_path(recipe_path: Path) -> str:
     return f"runs/{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def _entries(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+
+
+@contextlib.contextmanager
+def claimed(output_dir: str | None) -> Iterator[None]:
+    """Keep a run folder from other runs on this or another machine for as long as this one lasts.
+
+    The lock is the system's, so it ends with the process, however that ends; the file says whose it is.
+
+    Raises:
+        UserError: another run has it (exit 2).
+    """
+    if output_dir is None or os.environ.get("RANK", "0") != "0":  # named by the time, or held by rank 0
+        yield
+        return
+    folder, made = Path(output_dir), not Path(output_dir).exists()
+    create(output_dir)
+    path = folder / LOCK
+    try:
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        what = f"can't write in {folder}: {error.strerror}"
+        raise UserError(Problem(what, "train.output_dir")) from None
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            what, fix = "another run is writing there", "a new train.output_dir, or wait for it"
+            raise UserError(Problem(what, "train.output_dir", found=file.read().strip(), fix=fix)) from None
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if made and folder.exists() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
 def create(path: str) -> RunFolder:
     """Make the folder (exit 2 if that can't be)."""
-    check_free(path)
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -186,21 +245,26 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     return recipe
 
 
-def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
-    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
-    packages = {}
+def packages() -> dict[str, str | None]:
+    """The versions of what training goes through; `None`: not installed."""
+    found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
-            packages[name] = version(name)
+            found[name] = version(name)
         except PackageNotFoundError:
-            packages[name] = None
+            found[name] = None
+    return found
+
+
+def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
+    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
     launcher_env = {
         k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))
     }
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": packages,
+        "packages": packages(),
         "git": _git(),
         "hardware": asdict(hardware),
         "launch": {**asdict(launch), "environment": launcher_env},

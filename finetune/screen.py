@@ -33,6 +33,7 @@ class Screen:
         self._log: Console | None = None
         self._progress: Progress | None = None
         self._started = self._last = 0.0
+        self._done = 0
 
     def say(self, *renderables: Any) -> None:
         """Print, and write to log.txt once there is one."""
@@ -55,29 +56,29 @@ class Screen:
         if self._log:
             self._log.print(text, markup=False)
 
-    def log_to(self, path: Path) -> None:
-        """Write all that is said from here on to `path`; warnings of libraries too."""
-        file = path.open("w", encoding="utf-8")
+    def log_to(self, path: Path, *, again: bool = False) -> None:
+        """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
+        file = path.open("a" if again else "w", encoding="utf-8")
         self._log = Console(file=file, width=140, highlight=False)
         handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
 
-    def start(self, total: int) -> None:
-        """Begin the training display of `total` steps."""
-        self._started = time.monotonic()
+    def start(self, total: int, done: int = 0) -> None:
+        """Begin the training display of `total` steps, some of which may be done."""
+        self._started, self._done = time.monotonic(), done
         if self.console.is_terminal and not self.console.quiet:
             text = TextColumn("{task.description}")
             columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._progress.start()
-            self._progress.add_task("starting", total=total)
+            self._progress.add_task("starting", total=total, completed=done)
 
     def step(self, step: int, total: int, line: str) -> None:
         """Show one logged step; the log file has each of them."""
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=step, description=line)
-        left = (time.monotonic() - self._started) / step * (total - step)
+        left = (time.monotonic() - self._started) / (step - self._done) * (total - step)
         text = f"step {step}/{total}  {line}  {left:.0f}s left"
         if not self._progress and (step in (1, total) or step % max(1, total // PLAIN_LINES) == 0):
             self.console.print(text, markup=False)

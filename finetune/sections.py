@@ -237,6 +237,14 @@ class Train(Section):
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seeds adapter initialisation, dropout, shuffling and the validation split."""
 
+    save_strategy: Literal["auto", "no", "steps", "epoch"] = "auto"
+    """When checkpoints are made; `auto`: each `save_steps` if that is given, else every ten minutes; `no`:
+    only when the run is told to stop, by a signal or `--until`."""
+    save_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Optimizer steps from one checkpoint to the next; below 1: a share of the run."""
+    save_total_limit: int | None = Field(default=2, ge=1)
+    """Checkpoints that are kept, the newest; `null`: all."""
+
     def passed_on(self) -> dict[str, Any]:
         """The SFTConfig keys the recipe set, to be handed over as they are."""
         ours = Train.model_fields.keys()

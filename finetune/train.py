@@ -6,7 +6,7 @@ run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, set_seed
-from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 
 from finetune import (
@@ -32,12 +31,13 @@ from finetune import (
     launch_receipts,
     loraplus,
     model,
-    optimizers,
     qat,
     ranks,
     report,
+    resume,
     run_folder,
     shards,
+    stopping,
     summary,
     trackers,
     upstream,
@@ -45,42 +45,67 @@ from finetune import (
     verify,
 )
 from finetune.batch import Batch, count_steps, split_batch
-from finetune.data.prepare import held_out
-from finetune.errors import Exit, Problem, UserError
+from finetune.checkpoint import Writer
+from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.receipts import Ledger
+from finetune.run_folder import RunFolder
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
-from finetune.speed import attention, attention_kernels, head, offload
-from finetune.trainer import Trainer
+from finetune.speed import attention, attention_kernels, head
+from finetune.trainer import Trainer, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.arguments import Until
+    from finetune.checkpoint import Found
     from finetune.data.audit import Report
     from finetune.data.prepare import Prepared
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
-    from finetune.run_folder import RunFolder
-    from finetune.sections import Adapter, Data, Speed, Train
+    from finetune.sections import Adapter, Data, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
 
-def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) -> RunFolder:
-    """Train (with `watchers`, more callbacks), save, reopen and evaluate one recipe; returns its run folder.
+def run(
+    recipe: Recipe,
+    *,
+    quiet: bool = False,
+    resumes: str | None = None,
+    until: Until | None = None,
+    watchers: Sequence[Any] = (),
+) -> RunFolder:
+    """Train, save, reopen and evaluate one recipe; returns its run folder.
+
+    Args:
+        resumes: the checkpoint to go on from: newest, auto (which may also be none) or step-<n>. A finished
+            run is left as it is.
+        until: when to end before the last step.
+        watchers: more callbacks.
 
     Raises:
         UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
+        Stopped: told to end, by a signal or `until`.
     """
+    where, quiet = recipe.train.output_dir, quiet or os.environ.get("RANK", "0") != "0"
+    if resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
+        Screen(quiet=quiet).say(f"{where} is finished: nothing to do")
+        return RunFolder(Path(str(where)))
+    with stopping.Stop(until).listening() as stop, run_folder.claimed(where):
+        return _run(recipe, stop, resumes, quiet, watchers)
+
+
+def _run(
+    recipe: Recipe, stop: stopping.Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
+) -> RunFolder:
     quieten_libraries()
-    run_folder.check_free(recipe.train.output_dir)
     flat = recipe.data.packing or recipe.data.padding_free
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
-    screen, ledger = Screen(quiet=quiet or not setup.launch.main), Ledger()
+    screen, ledger = Screen(quiet=quiet), Ledger()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     harness.check(recipe.eval)
@@ -90,6 +115,8 @@ def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) ->
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
+    contract = contract_of(recipe, setup, batch, steps, tokenizer, data_report)
+    found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
     base = qat.prepare(base, recipe.speed.qat, ledger)
@@ -97,40 +124,42 @@ def run(recipe: Recipe, *, quiet: bool = False, watchers: Sequence[Any] = ()) ->
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
     exchange.prepare(adapted, arguments)
-    tokens, flops = batch.per_device * recipe.data.max_length, flops_per_token(adapted)
+    tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
     work = work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
 
     folder = start_folder(recipe, setup, arguments)
-    with recording(screen, ledger, folder, setup), trackers.running(arguments, folder) as tracked:
+    with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
         choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
         if setup.launch.main:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report)
             adapter_init.save_initial(adapted, initial)
+            resume.begin(folder, found, contract, choices, screen)
 
-        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective)
-        first_step.compiled = compiled
+        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compiled)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
-        validating = validation(recipe, tokenizer, adapted, metrics)
-        watching = [first_step, metrics, *validating, *watchers]
-        if norms := getattr(adapted, "finetune_norms", None):
-            watching.append(callbacks.RefreshNorms(norms, ledger))
-        sections = recipe.adapter, recipe.speed
-        trainer = build_trainer(adapted, *sections, arguments, dataset, tokenizer, watching)
+        validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
+        writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
+        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.sharded)
+        watching = [first_step, metrics, *validating, schedule, *watchers]
+        watching += callbacks.refreshing(adapted, ledger)
+        parts = recipe.adapter, recipe.speed, arguments, dataset, tokenizer
+        trainer = build(adapted, *parts, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
+        trainer.remembers(schedule, contract, metrics, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
             trainer.shape = (tokens, documents, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
-        train(trainer, recipe.adapter, validating, ledger)
-
-        live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
-        save(adapted, tokenizer, folder, initial)
+        with stop.later():
+            train(trainer, recipe.adapter, validating, found, ledger)
+            live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
+            save(adapted, tokenizer, folder, initial)
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted, base
@@ -181,52 +210,6 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
 
 
-def build_trainer(
-    adapted: Any,
-    section: Adapter,
-    fast: Speed,
-    arguments: SFTConfig,
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    watching: list[Any],
-) -> Trainer:
-    """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
-    config: Any = getattr(adapted, "peft_config", {}).get("default")
-    allocates: bool = config is not None and config.peft_type == "ADALORA"
-    if not arguments.fp16:  # there the loss scaler skips such steps
-        watching = [*watching, callbacks.StopOnNonFinite()]
-    if allocates:
-        watching = [*watching, adalora.AllocateRanks()]
-    ratio = section.ours("loraplus_lr_ratio")
-    made_by = optimizers.kind_and_options(arguments, adapted, fast)
-    if fast.offload in ("optimizer", "all"):
-        watching = [*watching, offload.SendGradients()]
-    made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
-    trainer = Trainer(
-        model=adapted,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        callbacks=watching,
-        optimizers=(
-            loraplus.optimizer(adapted, made_by, ratio, arguments.weight_decay) if ratio else None,
-            None,
-        ),
-        optimizer_cls_and_kwargs=None if ratio else made_by,
-    )
-    exchange.reduce_in_fp32(trainer.accelerator)
-    trainer.remove_callback(PrinterCallback)
-    (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
-    trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
-    for name, parameter in adapters.trainable(adapted).items():
-        parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
-    if allocates:
-        trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight
-        trainer.orthogonality_every = section.ours("orth_reg_every") or 1
-        trainer.singular_vectors = adalora.singular_vectors(adapted)
-    return trainer
-
-
 def make_fast(
     adapted: Any, recipe: Recipe, setup: Setup, arguments: SFTConfig, work: speed.Work, ledger: Ledger
 ) -> dict[str, hardware.Choice]:
@@ -252,21 +235,13 @@ def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work
     return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30)
 
 
-def validation(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, adapted: Any, metrics: callbacks.Metrics
-) -> list[validate.Validate]:
-    """The evaluation while training, if the recipe asks for one."""
-    if recipe.eval.every is None:
-        return []
-    rows = held_out(recipe.data, tokenizer, recipe.train.seed)
-    config: Any = getattr(adapted, "peft_config", {}).get("default")
-    allocates: bool = config is not None and config.peft_type == "ADALORA"
-    # before its budget is reached it has more ranks than were asked for
-    in_budget: int = config.total_step - config.tfinal if allocates and config else 0
-    return [validate.Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]
-
-
-def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate], ledger: Ledger) -> None:
+def train(
+    trainer: Trainer,
+    section: Adapter,
+    validating: list[validate.Validate],
+    found: Found | None,
+    ledger: Ledger,
+) -> None:
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
@@ -275,9 +250,12 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
         return model.fingerprint(adapters.frozen(adapted))
 
     frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
+    if found:
+        resume.check_base(found.contract, frozen, found.path)
+    trainer.contract["base"] = frozen
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
-    trainer.train()
+    trainer.train_from(found.path if found else None)
     exchange.add_receipt(trainer.model_wrapped, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
@@ -289,15 +267,7 @@ def train(trainer: Trainer, section: Adapter, validating: list[validate.Validate
             same,
             "hash of every frozen tensor, before and after",
         )
-    after = verify.fingerprints(adapted)
-    moved = Counter(verify.family(name) for name in after if after[name] != before[name])
-    asked = Counter(map(verify.family, after))
-    got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
-    how = "hash of every trainable tensor, before and after"
-    # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
-    long = trainer.state.global_step >= 4
-    ok = (all if long else any)(moved[name] for name in asked)
-    ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
+    verify.add_moved_receipt(before, adapted, trainer.state.global_step, ledger)
     for validation in validating:
         validation.restore(adapted, trainer.state, ledger)
     for name, dtype in rounded.items():
@@ -344,12 +314,33 @@ def reopen_and_evaluate(
     return result
 
 
+def contract_of(
+    recipe: Recipe, setup: Setup, batch: Batch, steps: int, tokenizer: Any, reports: dict[str, Report]
+) -> dict[str, Any]:
+    """What a run that goes on from a checkpoint of this one must have in common with it."""
+    counts = {"steps": steps, "rows": reports["train"].kept, **batch._asdict()}
+    sources = {**reports["train"].sources, **reports["validation"].sources}
+    return resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, sources)
+
+
+def find_checkpoint(
+    section: Train, resumes: str | None, contract: dict[str, Any], setup: Setup
+) -> Found | None:
+    """The checkpoint to go on from, verified by rank 0 and held against this run by all."""
+    stopping.check(section, resumes, setup.launch.sharded)
+    folder = RunFolder(Path(section.output_dir or ""))
+    found: Found | None = ranks.from_main(lambda: resume.find(folder, resumes))
+    if found:
+        found.notes.extend(resume.compare(found.contract, contract, found.path))
+    return found
+
+
 def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolder:
     """The run folder, named by rank 0 for all, and the Trainer's own place in it."""
     name = [recipe.train.output_dir or run_folder.default_path(recipe.origin.path)]
     if setup.launch.processes > 1:
         broadcast_object_list(name)
-    folder = run_folder.create(name[0]) if setup.launch.main else run_folder.RunFolder(Path(name[0]))
+    folder = run_folder.create(name[0]) if setup.launch.main else RunFolder(Path(name[0]))
     arguments.output_dir = str(folder.staging)
     arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder
@@ -374,12 +365,21 @@ def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def recording(screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup) -> Iterator[None]:
+def recording(
+    screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup, found: Found | None
+) -> Iterator[None]:
     """Keep log.txt from here on, and leave receipts.json behind however the run ends."""
     if setup.launch.main:
-        screen.log_to(folder.path / "log.txt")
+        screen.log_to(folder.path / "log.txt", again=found is not None)
     try:
         yield
+    except Stopped as stopped:
+        stopped.folder = str(folder.path)
+        screen.log(str(stopped))
+        if folder.weights.exists():
+            saved = f"{stopped}; what was trained is saved: finetune evaluate {folder.path}"
+            stopped.args = (saved,)
+        raise
     except UserError as error:
         screen.log(str(error))
         raise
@@ -388,12 +388,3 @@ def recording(screen: Screen, ledger: Ledger, folder: RunFolder, setup: Setup) -
             folder.write("receipts.json", ledger.as_json())
             report.after(folder.path, screen)
         screen.close()
-
-
-def flops_per_token(adapted: torch.nn.Module) -> float:
-    """FLOPs of one token's forward and backward through the linear layers (attention's own is not counted).
-
-    A frozen weight costs 2 FLOPs an element in forward and 2 for its input's gradient; a trained one 2 more.
-    """
-    linear = [module for module in adapted.modules() if isinstance(module, torch.nn.Linear)]
-    return sum(m.in_features * m.out_features * (6.0 if m.weight.requires_grad else 4.0) for m in linear)

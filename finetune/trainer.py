@@ -1,4 +1,4 @@
-"""TRL's trainer, subclassed once: our loss, AdaLoRA's regulariser, an eye on the first step."""
+"""TRL's trainer, subclassed once: our loss, AdaLoRA's regulariser, an eye on step 1, our checkpoints."""
 
 from __future__ import annotations
 
@@ -9,17 +9,42 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PrinterCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune import adalora
-from finetune.speed import attention, head, loss
+from finetune import adalora, adapters, callbacks, exchange, loraplus, optimizers, ranks, state, stopping
+from finetune.errors import Stopped
+from finetune.speed import attention, head, loss, offload
 
 if TYPE_CHECKING:
-    from finetune import callbacks
+    from pathlib import Path
+
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.checkpoint import Writer
+    from finetune.sections import Adapter, Speed
+    from finetune.stopping import Schedule
 
 
 class Trainer(SFTTrainer):
-    """TRL's trainer, with our loss, AdaLoRA's regulariser (TRL ignores `outputs.loss`), an eye on step 1."""
+    """TRL's trainer, with our loss, AdaLoRA's regulariser (TRL ignores `outputs.loss`), an eye on step 1.
+
+    It saves and resumes by `state`, at the places where upstream does; upstream's files are not written.
+    """
+
+    schedule: Schedule
+    writer: Writer
+    contract: dict[str, Any]
+    """What must be the same when a checkpoint of this run is resumed."""
+    remembering: dict[str, Any]
+    """Callbacks with `state_dict` and `load_state_dict`, by name."""
+    resumed: dict[str, Any] | None = None
+    """The parts of the checkpoint that this run goes on from."""
+    batches: Any = 0
+    """Digest of all batches of this process so far."""
+    epoch_rng: Any = None
 
     first_step: callbacks.FirstStep
     orthogonality_weight = 0.0
@@ -47,9 +72,10 @@ class Trainer(SFTTrainer):
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
+        self.batches = state.digest(self.batches, inputs)
         if self.shape:
             inputs = attention.fixed_shape(inputs, *self.shape)
-        first = self.state.global_step == 0
+        first = self.state.global_step + 1 == self.first_step.first
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             if self.chunked and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
@@ -98,3 +124,112 @@ class Trainer(SFTTrainer):
         for name in metrics.keys() & {"orthogonality"}:
             metrics[name] = torch.stack(metrics[name]).tolist()
         super().log(logs, start_time)
+
+    def remembers(self, schedule: Schedule, contract: dict[str, Any], *callbacks: Any) -> None:
+        """What checkpoints hold beside the training itself: who makes them, for which run, callbacks."""
+        self.schedule, self.writer, self.contract = schedule, schedule.writer, contract
+        self.remembering = {type(one).__name__: one for one in (schedule, *callbacks)}
+
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Train, from the beginning or from where a checkpoint was taken.
+
+        Raises:
+            Stopped: told to end before the last step; a checkpoint is published.
+        """
+        self.resumed = state.read(checkpoint) if checkpoint else None
+        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.resumed = None
+        self.writer.wait()
+        ranks.any_of(False)  # a rank that leaves earlier takes the others with it
+        if self.schedule.stopped:
+            saved = self.writer.published
+            where = f"; saved: {saved}" if saved else ""
+            raise Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
+
+    def get_train_dataloader(self) -> Any:
+        loader: Any = super().get_train_dataloader()
+        inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
+        inner.worker_init_fn = partial(stopping.deaf, inner.worker_init_fn)
+        return loader
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.store_flos()
+        state.save(self)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        state.put_back(self, "weights", "allocation", "callbacks")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint:
+            state.put_back(self, "optimizer", "scheduler")
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint:
+            state.put_back(self, "scaler")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Upstream calls it when the first batch has been read: what a loader draws is drawn by then."""
+        if checkpoint:
+            state.put_back(self, "rng")
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        place = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)  # of this recipe, not of the checkpoint's
+        return place
+
+    def _run_epoch(self, *args: Any, **given: Any) -> None:  # upstream calls it by name
+        if given["resume_from_checkpoint"] and given["epoch"] == given["epochs_trained"]:
+            state.put_back(self, "log", "batches")
+            inside = given["steps_trained_in_current_epoch"]
+            state.put_back(self, "epoch_rng" if inside else "rng")
+            if self.state.global_step >= self.state.max_steps or self.schedule.complete:
+                self.control.should_training_stop = True  # upstream would take one step more
+                return
+        self.epoch_rng = state.random_state()
+        super()._run_epoch(**given)
+
+
+def build(
+    adapted: Any,
+    section: Adapter,
+    fast: Speed,
+    arguments: SFTConfig,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    watching: list[Any],
+) -> Trainer:
+    """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
+    config: Any = getattr(adapted, "peft_config", {}).get("default")
+    allocates: bool = config is not None and config.peft_type == "ADALORA"
+    if not arguments.fp16:  # there the loss scaler skips such steps
+        watching = [*watching, callbacks.StopOnNonFinite()]
+    if allocates:
+        watching = [*watching, adalora.AllocateRanks()]
+    ratio = section.ours("loraplus_lr_ratio")
+    made_by = optimizers.kind_and_options(arguments, adapted, fast)
+    if fast.offload in ("optimizer", "all"):
+        watching = [*watching, offload.SendGradients()]
+    made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
+    trainer = Trainer(
+        model=adapted,
+        args=arguments,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=watching,
+        optimizers=(
+            loraplus.optimizer(adapted, made_by, ratio, arguments.weight_decay) if ratio else None,
+            None,
+        ),
+        optimizer_cls_and_kwargs=None if ratio else made_by,
+    )
+    exchange.reduce_in_fp32(trainer.accelerator)
+    trainer.remove_callback(PrinterCallback)
+    (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
+    trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
+    for name, parameter in adapters.trainable(adapted).items():
+        parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
+    if allocates:
+        trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight
+        trainer.orthogonality_every = section.ours("orth_reg_every") or 1
+        trainer.singular_vectors = adalora.singular_vectors(adapted)
+    return trainer

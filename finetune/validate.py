@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from finetune import adapters, harness, scoring
+from finetune.data.prepare import held_out
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ class Validate(TrainerCallback):
         self.best_loss = math.nan
         self.weights: dict[str, Any] = {}
         self.unsaid: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"times": self.times, "without_better": self.without_better}
+        best = {"best": self.best, "best_step": self.best_step, "best_loss": self.best_loss}
+        return {**counts, **best, "higher": self.higher, "weights": self.weights}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        for name, value in kept.items():
+            setattr(self, name, value)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -128,3 +138,17 @@ class Validate(TrainerCallback):
             asked = f"step {self.best_step}, held-out loss {self.best_loss:.6f}"
             how = "held-out loss of the saved weights, reopened"
             ledger.add("best weights kept", asked, f"{loss:.6f}", how, ok=ok)
+
+
+def asked(
+    data: Data, settings: Eval, tokenizer: Any, adapted: Any, metrics: Metrics, seed: int
+) -> list[Validate]:
+    """The evaluation while training, if `eval.every` asks for one."""
+    if settings.every is None:
+        return []
+    rows = held_out(data, tokenizer, seed)
+    config: Any = getattr(adapted, "peft_config", {}).get("default")
+    allocates: bool = config is not None and config.peft_type == "ADALORA"
+    # before its budget is reached it has more ranks than were asked for
+    in_budget: int = config.total_step - config.tfinal if allocates and config else 0
+    return [Validate(rows, tokenizer, data, settings, metrics, in_budget)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +64,19 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
     """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
     return {name: model.fingerprint({name: p.float()}) for name, p in adapters.trainable(adapted).items()}
+
+
+def add_moved_receipt(before: dict[str, str], adapted: torch.nn.Module, steps: int, ledger: Ledger) -> None:
+    """How many trainable tensors are others than `before`, by their kind."""
+    after = fingerprints(adapted)
+    moved = Counter(family(name) for name in after if after[name] != before[name])
+    asked = Counter(map(family, after))
+    got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
+    how = "hash of every trainable tensor, before and after"
+    # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
+    long = steps >= 4
+    ok = (all if long else any)(moved[name] for name in asked)
+    ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
 
 
 def family(name: str) -> str:

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from finetune import adalora
 from finetune.errors import Exit, UserError
+from finetune.trainer import build
 
 STEPS = 12
 
@@ -263,7 +264,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     metrics = callbacks.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
     watching = [first, metrics]
     sections = loaded.adapter, loaded.speed
-    trainer = train.build_trainer(adapted, *sections, arguments, prepared.train, tokenizer, watching)
+    trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, watching)
     trainer.first_step = first
     trainer.model_accepts_loss_kwargs = counted
     trainer.add_callback(keep or Keep())

@@ -14,6 +14,7 @@ from finetune import adapters, callbacks, hardware, model, recipe, train
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.speed import head, loss
+from finetune.trainer import build
 
 VOCABULARY, HIDDEN, ROWS = 37, 12, 600
 SIZE = {
@@ -238,7 +239,7 @@ def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     tokenizer, prepared = train.prepare_in_turn(loaded, setup)
     first = callbacks.FirstStep(Ledger(), setup, steps=arguments.max_steps, batch=8)
     sections = loaded.adapter, loaded.speed
-    trainer = train.build_trainer(adapted, *sections, arguments, prepared.train, tokenizer, [first])
+    trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, [first])
     trainer.install_loss(chosen, compiled=False)
     return trainer
 

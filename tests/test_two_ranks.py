@@ -27,6 +27,7 @@ from finetune import adapter_init, adapters, exchange, ranks, shards, verify
 from finetune.errors import UserError
 from finetune.model import fingerprint
 from finetune.speed import head
+from finetune.trainer import build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +86,7 @@ def step(folder: Path, data: str, base: str, rows: int) -> Keep:
     first, keep = callbacks.FirstStep(Ledger(), setup, steps=1, batch=8), Keep()
     first.dtype = "float64"
     made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
-    trainer = train.build_trainer(*made)
+    trainer = build(*made)
     trainer.install_loss("chunked", compiled=False)
     keep.trainer, inner, losses = trainer, trainer.compute_loss, list[torch.Tensor]()
 

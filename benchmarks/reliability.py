@@ -1,0 +1,155 @@
+"""Runs that are killed and told to stop at random times, again and again, against the run that never was.
+
+    python benchmarks/reliability.py --kills 100 --signals 50      # writes reliability.json and the table
+
+Each process is forked from one that has imported the libraries, so that a run begins in a second; it is
+killed by a real kill -9 (or told to stop by a real SIGTERM) at a random time. What the last of them leaves is
+compared with a run that went straight through, part by part (`finetune.prove`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from finetune import checkpoint, cli, prove
+from finetune import train as _imported  # noqa: F401 (once, before any fork)
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "reliability.json"
+TABLE = ROOT / "benchmarks" / "reliability.md"
+STEPS = 400
+WORDS = [
+    str(ROOT / "recipes" / "quickstart.yaml"),
+    f"train.max_steps={STEPS}",
+    "train.effective_batch_size=4",
+    "train.save_steps=3",
+    "adapter.lora_dropout=0.1",
+    "data.validation=null",
+    "adapter.r=4",
+]
+
+
+def start(words: list[str]) -> int:
+    """A `finetune train` in a process of its own; its id."""
+    child = os.fork()
+    if not child:
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, 1)
+        os._exit(cli.main(["train", *words, "--quiet"]))
+    return child
+
+
+def end(child: int, after: float, number: int) -> int:
+    """Its exit code (negative: the signal that ended it), when it was sent `number` after so many seconds."""
+    deadline = time.monotonic() + after
+    while time.monotonic() < deadline:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return 0
+        time.sleep(0.002)
+    os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
+    """`count` times: go on, be ended at a random time, verify what is there; then compare the end."""
+    number = signal.SIGKILL if kind == "kill -9" else signal.SIGTERM
+    draw, where = random.Random(seed), folder / kind.replace(" ", "")
+    pruning = ["adapter.type=adalora", "adapter.tinit=2", "adapter.tfinal=10"]
+    words = [*WORDS, *(pruning if kind == "kill -9" else []), f"train.output_dir={where}"]
+    ended: dict[str, int] = {}
+    unverified = resumed = 0
+    began, child = time.monotonic(), start([*words, "--resume=auto"])
+    while not checkpoint.published(where / "checkpoints"):
+        time.sleep(0.01)
+    usual = time.monotonic() - began  # until the first checkpoint
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for _ in range(count):
+        before = len(checkpoint.published(where / "checkpoints"))
+        code = end(start([*words, "--resume=auto"]), draw.uniform(0.1, 2.0) * usual, number)
+        ended[str(code)] = ended.get(str(code), 0) + 1
+        published = checkpoint.published(where / "checkpoints")
+        resumed += before > 0 and len(published) > 0
+        for path in published:
+            try:
+                checkpoint.verify(path)
+            except checkpoint.Damaged:
+                unverified += 1
+    newest = checkpoint.published(where / "checkpoints")
+    step = min(STEPS, (checkpoint.step_of(newest[0]) if newest else 0) + 2)
+    last = [*words, "--resume=auto", f"--until={step}"]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(start(last), 0)[1])]
+    straight = folder / f"straight-{where.name}"
+    words[-1] = f"train.output_dir={straight}"
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(start([*words, f"--until={step}"]), 0)[1]))
+    parts = prove.compare(straight, where, step)
+    differing = [part.name for part in parts if part.differing]
+    return {
+        "ended": ended,
+        "count": count,
+        "steps": step,
+        "resumed": resumed,
+        "exit codes of the end": codes,
+        "published that do not verify": unverified,
+        "tensors compared": sum(part.tensors for part in parts),
+        "parts that differ": differing,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ["| | times | steps reached | published and damaged | tensors compared | parts that differ |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for kind, found in results.items():
+        numbers = (
+            found["count"],
+            found["steps"],
+            found["published that do not verify"],
+            found["tensors compared"],
+        )
+        lines.append(
+            f"| {kind} | " + " | ".join(map(str, numbers)) + f" | {len(found['parts that differ'])} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--signals", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="do not write the results")
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="finetune-soak-"))
+    try:
+        asked = {"kill -9": given.kills, "SIGTERM": given.signals}
+        results = {kind: storm(folder, kind, n, given.seed) for kind, n in asked.items() if n}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(results, indent=1))
+    if not given.keep:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        head = (
+            "# Killed and stopped\n\nMade by `benchmarks/reliability.py` (`make soak`): runs ended at random "
+        )
+        head += "times, resumed each time,\nagainst the run that went straight through.\n\n"
+        TABLE.write_text(head + table(results) + "\n")
+    bad = [k for k, r in results.items() if r["parts that differ"] or r["published that do not verify"]]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

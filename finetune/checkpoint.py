@@ -1,0 +1,358 @@
+"""Checkpoints on disk: written aside, hashed, flushed, published by one rename; verified before read.
+
+    checkpoints/step-40/    *.safetensors  *.json  manifest.json (last: sizes and sha256 of the others)
+    checkpoints/.staging/   what is not published yet
+
+From the first publication on there is at every instant a checkpoint that verifies: an older one goes only
+when a newer one has its name. Tensors are safetensors and all else is JSON: none of it can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    Content = dict[str, Any]  # file name -> tensors by name (*.safetensors), or what JSON can say (*.json)
+
+FORMAT = 1  # of a checkpoint; `read` says which older ones it takes
+MANIFEST, CONTRACT = "manifest.json", "contract.json"
+_NAME = re.compile(r"step-(\d+)")
+_FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
+
+
+class Damaged(Exception):
+    """Why a checkpoint does not verify: file and damage."""
+
+
+class Found(NamedTuple):
+    """A checkpoint that verified."""
+
+    path: Path
+    step: int
+    contract: dict[str, Any]
+    notes: list[str]
+    """What is to be said of it: newer ones that do not verify, and what differs from its run."""
+
+
+class Writer:
+    """Writes one checkpoint at a time in a thread of its own; what fails there is raised by the next call."""
+
+    def __init__(self, checkpoints: Path, keep: int | None) -> None:
+        """Args: keep: how many published ones stay; `None`: all."""
+        self.checkpoints, self.keep = checkpoints, keep
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.running: Future[Path] | None = None
+        self.published: Path | None = None
+        self.seconds = 0.0  # that the last one took
+
+    def start(self, step: int, content: Content, *, here: bool = False) -> None:
+        """Write `content`, which must not change meanwhile.
+
+        Args:
+            here: in this thread, for tensors that are still trained.
+        """
+        self.wait()
+        if here:
+            self.published = self.write(step, content)
+        else:
+            self.running = self.thread.submit(self.write, step, content)
+
+    def write(self, step: int, content: Content) -> Path:
+        started = time.monotonic()
+        path = write(self.checkpoints, step, content, self.keep)
+        self.seconds = time.monotonic() - started
+        return path
+
+    def check(self) -> None:
+        """Raise what has failed, if something has; waits for nothing."""
+        if self.running is not None and self.running.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until what is being written is published."""
+        running, self.running = self.running, None
+        if running is not None:
+            self.published = running.result()
+
+
+def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> Path:
+    """Write a checkpoint aside, flush it to the disk, publish it, and only then let older ones go.
+
+    Raises:
+        UserError: the disk is full or fails; what was published before is as it was (exit 3).
+    """
+    from safetensors.torch import save_file
+
+    staged, files = checkpoints / ".staging" / f"step-{step}", {}
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+        for name, value in content.items():
+            path = staged / name
+            if path.suffix == ".safetensors":
+                save_file(value, path)
+            else:
+                path.write_text(json.dumps(value), encoding="utf-8")
+            flush(path)
+            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        text = _signed({"format": FORMAT, "step": step, "files": files})
+        (staged / MANIFEST).write_text(text, encoding="utf-8")
+        flush(staged / MANIFEST)
+        flush(staged)
+        published = checkpoints / f"step-{step}"
+        if published.exists():  # a damaged one, or one of a longer run that was resumed before it
+            _let_go(published)
+        os.rename(staged, published)
+        flush(checkpoints)
+        if (log := checkpoints.parent / "metrics.jsonl").exists():
+            flush(log)  # a resumed run goes on from its lines
+        rotate(checkpoints, keep)
+    except Exception as error:  # safetensors has errors of its own for a full disk
+        free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else 0
+        shutil.rmtree(staged, ignore_errors=True)
+        found = f"{error}; {free:,} bytes are free, {size(content):,} are needed"
+        fix = "room on the disk, then --resume; what was saved before is as it was"
+        what = f"the checkpoint of step {step} can't be written"
+        raise UserError(
+            Problem(what, where=str(checkpoints), found=found, fix=fix), code=Exit.ENVIRONMENT
+        ) from error
+    return published
+
+
+def rotate(checkpoints: Path, keep: int | None) -> None:
+    """Let go of published checkpoints but for the newest `keep`, and of those set aside."""
+    for path in published(checkpoints)[keep:] if keep else []:
+        _let_go(path)
+    for path in checkpoints.glob("aside-step-*"):
+        _let_go(path)
+
+
+def begin(checkpoints: Path, step: int) -> list[str]:
+    """Go on after `step`: unfinished ones are deleted; later ones lose their names until the next is there.
+
+    Returns:
+        The names of the later ones.
+    """
+    for pattern in ("step-*", "old-step-*"):
+        for path in (checkpoints / ".staging").glob(pattern):
+            shutil.rmtree(path)
+    later = [path for path in published(checkpoints) if step_of(path) > step]
+    for path in later:
+        aside = path.with_name(f"aside-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
+    (checkpoints / ".staging").mkdir(parents=True, exist_ok=True)
+    return [path.name for path in later]
+
+
+def published(checkpoints: Path) -> list[Path]:
+    """The newest first."""
+    found = [path for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def newest(checkpoints: Path) -> Found | None:
+    """The newest checkpoint that verifies, with what is wrong with newer ones; `None`: there is none at all.
+
+    Raises:
+        UserError: there are some, and none verifies (exit 4).
+    """
+    skipped = []
+    for path in published(checkpoints):
+        try:
+            verify(path)
+        except Damaged as damage:
+            skipped.append(f"{path.name} is passed over: {damage}")
+            continue
+        return Found(path, step_of(path), read_json(path, CONTRACT), skipped)
+    if skipped:
+        what, fix = "no checkpoint verifies", "a new train.output_dir; nothing was deleted"
+        raise UserError(
+            Problem(what, where=str(checkpoints), found="; ".join(skipped), fix=fix), code=Exit.ARTEFACT
+        )
+    return None
+
+
+def named(checkpoints: Path, name: str) -> Found:
+    """The one that was asked for by its name.
+
+    Raises:
+        UserError: no such checkpoint (exit 2), or it does not verify (exit 4).
+    """
+    path, offered = checkpoints / name, ", ".join(one.name for one in published(checkpoints))
+    if not _NAME.fullmatch(name) or not path.is_dir():
+        raise UserError(Problem("no such checkpoint", where=str(path), expected=offered or "there is none"))
+    try:
+        verify(path)
+    except Damaged as damage:
+        problem = Problem(
+            "does not verify", where=str(path), found=str(damage), fix="--resume: the newest good"
+        )
+        raise UserError(problem, code=Exit.ARTEFACT) from None
+    return Found(path, step_of(path), read_json(path, CONTRACT), [])
+
+
+def verify(path: Path) -> None:
+    """Every file has the size and the sha256 that the manifest says, and the manifest its own.
+
+    Raises:
+        Damaged: naming the first that has not.
+    """
+    try:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        files = manifest["files"]
+        whole = _signed({key: manifest[key] for key in ("format", "step", "files")}) == text
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} can't be read ({type(error).__name__})") from None
+    if not whole:
+        raise Damaged(f"{MANIFEST} is not as it was written")
+    if manifest["format"] != FORMAT:
+        raise Damaged(f"format {manifest['format']} is newer than this program, which knows {FORMAT}")
+    if manifest["step"] != step_of(path):
+        raise Damaged(f"{MANIFEST} is of step {manifest['step']}")
+    for name, said in files.items():
+        file = path / name
+        if not _FILE.fullmatch(name) or file.is_symlink():
+            raise Damaged(f"{name} is no file of a checkpoint")
+        if not file.is_file():
+            raise Damaged(f"{name} is missing")
+        if file.stat().st_size != said["bytes"]:
+            raise Damaged(f"{name} has {file.stat().st_size} bytes, not {said['bytes']}")
+        if _sha256(file) != said["sha256"]:
+            raise Damaged(f"{name} has another content than was written")
+
+
+def read_json(path: Path, name: str) -> Any:
+    return json.loads((path / name).read_text(encoding="utf-8"))
+
+
+def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
+    """On the CPU."""
+    from safetensors.torch import load_file
+
+    return load_file(path / name)
+
+
+def digests(path: Path) -> dict[str, str]:
+    """File -> sha256, as the manifest has them."""
+    return {name: said["sha256"] for name, said in read_json(path, MANIFEST)["files"].items()}
+
+
+def size(content: Content) -> int:
+    """Bytes of all tensors."""
+    held = [value for name, value in content.items() if name.endswith(".safetensors")]
+    return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
+
+
+def flush(path: Path) -> None:
+    """A file's content, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[Tensor], Tensor]) -> Any:
+    """`value` as JSON, its tensors by name in `tensors`. What is neither is an error, never left out.
+
+    Args:
+        value: nested dicts, lists and tuples of tensors, numpy arrays, numbers, texts, dtypes.
+        copy: makes of a tensor what is kept of it.
+    """
+    import numpy as np
+    import torch
+
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        parts = [flatten(part, tensors, f"{name}.{i}", copy) for i, part in enumerate(value)]
+        return parts if isinstance(value, list) else {"tuple": parts}
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {"dict": [[key, flatten(part, tensors, f"{name}.{key}", copy)] for key, part in pairs]}
+    if hasattr(value, "__tensor_flatten__"):  # torchao's moments of 8 and 4 bits
+        inner, context = value.__tensor_flatten__()
+        parts = {part: flatten(getattr(value, part), tensors, f"{name}.{part}", copy) for part in inner}
+        return {"of": type(value).__name__, "parts": parts, "with": flatten(context, tensors, name, copy)}
+    if isinstance(value, torch.Tensor):
+        tensors[name] = copy(value)
+        return {"tensor": name}
+    if isinstance(value, np.ndarray):
+        tensors[name] = torch.from_numpy(value.copy())
+        return {"array": name}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise TypeError(f"{name}: a {type(value).__name__} can't be kept in a checkpoint")
+
+
+def restore(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `flatten` was given."""
+    import torch
+
+    if isinstance(value, list):
+        return [restore(part, tensors) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value))
+    if kind == "tuple":
+        return tuple(restore(part, tensors) for part in value[kind])
+    if kind == "dict":
+        return {key: restore(part, tensors) for key, part in value[kind]}
+    if kind == "of":
+        made = getattr(importlib.import_module(LOW_BITS[value[kind]]), value[kind])
+        parts = {name: restore(part, tensors) for name, part in value["parts"].items()}
+        return made.__tensor_unflatten__(parts, restore(value["with"], tensors))
+    if kind == "dtype":
+        return getattr(torch, value[kind])
+    tensor = tensors[value[kind]]
+    return tensor.numpy() if kind == "array" else tensor
+
+
+LOW_BITS = {  # all that `restore` makes an object of
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}
+
+
+def _let_go(path: Path) -> None:
+    """Delete a checkpoint: first its name, so that none with a published name is ever incomplete."""
+    nameless = path.parent / ".staging" / f"old-{path.name}"
+    shutil.rmtree(nameless, ignore_errors=True)
+    nameless.parent.mkdir(exist_ok=True)
+    os.rename(path, nameless)
+    shutil.rmtree(nameless, ignore_errors=True)
+
+
+def _signed(manifest: dict[str, Any]) -> str:
+    """As text, with a digest of itself."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest})
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,257 @@
+"""The contract between a checkpoint and the run that goes on from it: nothing differs without being said.
+
+What decides on the numbers of the training must be the same (exit 4, with every difference in one table).
+What does not may change: it is applied and named. Not where a file lies is compared, but its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune import checkpoint, run_folder
+from finetune.errors import Exit, Problem, UserError
+from finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from finetune.checkpoint import Found
+    from finetune.hardware import Setup
+    from finetune.screen import Screen
+
+# Keys of a recipe, and facts, that a resumed run takes as they are now; a dot at the end: all that follow
+MAY_CHANGE = (
+    "data.expect",
+    "eval.apply_chat_template",
+    "eval.batch_size",
+    "eval.engine",
+    "eval.general",
+    "eval.limit",
+    "eval.max_new_tokens",
+    "eval.num_fewshot",
+    "eval.patience",
+    "eval.samples",
+    "eval.tasks",
+    "hardware",
+    "publish.",
+    "train.dataloader_persistent_workers",
+    "train.dataloader_pin_memory",
+    "train.dataloader_prefetch_factor",
+    "train.logging_first_step",
+    "train.logging_steps",
+    "train.project",
+    "train.report_to",
+    "train.run_name",
+    "train.save_steps",
+    "train.save_strategy",
+    "train.save_total_limit",
+    "train.trackio_space_id",
+    "versions.",
+)
+# Only where something lies, or how it is called: its content must match
+IGNORED = (
+    "data.cache",
+    "data.chat_template",
+    "data.name",
+    "data.validation",
+    "model.name",
+    "model.revision",
+    "train.output_dir",
+)
+SHOWN = 80  # characters of a value in the table
+OURS = {  # what a run that was stopped early may have left in its folder
+    *(
+        "adapter",
+        "adapter.unverified",
+        "checkpoints",
+        "data_report.json",
+        "environment.json",
+        "held_out.jsonl",
+    ),
+    *("log.txt", "metrics.jsonl", "model", "model.unverified", "receipts.json", "recipe.resolved.yaml"),
+    *("report.html", "tensorboard", "wandb"),
+}
+
+
+def contract(
+    recipe: dict[str, Any], setup: Setup, counts: dict[str, Any], tokenizer: Any, sources: dict[str, str]
+) -> dict[str, Any]:
+    """What a checkpoint of this run will be held to: its recipe's keys, and facts.
+
+    Args:
+        recipe: its sections, as `model_dump` gives them.
+        counts: batch and steps.
+        sources: file or data set -> what its content is known by.
+    """
+    streams = recipe["data"]["streaming"]  # there the order of rows hangs on the names of their files
+    read = sorted(map(list, sources.items())) if streams else sorted(set(sources.values()))
+    hardware, launch = setup.hardware, setup.launch
+    text = tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.special_tokens_map, default=str)
+    facts = {
+        **counts,
+        "data: content": _digest(json.dumps(read)),
+        "tokenizer": _digest(text),
+        "chat template": _digest(str(tokenizer.chat_template)),
+        "processes": launch.processes,
+        "precision": launch.precision,
+        "device": hardware.device,
+        "storage of the base": setup.storage.value,
+        "attention": setup.attention.value,
+        "hardware": hardware.name or platform.processor(),
+        **{f"versions.{name}": found for name, found in run_folder.packages().items() if found},
+        "versions.python": platform.python_version(),
+    }
+    return {"recipe": _keys(recipe), "facts": facts, "chosen": {}}
+
+
+def compare(
+    kept: dict[str, Any], now: dict[str, Any], path: Path, ignored: tuple[str, ...] = IGNORED
+) -> list[str]:
+    """Hold this run to a contract that was kept.
+
+    Returns:
+        What differs and may, each to be said.
+
+    Raises:
+        UserError: what differs and must not, all of it in one table (exit 4).
+    """
+    then, today = ({**one["recipe"], **one["facts"]} for one in (kept, now))
+    chosen = kept["chosen"]
+    differing = [
+        (key, then.get(key), today.get(key))
+        for key in sorted(then.keys() | today.keys())
+        # what `auto` became: a recipe that says it is the same recipe
+        if then.get(key) != today.get(key) and not (key in chosen and chosen[key] == today.get(key))
+    ]
+    wrong = [row for row in differing if not _among(row[0], (*MAY_CHANGE, *ignored))]
+    if wrong:
+        rows = [("", "checkpoint", "now"), *((key, _short(was), _short(value)) for key, was, value in wrong)]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
+        what, table = "this is another training than the one that is there", ("\n" + " " * 13).join(lines)
+        fix = (
+            "the values it had; or a new train.output_dir, with adapter.from to go on from a finished adapter"
+        )
+        raise UserError(Problem(what, where=str(path), found=table, fix=fix), code=Exit.ARTEFACT)
+    return [
+        f"{key}: {_short(was)} in the checkpoint, now {_short(value)}{_remark(key)}"
+        for key, was, value in differing
+    ]
+
+
+def check_base(kept: dict[str, Any], fingerprint: str, path: Path) -> None:
+    """The frozen weights must be those that were trained on (exit 4)."""
+    if kept["base"] != fingerprint:
+        found, what = f"{fingerprint} (a hash of every frozen tensor)", "the base is not the checkpoint's"
+        problem = Problem(what, "model.name", str(path), found, kept["base"])
+        raise UserError(problem, code=Exit.ARTEFACT)
+
+
+def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, Any]) -> bool:
+    """Whether the run that is to go on is finished already. Looks at names only, before anything is loaded.
+
+    Raises:
+        UserError: a folder that holds something else, or nothing to go on from (exit 2); a finished run of
+            another recipe (exit 4).
+    """
+    if asked is None:
+        run_folder.check_free(output_dir)
+        return False
+    if output_dir is None:
+        what, fix = "which run is to go on?", "train.output_dir=runs/..., the folder of that run"
+        raise UserError(Problem(what, "train.output_dir", fix=fix))
+    folder = RunFolder(Path(output_dir))
+    if folder.finished:
+        if (folder.checkpoints / checkpoint.CONTRACT).exists():
+            kept = {**checkpoint.read_json(folder.checkpoints, checkpoint.CONTRACT), "facts": {}}
+            compare(kept, {"recipe": _keys(recipe), "facts": {}}, folder.path, IGNORED[-1:])
+        return True
+    if checkpoint.published(folder.checkpoints):
+        return False
+    if asked != "auto":
+        what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
+        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
+    held = [entry.name for entry in folder.path.iterdir()] if folder.path.exists() else []
+    cut_off = [name for name in held if name.startswith(".") and name.endswith(".tmp")]
+    if not set(held) <= {*OURS, *cut_off, run_folder.LOCK}:
+        run_folder.check_free(output_dir)
+    return False
+
+
+def find(folder: RunFolder, asked: str | None) -> Found | None:
+    """The checkpoint to go on from, verified; `None`: to begin.
+
+    Raises:
+        UserError: it does not verify (exit 4), or there is none of that name (exit 2).
+    """
+    if asked is None:
+        return None
+    by_name = asked.startswith("step-")
+    return checkpoint.named(folder.checkpoints, asked) if by_name else checkpoint.newest(folder.checkpoints)
+
+
+def begin(
+    folder: RunFolder,
+    found: Found | None,
+    contract: dict[str, Any],
+    choices: dict[str, tuple[Any, str]],
+    screen: Screen,
+) -> None:
+    """Make the run folder that of a run which has come as far as the checkpoint, or has not begun."""
+    step = found.step if found else 0
+    later = checkpoint.begin(folder.checkpoints, step)
+    removed = rewind(folder, step)
+    chosen = {key: value for key, (value, _) in choices.items()}
+    contract["chosen"] = json.loads(json.dumps(chosen, default=str))
+    folder.write(f"checkpoints/{checkpoint.CONTRACT}", contract)
+    if not found:
+        return
+    screen.say(f"goes on after step {step}, from {found.path}")
+    notes = [*found.notes, *(f"{name} is later than that, and set aside" for name in later)]
+    notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
+    for note in notes:
+        screen.say(f"note: {note}")
+
+
+def rewind(folder: RunFolder, step: int) -> int:
+    """Remove from metrics.jsonl a torn last line and every line past `step`; the number removed."""
+    path = folder.path / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if _step_of(line) <= step]
+    if path.exists():
+        folder.write_text("metrics.jsonl", "".join(f"{line}\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value, of what has one."""
+    found = {f"{s}.{key}": value for s, keys in recipe.items() for key, value in keys.items()}
+    return json.loads(json.dumps({k: v for k, v in found.items() if v is not None}, default=str))
+
+
+def _remark(key: str) -> str:
+    if key == "hardware" or key.startswith("versions."):
+        return "; sums may run in another order"
+    return "; its content is the same" if key in IGNORED and key != "train.output_dir" else ""
+
+
+def _among(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,247 @@
+"""All that a training is between two steps, in named parts: taken for a checkpoint, and put back.
+
+The base is not among it: it is loaded anew, and its fingerprint must be the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+from accelerate import PartialState
+
+from finetune import adalora, adapters, checkpoint, ranks
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.trainer import Trainer
+
+RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of
+_FIRST = 2**61 - 1  # a prime, by which the digest of batches grows
+
+
+def save(trainer: Trainer) -> None:
+    """Take everything as it is now, and have it written while training goes on.
+
+    Ranks hold the same weights and optimizer, so rank 0 writes them; what differs between ranks it gathers.
+    What would fill half of the memory that is free is written at once, from the live tensors.
+    """
+    state = PartialState()
+    own = {name: PARTS[name][0](trainer) for name in RANKS}
+    gathered: list[Any] = [own]
+    if state.num_processes > 1:
+        gathered = [None] * state.num_processes
+        torch.distributed.all_gather_object(gathered, own, group=ranks.steps())
+    if not state.is_main_process:
+        return
+    shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in RANKS}
+    live = sum(p.nbytes for p in _weights(trainer).values())
+    here = 3 * live > psutil.virtual_memory().available / 2  # weights and two moments
+    content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
+    content[checkpoint.CONTRACT] = trainer.contract
+    structure: dict[str, Any] = {}
+    for name, value in {**shared, "ranks": gathered}.items():
+        tensors: dict[str, torch.Tensor] = {}
+        structure[name] = checkpoint.flatten(value, tensors, name, _as_it_is if here else _copy)
+        if tensors:
+            content[f"{name}.safetensors"] = tensors
+    content["state.json"] = structure
+    trainer.writer.start(trainer.state.global_step, content, here=here)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The parts of a checkpoint; of those that each process has, this one's.
+
+    Raises:
+        UserError: a part is missing (exit 4).
+    """
+    structure, found = checkpoint.read_json(path, "state.json"), {}
+    held = structure.keys() | {name for name, _ in structure["ranks"][0]["dict"]}
+    if missing := sorted(PARTS.keys() - held):
+        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
+        raise UserError(problem, code=Exit.ARTEFACT)
+    for name, value in structure.items():
+        file = f"{name}.safetensors"
+        tensors = checkpoint.read_tensors(path, file) if (path / file).exists() else {}
+        found[name] = checkpoint.restore(value, tensors)
+    return {**found, **found.pop("ranks")[PartialState().process_index]}
+
+
+def put_back(trainer: Any, *names: str) -> None:
+    for name in names:
+        PARTS[name][1](trainer, trainer.resumed[name])
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator that training draws from; on a GPU this process's own."""
+    kept = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    return {**kept, "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
+
+
+def set_random_state(kept: dict[str, Any]) -> None:
+    random.setstate(kept["python"])
+    np.random.set_state(kept["numpy"])
+    torch.set_rng_state(kept["cpu"])
+    if kept["cuda"] is not None:
+        torch.cuda.set_rng_state(kept["cuda"])
+
+
+def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
+    """`so_far` and one batch more: int64 on the batch's device, which is not waited for.
+
+    Ids and labels are weighted by their place, and batches by theirs: a row that is another, or elsewhere,
+    or comes a step later gives another number.
+    """
+    for name in ("input_ids", "labels"):
+        flat = inputs[name].reshape(-1).to(torch.int64)
+        places = torch.arange(1, flat.numel() + 1, device=flat.device)
+        so_far = so_far * _FIRST + ((flat + _FIRST) * (places * _FIRST + 1)).sum() + flat.numel()
+    return so_far
+
+
+def _weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """In the dtype they are trained in."""
+    return {name: parameter.detach() for name, parameter in adapters.trainable(trainer.model).items()}
+
+
+@torch.no_grad()
+def _set_weights(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
+    trained = adapters.trainable(trainer.model)
+    wrong = sorted(
+        name
+        for name in trained.keys() | kept.keys()
+        if name not in trained
+        or name not in kept
+        or trained[name].shape != kept[name].shape
+        or trained[name].dtype != kept[name].dtype
+    )
+    if wrong:
+        what = f"the checkpoint's weights are not this model's ({len(wrong)} tensors)"
+        raise UserError(Problem(what, found=", ".join(wrong[:5])), code=Exit.ARTEFACT)
+    for name, parameter in trained.items():
+        parameter.copy_(kept[name])
+
+
+def _allocation(trainer: Any) -> dict[str, torch.Tensor]:
+    """AdaLoRA's importances and masks."""
+    if not trainer.orthogonality_weight and not hasattr(trainer, "singular_vectors"):
+        return {}
+    found = adalora.allocation_state(trainer.model)
+    return {name: tensor for name, tensor in found.items() if not name.startswith("parameter.")}
+
+
+def _set_allocation(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
+    if hasattr(trainer, "singular_vectors"):
+        weights = {f"parameter.{name}": tensor.clone() for name, tensor in _weights(trainer).items()}
+        adalora.restore_allocation(trainer.model, {**weights, **kept})
+
+
+def _optimizer(trainer: Any) -> Any:
+    return trainer.optimizer.state_dict()
+
+
+def _set_optimizer(trainer: Any, kept: Any) -> None:
+    trainer.optimizer.load_state_dict(kept)
+
+
+def _scheduler(trainer: Any) -> Any:
+    return trainer.lr_scheduler.state_dict()
+
+
+def _set_scheduler(trainer: Any, kept: Any) -> None:
+    trainer.lr_scheduler.load_state_dict(kept)
+
+
+def _scaler(trainer: Any) -> Any:
+    """fp16's; `None` without."""
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return scaler.state_dict() if scaler is not None else None
+
+
+def _set_scaler(trainer: Any, kept: Any) -> None:
+    if kept:
+        trainer.accelerator.scaler.load_state_dict(kept)
+
+
+def _callbacks(trainer: Any) -> dict[str, Any]:
+    return {name: callback.state_dict() for name, callback in trainer.remembering.items()}
+
+
+def _set_callbacks(trainer: Any, kept: dict[str, Any]) -> None:
+    for name, callback in trainer.remembering.items():
+        callback.load_state_dict(kept[name])
+
+
+def _log(trainer: Any) -> dict[str, Any]:
+    """What has been summed since the last logged step."""
+    return {
+        "loss": trainer._tr_loss.detach().to("cpu", copy=True),
+        "step": trainer._globalstep_last_logged,
+        "tokens": trainer._total_train_tokens,
+        "metrics": _on("cpu", trainer._metrics["train"]),
+        "sums": _on("cpu", trainer.sums),
+    }
+
+
+def _set_log(trainer: Any, kept: dict[str, Any]) -> None:
+    device = trainer.args.device
+    trainer._tr_loss = kept["loss"].to(device)
+    trainer._globalstep_last_logged = kept["step"]
+    trainer._total_train_tokens = kept["tokens"]
+    trainer._metrics["train"].update(_on(device, kept["metrics"]))
+    trainer.sums.update(_on(device, kept["sums"]))
+
+
+def _batches(trainer: Any) -> Any:
+    return torch.as_tensor(trainer.batches, dtype=torch.int64).cpu()
+
+
+def _set_batches(trainer: Any, kept: Any) -> None:
+    trainer.batches = kept.to(trainer.args.device)
+
+
+def _epoch_rng(trainer: Any) -> Any:
+    return trainer.epoch_rng
+
+
+PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, puts it back)
+    "weights": (_weights, _set_weights),
+    "allocation": (_allocation, _set_allocation),
+    "optimizer": (_optimizer, _set_optimizer),
+    "scheduler": (_scheduler, _set_scheduler),
+    "scaler": (_scaler, _set_scaler),
+    "callbacks": (_callbacks, _set_callbacks),
+    "rng": (lambda trainer: random_state(), lambda trainer, kept: set_random_state(kept)),
+    # As it was when the epoch began: what a sampler draws then decides on the order of the rows
+    "epoch_rng": (_epoch_rng, lambda trainer, kept: set_random_state(kept)),
+    "log": (_log, _set_log),
+    "batches": (_batches, _set_batches),
+}
+
+
+def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+    """Upstream's own, without the log, which metrics.jsonl has."""
+    return {**dataclasses.asdict(trainer.state), "log_history": []}
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _on(device: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(part) for part in value]
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return {name: moved(value) for name, value in values.items()}

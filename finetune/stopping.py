@@ -1,0 +1,167 @@
+"""When a run saves, and when it ends before its last step: signals, a time, a step. All ranks alike."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from finetune import ranks
+from finetune.errors import Exit, Problem, Stopped, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.arguments import Until
+    from finetune.checkpoint import Writer
+    from finetune.sections import Train
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
+TOGETHER = (
+    1.0  # seconds in which a second signal is the first one again: launchers pass on what all were sent
+)
+
+
+def check(train: Train, resumes: str | None, sharded: str) -> None:
+    """Checkpoints hold whole weights (exit 3 where they are asked for, and no rank has them)."""
+    asked = "--resume" if resumes else ""
+    if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
+        asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
+    if sharded and asked and resumes != "auto":
+        what, fix = (
+            f"{asked}: checkpoints are not made of weights that {sharded} splits",
+            "an unsharded launch",
+        )
+        raise UserError(Problem(what, found=sharded, fix=fix), code=Exit.ENVIRONMENT)
+
+
+class Stop:
+    """The wish to end a run: a signal, or what `--until` says."""
+
+    signal = ""
+    """The name of the first one."""
+    deferred = False
+    """While it trains or saves: it ends by itself as soon as it can. Elsewhere a signal ends it at once."""
+
+    def __init__(self, until: Until | None = None) -> None:
+        self.until, self.at = until, 0.0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Take signals in this process; not in those it forks, which end with it."""
+        self.process = os.getpid()
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self.heard) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def heard(self, number: int, frame: Any) -> None:
+        if os.getpid() != self.process:
+            return
+        now, name = time.monotonic(), signal.Signals(number).name
+        if self.signal and now - self.at > TOGETHER:
+            os._exit(Exit.STOPPED)  # at once: what was published stays as it is
+        if self.signal:
+            return
+        self.signal, self.at = name, now
+        if not self.deferred:
+            raise Stopped(f"stopped by {name}")
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"\n{name}: saving after this step, then leaving; once more: leaving now\n".encode())
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """What must not be cut in two; a signal meanwhile ends the run after it."""
+        self.deferred = True
+        try:
+            yield
+        finally:
+            self.deferred = False
+        if self.signal:
+            raise Stopped(f"stopped by {self.signal}")
+
+    def due(self, step: int, seconds: float) -> str:
+        """Why the run is to end after this step; empty: it goes on.
+
+        Args:
+            seconds: that one step more and a checkpoint would take.
+        """
+        if self.signal:
+            return self.signal
+        until = self.until
+        if until and until.step is not None and step >= until.step:
+            return f"--until {until.text}"
+        if until and until.time is not None and time.time() + seconds > until.time:
+            return f"--until {until.text}"
+        return ""
+
+
+class Schedule(TrainerCallback):
+    """Says at which steps a checkpoint is made, and ends the run with one if it is told to."""
+
+    stopped = ""
+    """Why the run ended before its last step."""
+    complete = False
+    """Whether it would have ended here by itself."""
+
+    def __init__(self, train: Train, stop: Stop, writer: Writer, sharded: str) -> None:
+        self.train, self.stop, self.writer, self.sharded = train, stop, writer, sharded
+        self.strategy = "no" if sharded else train.save_strategy
+        if self.strategy == "auto" and train.save_steps is not None:
+            self.strategy = "steps"
+        self.saved = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_at = self.stepped_at = time.monotonic()
+        self.longest = 0.0
+        given = self.train.save_steps or 500  # upstream's own number
+        self.every = given if given >= 1 else math.ceil(given * state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.writer.check()
+        now, step = time.monotonic(), state.global_step
+        self.longest, self.stepped_at = max(self.longest, now - self.stepped_at), now
+        self.complete = control.should_training_stop or step >= state.max_steps
+        reason = self.stop.due(step, 2 * self.longest + 2 * self.writer.seconds)
+        minutes = self.strategy == "auto" and now - self.saved_at > 60 * MINUTES
+        asked, minutes = ranks.any_of(bool(reason), minutes)
+        if asked:
+            self.stopped = reason or "another rank"
+            control.should_training_stop = True
+        if (asked and not self.sharded) or minutes or self.planned(step, state):
+            control.should_save = self.saved = True
+            self.saved_at = now
+
+    def planned(self, step: int, state: Any) -> bool:
+        """Whether the recipe has a checkpoint after this step."""
+        if self.strategy == "steps":
+            return self.complete or step % self.every == 0
+        if self.strategy == "epoch":
+            return self.complete or float(state.epoch).is_integer()
+        return self.strategy == "auto" and self.complete and self.saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"complete": self.complete}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.complete = kept["complete"]
+
+
+def deaf(prepare: Any, worker: int) -> None:
+    """Begin a loader's worker that signals to the whole group do not end: the run still reads from it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if prepare:
+        prepare(worker)

@@ -1,0 +1,200 @@
+"""Checkpoints on disk: what is published verifies, whatever happens; what can't be kept is said."""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune import checkpoint, run_folder
+from finetune.errors import UserError
+
+TREE: dict[str, Any] = {
+    "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}, 1: {"empty": torch.zeros(0)}},
+    "groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 1], "nothing": None}],
+    "random": (3, tuple(range(5)), None),
+    "numpy": ("MT19937", np.arange(4, dtype=np.uint32), np.int64(7)),
+    "odd": [float("inf"), 0.1 + 0.2, True, torch.bfloat16],
+}
+
+
+def content(step: int = 1, size: int = 8) -> dict[str, Any]:
+    values = {"weights.safetensors": {"a": torch.full((size,), float(step))}, "state.json": {"step": step}}
+    return {**values, checkpoint.CONTRACT: {"recipe": {}}}
+
+
+def test_all_that_a_training_holds_comes_back_as_it_was() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(checkpoint.flatten(TREE, tensors, "all", torch.clone))
+    back = checkpoint.restore(json.loads(text), tensors)
+    assert back["state"].keys() == {0, 1} and back["groups"] == TREE["groups"]
+    assert torch.equal(back["state"][0]["exp_avg"], TREE["state"][0]["exp_avg"])
+    assert back["random"] == TREE["random"] and back["odd"] == TREE["odd"]
+    assert back["numpy"][1].dtype == np.uint32 and (back["numpy"][1] == TREE["numpy"][1]).all()
+    with pytest.raises(TypeError, match=r"all\.x: a set"):
+        checkpoint.flatten({"x": {1}}, {}, "all", torch.clone)
+
+
+@pytest.mark.parametrize("kind", checkpoint.LOW_BITS)
+def test_moments_of_few_bits_come_back(kind: str) -> None:
+    import importlib
+
+    made = getattr(importlib.import_module(checkpoint.LOW_BITS[kind]), kind)
+    moment = made.zeros((64, 128), *([] if kind == "OptimStateFp8" else [True]))
+    moment.copy_(torch.randn(64, 128))
+    tensors: dict[str, torch.Tensor] = {}
+    kept = json.dumps(checkpoint.flatten({"exp_avg": moment}, tensors, "optimizer", torch.clone))
+    assert not any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors.values())
+    back = checkpoint.restore(json.loads(kept), tensors)["exp_avg"]
+    assert type(back) is made and torch.equal(back.codes, moment.codes)
+    assert torch.equal(back.dequantize(), moment.dequantize())
+
+
+def test_only_the_newest_stay(tmp_path) -> None:
+    writer = checkpoint.Writer(tmp_path, 2)
+    for step in (1, 2, 3, 4):
+        writer.start(step, content(step))
+        writer.wait()
+        checkpoint.verify(tmp_path / f"step-{step}")
+    assert [path.name for path in checkpoint.published(tmp_path)] == ["step-4", "step-3"]
+    assert not any((tmp_path / ".staging").iterdir())
+    assert checkpoint.begin(tmp_path, 3) == ["step-4"]  # resumed before it: its name is free, it is not gone
+    assert (tmp_path / "aside-step-4").is_dir()
+    writer.start(4, content(4))
+    writer.wait()
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-3", "step-4"]
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow past 64 KiB, as on a disk that is full."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_last_one_as_it_was(tmp_path, small_files) -> None:
+    writer = checkpoint.Writer(tmp_path, 1)
+    writer.start(1, content(1))
+    writer.start(2, content(2, size=1 << 16))
+    with pytest.raises(UserError, match="step 2 can't be written") as raised:
+        writer.wait()
+    assert raised.value.code == 3 and "262,144 are needed" in str(raised.value)
+    assert not (tmp_path / ".staging" / "step-2").exists()
+    checkpoint.verify(tmp_path / "step-1")
+    writer.start(3, content(3))
+    writer.wait()
+    checkpoint.verify(tmp_path / "step-3")
+
+
+def test_names_stay_inside_their_folder(tmp_path) -> None:
+    """A manifest that was made to point elsewhere, its digest right."""
+    (tmp_path / "elsewhere.json").write_text("{}")
+    path = checkpoint.write(tmp_path, 1, content(), None)
+    manifest = checkpoint.read_json(path, checkpoint.MANIFEST)
+    entry = {"bytes": 2, "sha256": checkpoint._sha256(tmp_path / "elsewhere.json")}
+    for name in ("../elsewhere.json", "/etc/hostname", "..", "state.json/../../elsewhere.json", "a.bin"):
+        changed = {"format": 1, "step": 1, "files": {**manifest["files"], name: entry}}
+        (path / checkpoint.MANIFEST).write_text(checkpoint._signed(changed))
+        with pytest.raises(checkpoint.Damaged, match="no file of a checkpoint"):
+            checkpoint.verify(path)
+    linked = {"format": 1, "step": 1, "files": {**manifest["files"], "linked.json": entry}}
+    (path / "linked.json").symlink_to(tmp_path / "elsewhere.json")
+    (path / checkpoint.MANIFEST).write_text(checkpoint._signed(linked))
+    with pytest.raises(checkpoint.Damaged, match="linked"):
+        checkpoint.verify(path)
+    newer = {"format": 99, "step": 1, "files": manifest["files"]}
+    (path / checkpoint.MANIFEST).write_text(checkpoint._signed(newer))
+    with pytest.raises(checkpoint.Damaged, match="newer than this program"):
+        checkpoint.verify(path)
+
+
+def test_a_run_folder_is_one_run_s(tmp_path) -> None:
+    """Another process gets the holder's name; when that is gone, however it went, the folder is free."""
+    held, told = os.pipe()
+    child = os.fork()
+    if not child:
+        with run_folder.claimed(str(tmp_path / "run")):
+            os.write(told, b"1")
+            signal.pause()
+    os.read(held, 1)
+    with (
+        pytest.raises(UserError, match=f"process {child} on") as raised,
+        run_folder.claimed(str(tmp_path / "run")),
+    ):
+        pass
+    assert raised.value.code == 2
+    with pytest.raises(UserError, match=r"in use by|another run"), run_folder.claimed(str(tmp_path / "run")):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with run_folder.claimed(str(tmp_path / "run")):
+        run_folder.check_free(str(tmp_path / "run"))
+    assert not (tmp_path / "run" / run_folder.LOCK).exists()
+
+
+def test_what_is_not_ours_is_not_touched(tmp_path) -> None:
+    (tmp_path / "step-9x").mkdir()
+    (tmp_path / "mine").mkdir()
+    writer = checkpoint.Writer(tmp_path, 1)
+    for step in (1, 2):
+        writer.start(step, content(step))
+    writer.wait()
+    assert (tmp_path / "step-9x").is_dir() and (tmp_path / "mine").is_dir()
+
+
+OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+
+
+def crashed(at: int, work: Callable[[], Any]) -> bool:
+    """Whether a process of its own got as far as operation `at` on files, before which it ended."""
+    child = os.fork()
+    if not child:
+        count = 0
+
+        def end(event: str, given: Any) -> None:
+            nonlocal count
+            count += event in OPERATIONS
+            if count == at:
+                os._exit(9)
+
+        sys.addaudithook(end)
+        work()
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+@pytest.mark.parametrize("case", ["first", "next", "again"])
+def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
+    """Before each operation on a file: the first save, one that rotates, one in place of a damaged one."""
+    checkpoint.write(tmp_path / "warm", 1, content(), None)  # what is imported now is not opened then
+    for at in range(1, 1000):
+        folder = tmp_path / f"{at}"
+        for step in (1, 2) if case != "first" else ():
+            checkpoint.write(folder, step, content(step), None)
+        if case == "again":
+            (folder / "step-2" / "weights.safetensors").write_bytes(b"")
+        step = 3 if case == "next" else 2
+        unfinished = crashed(
+            at, lambda folder=folder, step=step: checkpoint.write(folder, step, content(9), 1)
+        )
+        found = checkpoint.newest(folder)
+        assert found or case == "first", at
+        for path in checkpoint.published(folder) if case != "again" else ():
+            checkpoint.verify(path)
+        checkpoint.begin(folder, found.step if found else 0)
+        checkpoint.write(folder, 4, content(4), 1)
+        assert [path.name for path in checkpoint.published(folder)] == ["step-4"]
+        if not unfinished:
+            break
+    assert 15 < at < 999

@@ -1,0 +1,258 @@
+"""A run that is stopped and resumed is the run itself: every adapter, every way to feed it, every step."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DATA, receipts
+
+from finetune import checkpoint, cli, prove, resume, state
+from finetune.errors import UserError
+from finetune.run_folder import RunFolder
+
+STEPS = 12
+COMMON = [
+    f"train.max_steps={STEPS}",
+    "train.warmup_steps=3",
+    "train.lr_scheduler_type=cosine",
+    "train.effective_batch_size=4",
+    "train.per_device_train_batch_size=2",
+    "train.learning_rate=5e-3",
+    "train.save_steps=7",
+    "train.save_total_limit=null",
+]
+LORA = ["adapter.type=lora", "adapter.r=4", "adapter.lora_dropout=0.1"]
+KINDS = {
+    "lora": [*LORA, "train.save_steps=1"],
+    "dora": ["adapter.type=dora", "adapter.r=4", "adapter.lora_dropout=0.1"],
+    "adalora": ["adapter.type=adalora", "adapter.r=4", "adapter.tinit=2", "adapter.tfinal=3"],
+    "ia3": ["adapter.type=ia3", "train.optim=adamw_8bit"],
+    "qlora": ["adapter.type=qlora", "adapter.r=4", "adapter.lora_dropout=0.1"],
+    "full": ["adapter.type=full", "train.learning_rate=1e-3", "train.optim=adafactor"],
+    "packed": [*LORA, "data.packing=true", "data.max_length=192"],
+    "padding_free": [*LORA, "data.padding_free=true", "train.train_sampling_strategy=group_by_length"],
+    "streaming": [*LORA, "data.streaming=true", "data.shuffle_buffer=20", "data.packing=true"],
+    "mixed": [*LORA, "adapter.loraplus_lr_ratio=8"],
+    "validated": ["adapter.type=lora", "eval.every=2", "train.logging_steps=5"],
+}
+STRAIGHT: dict[str, Path] = {}
+
+
+@pytest.fixture
+def straight(train, tmp_path_factory) -> Callable[[str], RunFolder]:
+    """`straight(kind)`: a run that was never stopped, with a checkpoint of each step, made once for all."""
+
+    def run(kind: str) -> RunFolder:
+        if kind not in STRAIGHT:
+            folder = tmp_path_factory.mktemp("straight") / kind
+            train(*options(kind), f"train.output_dir={folder}", f"--until={STEPS}", code=75)
+            STRAIGHT[kind] = folder
+        return RunFolder(STRAIGHT[kind])
+
+    return run
+
+
+def options(kind: str) -> list[str]:
+    """18 rows: epochs end in half a batch, after steps 5 and 10."""
+    given = {text.partition("=")[0] for text in KINDS[kind]}
+    found = [text for text in COMMON if text.partition("=")[0] not in given] + KINDS[kind]
+    rows, folder = (DATA / "train.jsonl").read_text().splitlines(), Path(os.environ["FINETUNE_CACHE"])
+    count = 40 if kind in ("packed", "streaming") else 18
+    for name, part in (("a", rows[:count]), ("b", rows[40:50])):
+        (folder / f"{name}.jsonl").write_text("\n".join(part) + "\n")
+    mixed = f"[{{name: {folder}/a.jsonl, weight: 0.5}}, {folder}/b.jsonl]"
+    return [*found, f"data.name={mixed if kind == 'mixed' else folder / 'a.jsonl'}"]
+
+
+@pytest.fixture
+def stopped_after(straight, tmp_path) -> Callable[..., list[str]]:
+    """`stopped_after(kind, step)`: that run's folder as it was when it was stopped; the options to go on."""
+
+    def make(kind: str, step: int, name: str = "") -> list[str]:
+        source, folder = straight(kind).path, tmp_path / (name or f"{kind}-{step}")
+        shutil.copytree(source / "checkpoints" / f"step-{step}", folder / "checkpoints" / f"step-{step}")
+        shutil.copy(source / "metrics.jsonl", folder)
+        return [*options(kind), f"train.output_dir={folder}", "--resume"]
+
+    return make
+
+
+def differing(one: Path, other: Path, step: int) -> dict[str, list[str]]:
+    parts = prove.compare(one, other, step)
+    assert {part.name for part in parts} >= state.PARTS.keys() - {"ranks"}
+    return {part.name: part.differing[:3] for part in parts if part.differing}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_goes_on_bit_for_bit(kind: str, straight, stopped_after, train, tmp_path) -> None:
+    """From the middle to the end; AdaLoRA while it prunes."""
+    begin = 7  # within the second epoch
+    train(*stopped_after(kind, begin), f"--until={STEPS}", code=75)
+    assert not differing(straight(kind).path, tmp_path / f"{kind}-{begin}", STEPS)
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_after_every_step(step: int, straight, stopped_after, train, tmp_path) -> None:
+    """One step further; so, by induction, to the end."""
+    train(*stopped_after("lora", step), f"--until={step + 1}", code=75)
+    cut = tmp_path / "cut"
+    shutil.copytree(
+        straight("lora").path / "checkpoints" / f"step-{step + 1}", cut / "checkpoints" / f"step-{step + 1}"
+    )
+    shutil.copy(straight("lora").path / "metrics.jsonl", cut)
+    resume.rewind(RunFolder(cut), step + 1)
+    assert not differing(cut, tmp_path / f"lora-{step}", step + 1)
+
+
+def nothing(trainer: Any, kept: Any) -> None:
+    """In place of what puts a part back."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "part"),
+    [
+        ("lora", 3, "weights"),
+        ("lora", 3, "optimizer"),
+        ("lora", 3, "scheduler"),
+        ("lora", 3, "rng"),
+        ("lora", 3, "batches"),
+        ("adalora", 7, "allocation"),
+        ("padding_free", 7, "epoch_rng"),
+        ("validated", 7, "log"),
+        ("validated", 7, "callbacks"),
+    ],
+)
+def test_the_proof_sees_each_part_that_is_lost(
+    kind: str, step: int, part: str, straight, stopped_after, train, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setitem(state.PARTS, part, (state.PARTS[part][0], nothing))
+    end = STEPS if step == 7 else step + 1
+    train(*stopped_after(kind, step), f"--until={end}", code=75)
+    assert differing_at(straight(kind).path, tmp_path / f"{kind}-{step}", end)
+
+
+def test_the_proof_sees_a_lost_place_in_the_data(
+    straight, stopped_after, train, tmp_path, monkeypatch
+) -> None:
+    from finetune.trainer import Trainer
+
+    original = Trainer._init_training_state
+    monkeypatch.setattr(Trainer, "_init_training_state", lambda *a, **k: (original(*a, **k)[0], 0))
+    train(*stopped_after("mixed", 7), f"--until={STEPS}", code=75)
+    assert "batches" in differing(straight("mixed").path, tmp_path / "mixed-7", STEPS)
+
+
+def test_fp16_s_scaler_is_kept() -> None:
+    """The CPU trains without one; a part that is lost differs all the same."""
+    from types import SimpleNamespace
+
+    import torch
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler))
+    kept = state.PARTS["scaler"][0](trainer)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    state.PARTS["scaler"][1](trainer, checkpoint.restore(checkpoint.flatten(kept, {}, "s", torch.clone), {}))
+    assert trainer.accelerator.scaler.state_dict() == kept
+
+
+def test_a_checkpoint_without_a_part_is_refused(stopped_after, train, tmp_path, capsys) -> None:
+    given = stopped_after("lora", 3)
+    path = tmp_path / "lora-3" / "checkpoints" / "step-3"
+    content = {
+        name: checkpoint.read_json(path, name)
+        for name in ("state.json", "contract.json", "trainer_state.json")
+    }
+    del content["state.json"]["scheduler"]
+    checkpoint.write(path.parent, 3, content, None)
+    train(*given, code=4)
+    assert "scheduler" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_what_it_would_have_been(straight, stopped_after, train, tmp_path, capsys) -> None:
+    """Resumed from the middle and from the last step: the same best weights, scores and counts."""
+    whole = train(*options("validated"), "train.save_strategy=no", name="whole")
+    for step in (7, STEPS):
+        train(*stopped_after("validated", step), code=0)
+        run = RunFolder(tmp_path / f"validated-{step}")
+        assert (run.adapter / "adapter_model.safetensors").read_bytes() == (
+            whole.adapter / "adapter_model.safetensors"
+        ).read_bytes()
+        assert run.read("eval.json")["tuned"] == whole.read("eval.json")["tuned"]
+        assert receipts(run)["eval.every"] == receipts(whole)["eval.every"]
+    names = {path.name for path in run.path.rglob("*") if path.is_file()}
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    for resumes in ("--resume", "--resume=auto"):  # again: it is finished
+        train(*stopped_options("validated", run), resumes)
+    assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    train(*stopped_options("validated", run), "--resume", "train.learning_rate=1e-3", code=4)
+    assert "train.learning_rate" in capsys.readouterr().err
+
+
+def stopped_options(kind: str, run: RunFolder) -> list[str]:
+    return [*options(kind), f"train.output_dir={run.path}"]
+
+
+def test_what_differs_must_match_or_is_named(straight, stopped_after, train, tmp_path, capsys) -> None:
+    given = stopped_after("lora", 3)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join((DATA / "train.jsonl").read_text().splitlines(keepends=True)[50:68]))
+    train(*given, f"data.name={other}", "adapter.r=8", "train.seed=1", "train.weight_decay=0.1", code=4)
+    said = capsys.readouterr().err
+    for key in ("adapter.r ", "data: content", "train.seed", "train.weight_decay"):
+        assert key in said, said
+    assert "train.logging_steps" not in said and '"train.output_dir' not in said
+    train(*given, "--until=4", "train.logging_steps=2", code=75)
+    log = (tmp_path / "lora-3" / "log.txt").read_text()
+    assert "train.logging_steps" in log and "now 2" in log and "goes on after step 3" in log
+    resolved = tmp_path / "lora-3" / "recipe.resolved.yaml"
+    assert cli.main(["train", str(resolved), "--resume", "--until=5", "--quiet"]) == 75  # what `auto` became
+
+
+def test_another_base_is_seen(straight, stopped_after, train, untied) -> None:
+    train(*stopped_after("lora", 3), f"model.name={untied}", code=4)
+
+
+def test_damage_is_seen_and_passed_over(straight, stopped_after, train, tmp_path, capsys) -> None:
+    """Every file, cut short, changed in one byte, or gone."""
+    folder = tmp_path / "damaged" / "checkpoints"
+    for step in (3, 4):
+        shutil.copytree(straight("lora").path / "checkpoints" / f"step-{step}", folder / f"step-{step}")
+    names = sorted(path.name for path in (folder / "step-4").iterdir())
+    assert len(names) >= 6
+    for name in names:
+        path = folder / "step-4" / name
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        for damaged in (flipped, whole[:-1], None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            found = checkpoint.newest(folder)
+            assert found and found.step == 3 and name in found.notes[0]
+            with pytest.raises(UserError) as raised:
+                checkpoint.named(folder, "step-4")
+            assert raised.value.code == 4
+            path.write_bytes(whole)
+    found = checkpoint.newest(folder)
+    assert found and found.step == 4
+    (folder / "step-4" / "weights.safetensors").write_bytes(b"")
+    shutil.copy(straight("lora").path / "metrics.jsonl", folder.parent)
+    where = f"train.output_dir={folder.parent}"
+    train(*options("lora"), where, "--resume=step-4", code=4)
+    train(*options("lora"), where, "--resume", "--until=4", code=75)
+    assert "weights.safetensors has 0 bytes" in (folder.parent / "log.txt").read_text()
+    assert not differing_at(straight("lora").path, folder.parent, 4)
+    for step in (3, 4):
+        (folder / f"step-{step}" / "manifest.json").write_text("{}")
+    train(*options("lora"), where, "--resume", code=4)
+
+
+def differing_at(one: Path, other: Path, step: int) -> dict[str, list[str]]:
+    """But for what was logged later."""
+    found = differing(one, other, step)
+    found.pop("metrics.jsonl", None)
+    return found

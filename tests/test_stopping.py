@@ -1,0 +1,205 @@
+"""Runs that end before their last step: signals, a time, a step, kill -9; and two ranks."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from conftest import DATA, QUICKSTART, ROOT, metrics
+
+from finetune import arguments, checkpoint, cli, prove, state, stopping
+from finetune.errors import UserError
+
+SHORT = ["train.max_steps=6", "adapter.lora_dropout=0.1", "train.save_total_limit=null"]
+
+
+@pytest.fixture
+def signalled(monkeypatch) -> Any:
+    """`signalled(number, step)`: this process gets a signal while it reads the batch of a step."""
+
+    def at(number: int, step: int) -> None:
+        original, seen = state.digest, []
+
+        def digest(so_far: Any, inputs: Any) -> Any:
+            seen.append(1)
+            if len(seen) == step:
+                os.kill(os.getpid(), number)
+            return original(so_far, inputs)
+
+        monkeypatch.setattr(state, "digest", digest)
+
+    return at
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_signal_saves_after_the_step_and_says_how_to_go_on(number: int, train, signalled, capsys) -> None:
+    signalled(number, 3)
+    run = train(*SHORT, code=75)
+    said = capsys.readouterr().err
+    assert f"stopped by {signal.Signals(number).name} after step 3" in said
+    assert [path.name for path in checkpoint.published(run.checkpoints)] == ["step-3"]
+    assert not (run.path / ".lock").exists()
+    (line,) = [line for line in said.splitlines() if "go on with:" in line]
+    again = shlex.split(line.partition(": finetune ")[2])
+    assert again[-1] == "--resume" and f"train.output_dir={run.path}" in again
+    if number == signal.SIGTERM:
+        assert cli.main([*again, "--quiet"]) == 0
+        whole = train(*SHORT, name="whole")
+        numbers = [[line[k] for k in ("step", "loss", "grad_norm")] for line in metrics(run)]
+        assert numbers == [[line[k] for k in ("step", "loss", "grad_norm")] for line in metrics(whole)]
+        files = [(one.adapter / "adapter_model.safetensors").read_bytes() for one in (run, whole)]
+        assert files[0] == files[1]
+
+
+def test_a_signal_before_training_ends_at_once(train, monkeypatch, capsys) -> None:
+    from finetune import model
+
+    monkeypatch.setattr(model, "load", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    run = train(code=75)
+    assert "stopped by SIGTERM" in capsys.readouterr().err and not run.path.exists()
+
+
+def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(stopping, "TOGETHER", 0.0)
+    child = os.fork()
+    if not child:
+        with stopping.Stop().listening() as stop, stop.later():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+
+
+def test_until_is_a_step_or_a_time(train, monkeypatch) -> None:
+    run = train(*SHORT, "--until=2", code=75)
+    assert [path.name for path in checkpoint.published(run.checkpoints)] == ["step-2"]
+    train(*SHORT, "--resume", "--until=0.001s", code=75)  # no step fits, but one is always made
+    assert checkpoint.published(run.checkpoints)[0].name == "step-3"
+    now = time.time()
+    assert 0 < (arguments.until("06:30").time or 0) - now <= 86400
+    assert abs((arguments.until("1h30m").time or 0) - now - 5400) < 5
+    assert arguments.until("2100-01-01T06:30").time == time.mktime((2100, 1, 1, 6, 30, 0, 0, 1, -1))
+    for wrong in ("soon", "25:00", "0"):
+        with pytest.raises(ValueError):
+            arguments.until(wrong)
+
+
+def test_checkpoints_by_share_epoch_and_time(train, monkeypatch, tmp_path) -> None:
+    rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)[:6]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    few = [*SHORT, "train.effective_batch_size=2", f"data.name={tmp_path}/rows.jsonl"]
+
+    def steps(*options: str, name: str) -> list[int]:
+        run = train(*few, *options, "--until=6", name=name, code=75)
+        return sorted(map(checkpoint.step_of, checkpoint.published(run.checkpoints)))
+
+    assert steps("train.save_steps=0.4", name="share") == [3, 6]
+    assert steps("train.save_strategy=epoch", name="epoch") == [3, 6]
+    assert steps("train.save_strategy=no", name="no") == [6], "a run that is told to stop saves"
+    monkeypatch.setattr(stopping, "MINUTES", 0)
+    assert steps(name="time") == [1, 2, 3, 4, 5, 6]
+
+
+def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
+    train("--resume", code=2)
+    assert "--resume=auto" in capsys.readouterr().err
+    assert cli.main(["train", str(QUICKSTART), "--resume"]) == 2
+    assert "train.output_dir" in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("")
+    train("--resume=auto", code=2)
+    assert "thesis.txt" in capsys.readouterr().err
+    (tmp_path / "run" / "thesis.txt").unlink()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')  # of a run that got no further
+    run = train("--resume=auto", "--until=1", code=75)
+    assert [line["step"] for line in metrics(run)] == [1] and "loss" in metrics(run)[0]
+
+
+def test_sharded_weights_are_refused_by_name() -> None:
+    from finetune.sections import Train
+
+    for section, resumes in ((Train(save_steps=5), None), (Train(), "newest")):
+        with pytest.raises(UserError, match="FSDP") as raised:
+            stopping.check(section, resumes, "FSDP")
+        assert raised.value.code == 3
+    stopping.check(Train(), None, "FSDP")
+
+
+def test_a_killed_run_goes_on(train, two_layers, small, tmp_path) -> None:
+    """kill -9 of a real process, as soon as two steps are published; then the proof's own comparison."""
+    given = [*SHORT, "train.max_steps=40", "train.save_steps=1", "train.effective_batch_size=4", *small]
+    given += [f"model.name={two_layers}", "train.warmup_steps=0"]
+    folder = tmp_path / "killed"
+    words = [str(QUICKSTART), *given, f"train.output_dir={folder}", "--quiet"]
+    run = subprocess.Popen([sys.executable, "-m", "finetune", "train", *words], cwd=ROOT)
+    while not (folder / "checkpoints" / "step-2").exists() and run.poll() is None:
+        time.sleep(0.005)
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
+    reached = checkpoint.published(folder / "checkpoints")
+    for path in reached:
+        checkpoint.verify(path)
+    end = checkpoint.step_of(reached[0]) + 2
+    train(*given, f"train.output_dir={folder}", "--resume", f"--until={end}", code=75)
+    straight = train(*given, f"--until={end}", name="straight", code=75)
+    assert not [part for part in prove.compare(straight.path, folder, end) if part.differing]
+
+
+def test_the_proof_of_a_recipe(two_layers, small, capsys) -> None:
+    words = [*small, f"model.name={two_layers}", "train.max_steps=20", "adapter.type=adalora"]
+    assert cli.main(["check", str(QUICKSTART), *words, "--prove-resume"]) == 0
+    said = capsys.readouterr().out
+    assert "not a bit differs" in said and "train.max_steps=12" in said
+    for part in state.PARTS:
+        assert part in said
+
+
+def _ranks(words: list[str]) -> None:
+    """Straight through; and stopped by a signal to one rank, and resumed."""
+    rank, exits = os.environ["RANK"], []
+    exits.append(cli.main([*words, "train.output_dir=straight", "--until=4", "--quiet"]))
+    original, seen = state.digest, []
+
+    def digest(so_far: Any, inputs: Any) -> Any:
+        seen.append(1)
+        if rank == "1" and len(seen) == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(so_far, inputs)
+
+    state.digest = digest
+    exits.append(cli.main([*words, "train.output_dir=resumed", "--quiet"]))
+    exits.append(cli.main([*words, "train.output_dir=resumed", "--resume", "--until=4", "--quiet"]))
+    assert exits == [75, 75, 75], exits
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, capsys) -> None:
+    """A signal to one of them; what each rank draws is its own. One rank alone can't go on with it."""
+    given = [*SHORT, "train.effective_batch_size=4", f"model.name={two_layers}", *small]
+    words = ["train", str(QUICKSTART), *given]
+    program = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import test_stopping, two_ranks; "
+    program += f"two_ranks.run(test_stopping._ranks, {words!r})"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    names = [path.name for path in checkpoint.published(resumed / "checkpoints")]
+    assert names == ["step-4", "step-2"]
+    parts = prove.compare(straight, resumed, 4)
+    assert not [part for part in parts if part.differing]
+    (random_states,) = [part for part in parts if part.name == "rng"]
+    assert random_states.tensors == 4  # torch's and numpy's, of two ranks
+    train(*given, f"train.output_dir={resumed}", "--resume", code=4)
+    assert "processes" in capsys.readouterr().err
