@@ -63,7 +63,7 @@ ROWS = {
     "qlora": Row("ddp_8", ("adapter.type=qlora", *WHOLE)),
     "70b-fp8": Row("8xh100_fp8", LARGE, "70b-fp8", 8192, 1),
     "70b-bf16-fsdp2": Row("fsdp2_8", (ATTENTION, "speed.recompute=all"), "70b-bf16", 8192, 1),
-    "lora-bf16-fsdp2": Row("fsdp2_8", ()),
+    "lora-bf16-fsdp2": Row("fsdp2_8", ("speed.base=bf16",)),
     "lora-fp8-fsdp2": Row("fsdp2_8_quantised", ("speed.base=fp8",)),
     "qlora-fsdp2": Row("fsdp2_8_quantised", ("adapter.type=qlora",)),
     "lora-bf16-zero2": Row("zero2_8", ("speed.base=bf16",)),
@@ -75,7 +75,7 @@ ROWS = {
     "128k": Row("8xh100_fp8", (*LONG, "speed.offload=activations"), length=131072, batch=1),
     "128k-cp": Row(
         "context_parallel_4",
-        ("model.attention=sdpa", "speed.recompute=all"),
+        ("speed.base=bf16", "model.attention=sdpa", "speed.recompute=all"),
         length=131072,
         batch=1,
         shared=True,

@@ -105,7 +105,11 @@ def launch_of(recipe: Recipe, machine: Hardware) -> tuple[str, str]:
     tokens = split_batch(recipe.train, machine.count).per_device * recipe.data.max_length
     config, recompute = model.read_config(recipe.model), recipe.speed.recompute != "none"
     need = fit.needs(config, setup.storage.value, rank, tokens, recompute=recompute)
-    return fit.choose(need, machine)
+    name, reason = fit.choose(need, machine)
+    if need.coded and name != "ddp_8" and recipe.speed.base == "auto" and setup.storage.value == "fp8":
+        # what is split is stored in fp8 only if the recipe says so
+        name, reason = fit.choose(fit.needs(config, "bf16", rank, tokens, recompute=recompute), machine)
+    return name, reason
 
 
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:

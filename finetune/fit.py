@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware
 
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "torchao_int8": 1.0}  # of a number
+CODED = ("fp8", "nf4", "fp4")
 FOUR_BITS = 0.53  # bytes: a half, and the scale of each block of 64, itself in 8 bits
 STATE = 12.0  # bytes a trained number has beside itself: gradient and two moments in fp32
 
@@ -24,6 +25,7 @@ class Need(NamedTuple):
     base: float  # weights
     trained: float  # adapter, gradients, optimizer
     work: float  # activations and the head's products
+    coded: bool = False  # the base is stored in codes, which FSDP2 splits by a config of its own
 
     @property
     def all(self) -> float:
@@ -58,11 +60,12 @@ def needs(config: Any, storage: str, rank: int | None, tokens: int, *, recompute
         text.num_hidden_layers,
     )
     inputs = tokens * text.hidden_size * 2 * depth / 2**30
-    return Need(base / 2**30, trained / 2**30, (inputs + kept / depth if recompute else kept) + HEAD_GIB)
+    work = (inputs + kept / depth if recompute else kept) + HEAD_GIB
+    return Need(base / 2**30, trained / 2**30, work, storage in CODED)
 
 
 def choose(need: Need, machine: Hardware) -> tuple[str, str]:
-    """The shipped config for all of a machine's GPUs, `ddp_8` or `fsdp2_8`, and why.
+    """The shipped config for all of a machine's GPUs, `ddp_8`, `fsdp2_8` or `fsdp2_8_quantised`, and why.
 
     Each GPU with the whole base exchanges an adapter's gradients alone, a few MB a step; splitting the base
     (FSDP2, ZeRO-3) moves all of it over the wires in each pass, so it is for what does not fit.
@@ -74,5 +77,6 @@ def choose(need: Need, machine: Hardware) -> tuple[str, str]:
     split = need._replace(base=need.base / count, trained=need.trained / count)
     text = f"{count} GPUs: {text} with the whole base on it, so it is split: {split.all:.0f} GiB each (FSDP2)"
     if split.all > room:
-        text += "; that may not fit either: speed.base=fp8, adapter.type=qlora, --accelerate fsdp2_8_offload"
-    return "fsdp2_8", text
+        other = "adapter.type=qlora" if need.coded else "speed.base=fp8, or --accelerate fsdp2_8_offload"
+        text += f"; that may not fit either: {other}"
+    return "fsdp2_8_quantised" if need.coded else "fsdp2_8", text

@@ -1,16 +1,19 @@
 """One process for each GPU: a command that needs several replaces itself by `accelerate launch` of itself.
 
 `python -m finetune.launch ...` is `accelerate launch ...` that ends with the exit code of the first process
-that failed, and with its message as the last thing said; Accelerate's own ends with 1 and a traceback.
+that failed, and with its message as the last thing said; Accelerate's own ends with 1 and a traceback. A
+signal is passed on and waited for: a run that saves and leaves with 75 does so under a launcher too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune import launch_config, shipped
 from finetune.errors import Problem, UserError
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.hardware import Hardware
+
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def launched() -> bool:
@@ -85,9 +91,12 @@ def main(given: list[str]) -> int:
     from subprocess import CalledProcessError
 
     from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # torch's launcher would end with these itself, and kill what is still saving after 30 seconds
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+    for number in FORWARDED:
+        signal.signal(number, forward)
     try:
         launch_command(launch_command_parser().parse_args(given))
     except ChildFailedError as error:
@@ -99,9 +108,16 @@ def main(given: list[str]) -> int:
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except CalledProcessError as error:  # one process, which has said why itself
         return error.returncode if error.returncode > 0 else 128 - error.returncode
-    except SignalException as error:
-        return 128 + int(error.sigval)
     return 0
+
+
+def forward(number: int, frame: Any) -> None:
+    """Hand a signal to the processes of the launch; they end by themselves, and the launcher after them."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def sharded() -> str:
 
 
 def read_by_rank_0() -> bool:
-    """Whether one process of each machine alone reads the base, and the others get their parts from it."""
+    """Whether rank 0 alone reads the base, and the others get their parts from it."""
     return sharded() == "FSDP" and on("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
@@ -271,10 +271,9 @@ def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     if sharded() and stored in ("int8", "torchao_int8", "fp4" if sharded() == "DeepSpeed" else "int8"):
         what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
         found.append(Problem(what, "speed.base", found=stored, fix="speed.base: bf16"))
-    if sharded() == "DeepSpeed" and stored in ("fp8", "nf4"):
-        what = (
-            f"ZeRO-3 of the {CONFIG} splits weights that are numbers, and the recipe's are codes ({stored})"
-        )
+    deepspeed = on("ACCELERATE_USE_DEEPSPEED")  # ZeRO-2 too casts the whole module
+    if (deepspeed and stored == "fp8") or (sharded() == "DeepSpeed" and stored == "nf4"):
+        what = f"DeepSpeed of the {CONFIG} casts or splits weights, and the recipe's are codes ({stored})"
         fix = "accelerate_configs/ddp_8.yaml, where it fits on each GPU, or fsdp2_8_quantised.yaml"
         found.append(Problem(what, "speed.base", found=stored, fix=fix))
     by = "FSDP" if on("ACCELERATE_USE_FSDP") else "DeepSpeed" if on("ACCELERATE_USE_DEEPSPEED") else ""
@@ -283,7 +282,7 @@ def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
         found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
     if on("ACCELERATE_USE_DEEPSPEED") and fp8().kind:
         what = f"DeepSpeed knows no mixed_precision: fp8, which the {CONFIG} asks for"
-        found.append(Problem(what, found="fp8", fix="mixed_precision: bf16; speed.base: fp8 under ZeRO-2"))
+        found.append(Problem(what, found="fp8", fix=BASE_INSTEAD))
     if said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") and on("ACCELERATE_USE_DEEPSPEED"):
         what = f"gradient_accumulation_steps of the {CONFIG} is what train.effective_batch_size decides"
         fix = "drop it from deepspeed_config"

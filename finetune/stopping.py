@@ -47,6 +47,8 @@ class Stop:
 
     signal = ""
     """The name of the first one."""
+    keeps = True
+    """Whether a checkpoint can be made."""
     deferred = False
     """While it trains or saves: it ends by itself as soon as it can. Elsewhere a signal ends it at once."""
 
@@ -79,7 +81,9 @@ class Stop:
         if not self.deferred:
             raise Stopped(f"stopped by {name}")
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, f"\n{name}: saving after this step, then leaving; once more: leaving now\n".encode())
+            first = "saving" if self.keeps else "nothing can be saved: leaving"
+            then = ", then leaving" if self.keeps else ""
+            os.write(2, f"\n{name}: {first} after this step{then}; once more: leaving now\n".encode())
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
@@ -118,6 +122,7 @@ class Schedule(TrainerCallback):
 
     def __init__(self, train: Train, stop: Stop, writer: Writer, sharded: str) -> None:
         self.train, self.stop, self.writer, self.sharded = train, stop, writer, sharded
+        stop.keeps = not sharded
         self.strategy = "no" if sharded else train.save_strategy
         if self.strategy == "auto" and train.save_steps is not None:
             self.strategy = "steps"

@@ -61,6 +61,16 @@ def choices(
         "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
         "speed.offload": (offload.value, by("speed.offload", asked, offload)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),
+        **(
+            {
+                "train.save_strategy": (
+                    "no",
+                    f"launch: {launch.sharded} splits the weights: a stop loses the run",
+                )
+            }
+            if launch.sharded
+            else {}
+        ),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
         "train.per_device_train_batch_size": (batch.per_device, per_device),
         "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),

@@ -259,6 +259,7 @@ def train(
     exchange.add_receipt(trainer.model_wrapped, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
+        trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again
     if section.type != "full":
         same = model.fingerprint(adapters.frozen(adapted))
         ledger.add(

@@ -13,7 +13,7 @@ from transformers import PrinterCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune import adalora, adapters, callbacks, exchange, loraplus, optimizers, ranks, state, stopping
-from finetune.errors import Stopped
+from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.speed import attention, head, loss, offload
 
 if TYPE_CHECKING:
@@ -135,12 +135,17 @@ class Trainer(SFTTrainer):
 
         Raises:
             Stopped: told to end before the last step; a checkpoint is published.
+            UserError: the same where none can be made (exit 5).
         """
         self.resumed = state.read(checkpoint) if checkpoint else None
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.resumed = None
         self.writer.wait()
         ranks.any_of(False)  # a rank that leaves earlier takes the others with it
+        if self.schedule.stopped and self.schedule.sharded:
+            what = f"stopped by {self.schedule.stopped} after step {self.state.global_step}; nothing is saved"
+            found = f"weights that {self.schedule.sharded} splits, of which no checkpoints are made"
+            raise UserError(Problem(what, found=found, fix="an unsharded launch"), code=Exit.TRAINING)
         if self.schedule.stopped:
             saved = self.writer.published
             where = f"; saved: {saved}" if saved else ""

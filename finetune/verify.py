@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
-ROUNDED = 5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
+ROUNDED = (
+    5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
+)
 # Relative, of logits of an adapter that was taken out of the base's weights, which are rounded without it in
 # training and with it afterwards; what was trained is compared bit for bit all the same
 REBASED = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -49,7 +51,8 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
     """
     rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
-    if not exact and getattr(adapted, "quantization_method", None) == fp8_base.METHOD:
+    by_torchao = any(type(module).__name__ == "Float8Linear" for module in adapted.modules())
+    if not exact and (by_torchao or getattr(adapted, "quantization_method", None) == fp8_base.METHOD):
         bound = ROUNDED
     if adapter_init.rebases(adapted):
         bound = max(bound, REBASED[adapted.get_input_embeddings().weight.dtype])

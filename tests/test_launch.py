@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import LlamaConfig
 
 from finetune import (
     apart,
+    checkpoint,
     cli,
     evaluate,
     fit,
@@ -259,7 +262,7 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
         ("8b", "fp32", None, H100, "fsdp2_8"),
         ("70b", "bf16", 16, H200, "fsdp2_8"),
         ("70b", "fp8", 16, H200, "ddp_8"),
-        ("70b", "fp8", 16, H100, "fsdp2_8"),
+        ("70b", "fp8", 16, H100, "fsdp2_8_quantised"),
         ("70b", "nf4", 16, H100, "ddp_8"),
     ],
 )
@@ -327,6 +330,37 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
     assert done.returncode == code, done.stderr
     assert last in done.stderr[-700:]
     assert "Traceback" not in done.stderr.rpartition("failed first")[2]
+
+
+def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tmp_path) -> None:
+    run = tmp_path / "run"
+    given = [f"train.output_dir={run}", "train.max_steps=500", f"model.name={two_layers}", *small]
+    command = [
+        sys.executable,
+        "-m",
+        "finetune.launch",
+        "--config_file",
+        str(CONFIGS["cpu_2"]),
+        "-m",
+        "finetune",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "train", str(QUICKSTART), *given],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        log, until = run / "metrics.jsonl", time.monotonic() + 120
+        while not log.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, said
+    assert "stopped by SIGUSR1" in said and "--resume" in said
+    (step,) = checkpoint.published(run / "checkpoints")
+    checkpoint.verify(step)
 
 
 def test_the_competition_s_numbers() -> None:

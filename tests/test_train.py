@@ -3,14 +3,18 @@
 import json
 import subprocess
 import sys
+import weakref
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from conftest import MODEL, QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from finetune import cli, evaluate, recipe, scoring
+from finetune import train as train_module
 from finetune.run_folder import RunFolder
 
 FILES = {
@@ -108,6 +112,24 @@ def test_recomputing_layers_changes_nothing_but_time(train) -> None:
     again = train("speed.fused=true", "speed.recompute=mlp", name="mlp")
     assert [m["loss"] for m in metrics(fast)] == [m["loss"] for m in metrics(again)]
     assert receipts(again)["speed.recompute"]["got"] == "0 of 2, and 4 norms, gate and up of 2 MLPs"
+
+
+def test_the_trained_model_is_gone_when_it_is_opened_again(small, two_layers, tmp_path, monkeypatch) -> None:
+    alive: list[Any] = []
+    released = evaluate.release
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            alive.append(weakref.ref(model))
+
+    def release() -> None:
+        released()
+        alive.append(alive[0]() is not None)
+
+    monkeypatch.setattr(evaluate, "release", release)
+    given = [*small, f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
+    train_module.run(recipe.load(str(QUICKSTART), given), quiet=True, watchers=[Look()])
+    assert alive[1] is False
 
 
 def test_the_run_folder_explains_itself(train) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from finetune import launch_env
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice
 from finetune.speed.loss import IGNORED, TokenLoss, computes_all, token_loss
@@ -83,7 +84,8 @@ def run_obstacle(model: Any, arguments: Any) -> str:
         "the experts' balance is part of the loss": hasattr(config, "output_router_logits") and coefficient,
         "fp16 rounds small probabilities to zero": arguments.fp16,
         "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
-        "tensor, context or sequence parallelism splits rows": arguments.parallelism_config is not None,
+        "tensor, context or sequence parallelism splits rows": arguments.parallelism_config is not None
+        or any(launch_env.parallel(kind) > 1 for kind in ("TP", "CP", "SP")),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), "")
 
