@@ -45,13 +45,13 @@ def save(trainer: Trainer) -> None:
     here = 3 * live > psutil.virtual_memory().available / 2  # weights and two moments
     content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
     content[checkpoint.CONTRACT] = trainer.contract
-    structure: dict[str, Any] = {}
+    untensored: dict[str, Any] = {}
     for name, value in {**shared, "ranks": gathered}.items():
         tensors: dict[str, torch.Tensor] = {}
-        structure[name] = checkpoint.flatten(value, tensors, name, _as_it_is if here else _copy)
+        untensored[name] = checkpoint.flatten(value, tensors, name, _as_it_is if here else _copy)
         if tensors:
             content[f"{name}.safetensors"] = tensors
-    content["state.json"] = structure
+    content["state.json"] = untensored
     trainer.writer.start(trainer.state.global_step, content, here=here)
 
 
@@ -61,16 +61,26 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UserError: a part is missing (exit 4).
     """
-    structure, found = checkpoint.read_json(path, "state.json"), {}
-    held = structure.keys() | {name for name, _ in structure["ranks"][0]["dict"]}
-    if missing := sorted(PARTS.keys() - held):
-        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
-        raise UserError(problem, code=Exit.ARTEFACT)
-    for name, value in structure.items():
+    found = {}
+    for name, value in structure(path).items():
         file = f"{name}.safetensors"
         tensors = checkpoint.read_tensors(path, file) if (path / file).exists() else {}
         found[name] = checkpoint.restore(value, tensors)
     return {**found, **found.pop("ranks")[PartialState().process_index]}
+
+
+def structure(path: Path) -> dict[str, Any]:
+    """Of each part of a checkpoint, all but its tensors.
+
+    Raises:
+        UserError: a part is missing (exit 4).
+    """
+    found = checkpoint.read_json(path, "state.json")
+    held = found.keys() | {name for name, _ in found["ranks"][0]["dict"]}
+    if missing := sorted(PARTS.keys() - held):
+        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
+        raise UserError(problem, code=Exit.ARTEFACT)
+    return found
 
 
 def put_back(trainer: Any, *names: str) -> None:
