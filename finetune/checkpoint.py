@@ -328,6 +328,9 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
     Args:
         value: nested dicts, lists and tuples of tensors, numpy arrays, numbers, texts, dtypes.
         copy: makes of a tensor what is kept of it.
+
+    Raises:
+        UserError: a tensor of a class that `restore` does not make (exit 3).
     """
     import numpy as np
     import torch
@@ -341,6 +344,10 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
         pairs = value.items()
         return {"dict": [[key, flatten(part, tensors, f"{name}.{key}", copy)] for key, part in pairs]}
     if hasattr(value, "__tensor_flatten__"):  # torchao's moments of 8 and 4 bits
+        if type(value).__name__ not in LOW_BITS:
+            what, fix = "can't be kept in a checkpoint", "another train.optim; or train.save_strategy=no"
+            problem = Problem(f"{name}: a {type(value).__name__} {what}", fix=fix)
+            raise UserError(problem, code=Exit.ENVIRONMENT)
         inner, context = value.__tensor_flatten__()
         parts = {part: flatten(getattr(value, part), tensors, f"{name}.{part}", copy) for part in inner}
         return {"of": type(value).__name__, "parts": parts, "with": flatten(context, tensors, name, copy)}

@@ -31,7 +31,6 @@ MAY_CHANGE = (
     "eval.limit",
     "eval.max_new_tokens",
     "eval.num_fewshot",
-    "eval.patience",
     "eval.samples",
     "eval.tasks",
     "hardware",
@@ -218,9 +217,9 @@ def begin(
 def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What `auto` has become another thing than in the checkpoint's run, and was not asked to be."""
     then, today, asked = kept["chosen"], now["chosen"], now["recipe"]
-    both = sorted(then.keys() & today.keys() - {"train.output_dir"})
+    both = sorted(then.keys() & today.keys() - set(IGNORED))
     return [
-        f"{key}: was chosen as {_short(then[key])} then, {_short(today[key])} now; sums may run in another order"
+        f"{key}: chosen as {_short(then[key])} then, {_short(today[key])} now; sums may run in another order"
         for key in both
         if then[key] != today[key] and (kept["recipe"].get(key) == asked.get(key))
     ]

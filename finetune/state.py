@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from finetune import adalora, adapters, checkpoint, ranks
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from finetune.trainer import Trainer
 
 RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of
@@ -42,7 +41,7 @@ def save(trainer: Trainer) -> None:
         return
     shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in RANKS}
     live = sum(p.nbytes for p in _weights(trainer).values())
-    here = 3 * live > psutil.virtual_memory().available / 2  # weights and two moments
+    here = 3 * live > available() / 2  # weights and two moments
     content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
     content[checkpoint.CONTRACT] = trainer.contract
     untensored: dict[str, Any] = {}
@@ -53,6 +52,16 @@ def save(trainer: Trainer) -> None:
             content[f"{name}.safetensors"] = tensors
     content["state.json"] = untensored
     trainer.writer.start(trainer.state.global_step, content, here=here)
+
+
+def available(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process may still take: the machine's, or its container's (cgroup v2)."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = (int((groups / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # none, or "max"
+        return free
+    return max(0, min(free, limit - used))
 
 
 def read(path: Path) -> dict[str, Any]:
