@@ -118,20 +118,20 @@ def train_again(options: argparse.Namespace) -> list[str]:
 
 
 def go_on(options: argparse.Namespace, folder: str) -> list[str]:
-    """The command line that goes on with a run that was stopped; from its beginning if it got no further."""
+    """The command line that goes on with a run that was stopped; from its beginning if it got no further.
+
+    One that has saved what it trained, and has no checkpoint, would be trained again: it is evaluated.
+    """
     named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
     where = [] if named or not folder else [f"train.output_dir={folder}"]
     folder = folder or "".join(named[-1:])
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     saved = any((Path(folder) / "checkpoints").glob("step-*")) if folder else False
-    return [
-        "train",
-        options.recipe,
-        *options.overrides,
-        *where,
-        *launched,
-        "--resume" if saved else "--resume=auto",
-    ]
+    if folder and not saved and any((Path(folder) / name).exists() for name in ("adapter", "model")):
+        return ["evaluate", folder]
+    known = folder or options.resume  # else there is no folder that could be gone on with
+    resumes = ["--resume" if saved else "--resume=auto"] if known else []
+    return ["train", options.recipe, *options.overrides, *where, *launched, *resumes]
 
 
 TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -9,12 +9,14 @@ when a newer one has its name. Tensors are safetensors and all else is JSON: non
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
 import os
 import re
 import shutil
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 
     Content = dict[str, Any]  # file name -> tensors by name (*.safetensors), or what JSON can say (*.json)
 
-FORMAT = 1  # of a checkpoint; `read` says which older ones it takes
+FORMAT = 1  # of a checkpoint; only this one is read
 MANIFEST, CONTRACT = "manifest.json", "contract.json"
 _NAME = re.compile(r"step-(\d+)")
+_ASIDE = re.compile(r"aside-(step-\d+)")  # newer ones of a run that was resumed before them
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
 
 
@@ -89,6 +93,13 @@ class Writer:
         if running is not None:
             self.published = running.result()
 
+    def close(self) -> None:
+        """However the run ends: nothing is being written after this. What fails now is said, not raised."""
+        self.thread.shutdown()
+        running, self.running = self.running, None
+        if running is not None and (error := running.exception()):
+            print(error, file=sys.stderr)
+
 
 def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> Path:
     """Write a checkpoint aside, flush it to the disk, publish it, and only then let older ones go.
@@ -121,43 +132,69 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
         flush(checkpoints)
         if (log := checkpoints.parent / "metrics.jsonl").exists():
             flush(log)  # a resumed run goes on from its lines
+    except Exception as error:
+        raise UserError(_unwritten(error, checkpoints, step, content), code=Exit.ENVIRONMENT) from error
+    try:
         rotate(checkpoints, keep)
-    except Exception as error:  # safetensors has errors of its own for a full disk
-        free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else 0
-        shutil.rmtree(staged, ignore_errors=True)
-        found = f"{error}; {free:,} bytes are free, {size(content):,} are needed"
-        fix = "room on the disk, then --resume; what was saved before is as it was"
-        what = f"the checkpoint of step {step} can't be written"
-        raise UserError(
-            Problem(what, where=str(checkpoints), found=found, fix=fix), code=Exit.ENVIRONMENT
-        ) from error
+    except OSError as error:
+        what = f"step {step} is saved, but older checkpoints can't be deleted"
+        problem = Problem(what, where=str(checkpoints), found=str(error), fix="delete them, then --resume")
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
     return published
+
+
+def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content) -> Problem:
+    """What kept a checkpoint from being written; only a full disk is told to be one."""
+    free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else None
+    shutil.rmtree(checkpoints / ".staging" / f"step-{step}", ignore_errors=True)
+    needed = size(content)
+    told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # safetensors' own
+    number = int(told[1]) if isinstance(told, re.Match) else told
+    full = number in _FULL or (free is not None and free < needed)
+    found = f"{error}; {free or 0:,} bytes are free, {needed:,} are needed" if full else str(error)
+    fix = f"{'room on the disk' if full else 'mend that'}, then --resume; what was saved before is as it was"
+    what = f"the checkpoint of step {step} can't be written"
+    return Problem(what, where=str(checkpoints), found=found or type(error).__name__, fix=fix)
 
 
 def rotate(checkpoints: Path, keep: int | None) -> None:
     """Let go of published checkpoints but for the newest `keep`, and of those set aside."""
     for path in published(checkpoints)[keep:] if keep else []:
         _let_go(path)
-    for path in checkpoints.glob("aside-step-*"):
+    for path in aside(checkpoints):
         _let_go(path)
+
+
+def aside(checkpoints: Path) -> list[Path]:
+    """Whole ones that were later than the one a run went on from, and are let go with its next."""
+    return [path for path in checkpoints.glob("aside-step-*") if _ASIDE.fullmatch(path.name)]
 
 
 def begin(checkpoints: Path, step: int) -> list[str]:
     """Go on after `step`: unfinished ones are deleted; later ones lose their names until the next is there.
 
+    What does not verify is kept for good, as unverified-step-<n>.
+
     Returns:
-        The names of the later ones.
+        What the later ones were called, and are.
     """
     for pattern in ("step-*", "old-step-*"):
         for path in (checkpoints / ".staging").glob(pattern):
             shutil.rmtree(path)
-    later = [path for path in published(checkpoints) if step_of(path) > step]
-    for path in later:
-        aside = path.with_name(f"aside-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
+    said = []
+    for path in [path for path in published(checkpoints) if step_of(path) > step]:
+        try:
+            verify(path)
+            target = path.with_name(f"aside-{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+        except (Damaged, UserError):
+            target = path.with_name(f"unverified-{path.name}")
+            while target.exists():
+                target = target.with_name(f"{target.name}-again")
+        os.rename(path, target)
+        said.append(f"{path.name}: now {target.name}")
     (checkpoints / ".staging").mkdir(parents=True, exist_ok=True)
-    return [path.name for path in later]
+    return said
 
 
 def published(checkpoints: Path) -> list[Path]:
@@ -174,7 +211,7 @@ def newest(checkpoints: Path) -> Found | None:
     """The newest checkpoint that verifies, with what is wrong with newer ones; `None`: there is none at all.
 
     Raises:
-        UserError: there are some, and none verifies (exit 4).
+        UserError: there are some, and none verifies; or one is of a newer format (exit 4).
     """
     skipped = []
     for path in published(checkpoints):
@@ -183,6 +220,8 @@ def newest(checkpoints: Path) -> Found | None:
         except Damaged as damage:
             skipped.append(f"{path.name} is passed over: {damage}")
             continue
+        rest = "was set aside, and goes with the next save; its old name brings it back"
+        skipped += [f"{one.name} {rest}" for one in aside(checkpoints)]
         return Found(path, step_of(path), read_json(path, CONTRACT), skipped)
     if skipped:
         what, fix = "no checkpoint verifies", "a new train.output_dir; nothing was deleted"
@@ -215,7 +254,8 @@ def verify(path: Path) -> None:
     """Every file has the size and the sha256 that the manifest says, and the manifest its own.
 
     Raises:
-        Damaged: naming the first that has not.
+        Damaged: naming the first that has not, or can't be read.
+        UserError: a newer program has written it (exit 4).
     """
     try:
         text = (path / MANIFEST).read_text(encoding="utf-8")
@@ -227,19 +267,28 @@ def verify(path: Path) -> None:
     if not whole:
         raise Damaged(f"{MANIFEST} is not as it was written")
     if manifest["format"] != FORMAT:
-        raise Damaged(f"format {manifest['format']} is newer than this program, which knows {FORMAT}")
+        what = f"format {manifest['format']} is newer than this program, which knows {FORMAT}"
+        problem = Problem(what, where=str(path), fix="the version of finetune that wrote it")
+        raise UserError(problem, code=Exit.ARTEFACT)
     if manifest["step"] != step_of(path):
         raise Damaged(f"{MANIFEST} is of step {manifest['step']}")
     for name, said in files.items():
-        file = path / name
-        if not _FILE.fullmatch(name) or file.is_symlink():
-            raise Damaged(f"{name} is no file of a checkpoint")
-        if not file.is_file():
-            raise Damaged(f"{name} is missing")
-        if file.stat().st_size != said["bytes"]:
-            raise Damaged(f"{name} has {file.stat().st_size} bytes, not {said['bytes']}")
-        if _sha256(file) != said["sha256"]:
-            raise Damaged(f"{name} has another content than was written")
+        try:
+            _verify_file(path, name, said)
+        except OSError as error:
+            raise Damaged(f"{name} can't be read ({error.strerror})") from None
+
+
+def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
+    file = path / name
+    if not _FILE.fullmatch(name) or file.is_symlink():
+        raise Damaged(f"{name} is no file of a checkpoint")
+    if not file.is_file():
+        raise Damaged(f"{name} is missing")
+    if file.stat().st_size != said["bytes"]:
+        raise Damaged(f"{name} has {file.stat().st_size} bytes, not {said['bytes']}")
+    if _sha256(file) != said["sha256"]:
+        raise Damaged(f"{name} has another content than was written")
 
 
 def read_json(path: Path, name: str) -> Any:
@@ -279,6 +328,9 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
     Args:
         value: nested dicts, lists and tuples of tensors, numpy arrays, numbers, texts, dtypes.
         copy: makes of a tensor what is kept of it.
+
+    Raises:
+        UserError: a tensor of a class that `restore` does not make (exit 3).
     """
     import numpy as np
     import torch
@@ -292,6 +344,10 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
         pairs = value.items()
         return {"dict": [[key, flatten(part, tensors, f"{name}.{key}", copy)] for key, part in pairs]}
     if hasattr(value, "__tensor_flatten__"):  # torchao's moments of 8 and 4 bits
+        if type(value).__name__ not in LOW_BITS:
+            what, fix = "can't be kept in a checkpoint", "another train.optim; or train.save_strategy=no"
+            problem = Problem(f"{name}: a {type(value).__name__} {what}", fix=fix)
+            raise UserError(problem, code=Exit.ENVIRONMENT)
         inner, context = value.__tensor_flatten__()
         parts = {part: flatten(getattr(value, part), tensors, f"{name}.{part}", copy) for part in inner}
         return {"of": type(value).__name__, "parts": parts, "with": flatten(context, tensors, name, copy)}

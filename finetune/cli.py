@@ -76,7 +76,7 @@ def failed(said: str, code: Exit) -> Exit:
 def train(options: argparse.Namespace) -> None:
     """Train, save, reopen and evaluate a recipe."""
     from finetune import check as checks
-    from finetune import launch
+    from finetune import launch, run_folder
     from finetune import publish as publish_run
     from finetune.screen import Screen, quieten_libraries
 
@@ -95,6 +95,8 @@ def train(options: argparse.Namespace) -> None:
         from finetune import train as training
         from finetune.scoring import memory_errors
 
+        where = recipe.train.output_dir
+        finished = where is not None and run_folder.RunFolder(Path(where)).finished  # it is left as it is
         asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
         try:
             with memory_errors():
@@ -102,7 +104,7 @@ def train(options: argparse.Namespace) -> None:
         except Stopped as stopped:
             again = shlex.join(["finetune", *arguments.go_on(options, stopped.folder)])
             raise Stopped(f"{stopped}\n  go on with: {again}") from None
-        if main:
+        if main and not finished:
             publish_run.after_training(recipe, folder, Screen(quiet=options.quiet))
 
 

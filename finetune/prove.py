@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 HALF = 3  # steps before the stop, and after it
 LOGGED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens")  # all but how long it took
 
+ALWAYS = (  # saved in the middle, and told to no one
+    "train.logging_steps=1",
+    "train.save_strategy=steps",
+    f"train.save_steps={HALF}",
+    "train.save_total_limit=null",
+    "train.report_to=none",
+    "publish.repo=null",
+)
+
 
 class Part(NamedTuple):
     """One part of what a training is, straight and resumed."""
@@ -75,7 +84,8 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     rows = [(p.name, f"{p.tensors}", f"{p.values}", _verdict(p), p.digest[:16]) for p in parts]
     screen.table("resumed against straight", ("part", "tensors", "values", "", "sha256"), rows)
-    changed = f" (with {', '.join(shorter[:-3])})" if shorter[:-3] else ""
+    own = [text for text in shorter if text not in ALWAYS]
+    changed = f" (with {', '.join(own)})" if own else ""
     said = f"{HALF} steps, stopped, and {last - HALF} in a new process, against {last} steps{changed}"
     screen.say("", f"{said}: {time.monotonic() - started:.0f} s")
     wrong = [part for part in parts if part.differing]
@@ -157,7 +167,7 @@ def _shortened(recipe: Recipe) -> list[str]:
     if batch.accumulation > 2:
         overrides.append(f"train.effective_batch_size={2 * batch.per_device * processes}")
         overrides.append(f"train.per_device_train_batch_size={batch.per_device}")
-    return [*overrides, "train.logging_steps=1", f"train.save_steps={HALF}", "train.save_total_limit=null"]
+    return [*overrides, *ALWAYS]
 
 
 def _train(words: list[str]) -> None:

@@ -31,7 +31,6 @@ MAY_CHANGE = (
     "eval.limit",
     "eval.max_new_tokens",
     "eval.num_fewshot",
-    "eval.patience",
     "eval.samples",
     "eval.tasks",
     "hardware",
@@ -73,25 +72,24 @@ OURS = {  # what a run that was stopped early may have left in its folder
     *("log.txt", "metrics.jsonl", "model", "model.unverified", "receipts.json", "recipe.resolved.yaml"),
     *("report.html", "tensorboard", "wandb"),
 }
+MARKS = {"recipe.resolved.yaml", "receipts.json"}  # of these, what no one else would have called so
 
 
 def contract(
-    recipe: dict[str, Any], setup: Setup, counts: dict[str, Any], tokenizer: Any, sources: dict[str, str]
+    recipe: dict[str, Any], setup: Setup, counts: dict[str, Any], tokenizer: Any, content: list[Any]
 ) -> dict[str, Any]:
     """What a checkpoint of this run will be held to: its recipe's keys, and facts.
 
     Args:
         recipe: its sections, as `model_dump` gives them.
         counts: batch and steps.
-        sources: file or data set -> what its content is known by.
+        content: what the rows are known by: sources in order, each with its weight; held-out rows.
     """
-    streams = recipe["data"]["streaming"]  # there the order of rows hangs on the names of their files
-    read = sorted(map(list, sources.items())) if streams else sorted(set(sources.values()))
     hardware, launch = setup.hardware, setup.launch
     text = tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.special_tokens_map, default=str)
     facts = {
         **counts,
-        "data: content": _digest(json.dumps(read)),
+        "data: content": _digest(json.dumps(content)),
         "tokenizer": _digest(text),
         "chat template": _digest(str(tokenizer.chat_template)),
         "processes": launch.processes,
@@ -173,9 +171,9 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     if asked != "auto":
         what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
-    held = [entry.name for entry in folder.path.iterdir()] if folder.path.exists() else []
-    cut_off = [name for name in held if name.startswith(".") and name.endswith(".tmp")]
-    if not set(held) <= {*OURS, *cut_off, run_folder.LOCK}:
+    held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
+    held -= {run_folder.LOCK, *(name for name in held if name.startswith(".") and name.endswith(".tmp"))}
+    if not held <= OURS or (held and not held & MARKS):
         run_folder.check_free(output_dir)
     return False
 
@@ -205,14 +203,26 @@ def begin(
     removed = rewind(folder, step)
     chosen = {key: value for key, (value, _) in choices.items()}
     contract["chosen"] = json.loads(json.dumps(chosen, default=str))
+    differing = chosen_anew(found.contract, contract) if found else []
     folder.write(f"checkpoints/{checkpoint.CONTRACT}", contract)
     if not found:
         return
     screen.say(f"goes on after step {step}, from {found.path}")
-    notes = [*found.notes, *(f"{name} is later than that, and set aside" for name in later)]
+    notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
     notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
     for note in notes:
         screen.say(f"note: {note}")
+
+
+def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What `auto` has become another thing than in the checkpoint's run, and was not asked to be."""
+    then, today, asked = kept["chosen"], now["chosen"], now["recipe"]
+    both = sorted(then.keys() & today.keys() - set(IGNORED))
+    return [
+        f"{key}: chosen as {_short(then[key])} then, {_short(today[key])} now; sums may run in another order"
+        for key in both
+        if then[key] != today[key] and (kept["recipe"].get(key) == asked.get(key))
+    ]
 
 
 def rewind(folder: RunFolder, step: int) -> int:

@@ -7,6 +7,7 @@ adapter/ (or model/ after full fine-tuning)
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import json
@@ -14,12 +15,13 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel
@@ -106,7 +108,10 @@ class RunFolder:
         """Write a file whole or not at all."""
         path = self.path / name
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
 
     def read(self, name: str) -> Any:
@@ -127,8 +132,15 @@ def check_free(output_dir: str | None) -> None:
     raise UserError(Problem(f"{path} is not empty", "train.output_dir", found=held, fix=fix))
 
 
-def default_path(recipe_path: Path) -> str:
-    return f"runs/{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+def dated(name: str) -> str:
+    """A new folder for a run without one, made here: of two in the same second each has its own."""
+    path = Path(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    create(str(path.parent))
+    for more in ("", *(f"-{number}" for number in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            Path(f"{path}{more}").mkdir()
+            return f"{path}{more}"
+    raise UserError(Problem(f"{path} and what follows exist", "train.output_dir", fix="a name of your own"))
 
 
 def _entries(path: Path) -> list[str]:
@@ -136,42 +148,66 @@ def _entries(path: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def claimed(output_dir: str | None) -> Iterator[None]:
+def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
     """Keep a run folder from other runs on this or another machine for as long as this one lasts.
 
     The lock is the system's, so it ends with the process, however that ends; the file says whose it is.
 
+    Args:
+        output_dir: the folder; `None`: a new one, called by `name` and the time.
+
+    Yields:
+        The folder; where rank 0 holds and names it, what was given.
+
     Raises:
         UserError: another run has it (exit 2).
     """
-    if output_dir is None or os.environ.get("RANK", "0") != "0":  # named by the time, or held by rank 0
-        yield
+    if os.environ.get("RANK", "0") != "0":
+        yield output_dir
         return
-    folder, made = Path(output_dir), not Path(output_dir).exists()
-    create(output_dir)
+    made = output_dir is None or not Path(output_dir).exists()
+    folder = Path(output_dir or dated(name))
+    create(str(folder))
     path = folder / LOCK
-    try:
-        file = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        what = f"can't write in {folder}: {error.strerror}"
-        raise UserError(Problem(what, "train.output_dir")) from None
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            what, fix = "another run is writing there", "a new train.output_dir, or wait for it"
-            raise UserError(Problem(what, "train.output_dir", found=file.read().strip(), fix=fix)) from None
+    with _locked(path) as file:
         file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n")
         file.flush()
         try:
-            yield
+            yield str(folder)
         finally:
             path.unlink(missing_ok=True)
             if made and folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def _locked(path: Path) -> IO[str]:
+    """The lock's file, open and held: that of this name, not one that its holder deleted meanwhile."""
+    while True:
+        try:
+            file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            what = f"can't write in {path.parent}: {error.strerror}"
+            raise UserError(Problem(what, "train.output_dir")) from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                said = f"no locks on this file system ({error.strerror}): let no other run write there"
+                print(f"note: {path.parent}: {said}", file=sys.stderr)
+                return file
+            file.seek(0)
+            what, fix, held = (
+                "another run is writing there",
+                "a new train.output_dir, or wait for it",
+                file.read(),
+            )
+            file.close()
+            raise UserError(Problem(what, "train.output_dir", found=held.strip(), fix=fix)) from None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
 
 
 def create(path: str) -> RunFolder:

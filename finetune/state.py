@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from finetune import adalora, adapters, checkpoint, ranks
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from finetune.trainer import Trainer
 
 RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of
@@ -42,17 +41,27 @@ def save(trainer: Trainer) -> None:
         return
     shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in RANKS}
     live = sum(p.nbytes for p in _weights(trainer).values())
-    here = 3 * live > psutil.virtual_memory().available / 2  # weights and two moments
+    here = 3 * live > available() / 2  # weights and two moments
     content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
     content[checkpoint.CONTRACT] = trainer.contract
-    structure: dict[str, Any] = {}
+    untensored: dict[str, Any] = {}
     for name, value in {**shared, "ranks": gathered}.items():
         tensors: dict[str, torch.Tensor] = {}
-        structure[name] = checkpoint.flatten(value, tensors, name, _as_it_is if here else _copy)
+        untensored[name] = checkpoint.flatten(value, tensors, name, _as_it_is if here else _copy)
         if tensors:
             content[f"{name}.safetensors"] = tensors
-    content["state.json"] = structure
+    content["state.json"] = untensored
     trainer.writer.start(trainer.state.global_step, content, here=here)
+
+
+def available(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process may still take: the machine's, or its container's (cgroup v2)."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = (int((groups / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # none, or "max"
+        return free
+    return max(0, min(free, limit - used))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -61,16 +70,26 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         UserError: a part is missing (exit 4).
     """
-    structure, found = checkpoint.read_json(path, "state.json"), {}
-    held = structure.keys() | {name for name, _ in structure["ranks"][0]["dict"]}
-    if missing := sorted(PARTS.keys() - held):
-        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
-        raise UserError(problem, code=Exit.ARTEFACT)
-    for name, value in structure.items():
+    found = {}
+    for name, value in structure(path).items():
         file = f"{name}.safetensors"
         tensors = checkpoint.read_tensors(path, file) if (path / file).exists() else {}
         found[name] = checkpoint.restore(value, tensors)
     return {**found, **found.pop("ranks")[PartialState().process_index]}
+
+
+def structure(path: Path) -> dict[str, Any]:
+    """Of each part of a checkpoint, all but its tensors.
+
+    Raises:
+        UserError: a part is missing (exit 4).
+    """
+    found = checkpoint.read_json(path, "state.json")
+    held = found.keys() | {name for name, _ in found["ranks"][0]["dict"]}
+    if missing := sorted(PARTS.keys() - held):
+        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
+        raise UserError(problem, code=Exit.ARTEFACT)
+    return found
 
 
 def put_back(trainer: Any, *names: str) -> None:

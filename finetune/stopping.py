@@ -10,6 +10,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate import PartialState
 from transformers import TrainerCallback
 
 from finetune import ranks
@@ -129,21 +131,23 @@ class Schedule(TrainerCallback):
         self.saved = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.saved_at = self.stepped_at = time.monotonic()
-        self.longest = 0.0
+        self.saved_at, self.longest = time.monotonic(), 0.0
+        self.stepped_at: float | None = None
         given = self.train.save_steps or 500  # upstream's own number
         self.every = given if given >= 1 else math.ceil(given * state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.writer.check()
         now, step = time.monotonic(), state.global_step
-        self.longest, self.stepped_at = max(self.longest, now - self.stepped_at), now
+        if self.stepped_at is not None:  # this process's first one also compiled, and found its place
+            self.longest = max(self.longest, now - self.stepped_at)
+        self.stepped_at = now
         self.complete = control.should_training_stop or step >= state.max_steps
         reason = self.stop.due(step, 2 * self.longest + 2 * self.writer.seconds)
         minutes = self.strategy == "auto" and now - self.saved_at > 60 * MINUTES
         asked, minutes = ranks.any_of(bool(reason), minutes)
         if asked:
-            self.stopped = reason or "another rank"
+            self.stopped = next(filter(None, _of_all(reason)))
             control.should_training_stop = True
         if (asked and not self.sharded) or minutes or self.planned(step, state):
             control.should_save = self.saved = True
@@ -162,6 +166,15 @@ class Schedule(TrainerCallback):
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         self.complete = kept["complete"]
+
+
+def _of_all(reason: str) -> list[str]:
+    """Each rank's."""
+    reasons = [reason]
+    if (count := PartialState().num_processes) > 1:
+        reasons *= count
+        torch.distributed.all_gather_object(reasons, reason, group=ranks.steps())
+    return reasons
 
 
 def deaf(prepare: Any, worker: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 from trl.trainer.sft_config import SFTConfig
 
 from finetune import (
@@ -37,6 +37,7 @@ from finetune import (
     resume,
     run_folder,
     shards,
+    state,
     stopping,
     summary,
     trackers,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
     from finetune.sections import Adapter, Data, Train
+    from finetune.stopping import Stop
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
@@ -94,12 +96,13 @@ def run(
     if resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
         Screen(quiet=quiet).say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
-    with stopping.Stop(until).listening() as stop, run_folder.claimed(where):
-        return _run(recipe, stop, resumes, quiet, watchers)
+    claimed = run_folder.claimed(where, recipe.origin.path.stem)
+    with stopping.Stop(until).listening() as stop, claimed as where:
+        return _run(recipe, where, stop, resumes, quiet, watchers)
 
 
 def _run(
-    recipe: Recipe, stop: stopping.Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
+    recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
 ) -> RunFolder:
     quieten_libraries()
     flat = recipe.data.packing or recipe.data.padding_free
@@ -115,7 +118,7 @@ def _run(
     dataset: Any = prepared.train
     data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
-    contract = contract_of(recipe, setup, batch, steps, tokenizer, data_report)
+    contract = contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
@@ -128,8 +131,9 @@ def _run(
     work = work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
+    contract["base"] = base_of(adapted, found, ledger)  # nothing in the folder is changed before
 
-    folder = start_folder(recipe, setup, arguments)
+    folder = start_folder(where, setup, arguments)
     with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
         choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
@@ -138,7 +142,6 @@ def _run(
             summary.show_plan(screen, recipe, choices, data_report)
             adapter_init.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
-
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compiled)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
@@ -156,7 +159,7 @@ def _run(
             trainer.shape = (tokens, documents, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
-        with stop.later():
+        with stop.later(), contextlib.closing(writer):
             train(trainer, recipe.adapter, validating, found, ledger)
             live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
             save(adapted, tokenizer, folder, initial)
@@ -235,6 +238,20 @@ def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work
     return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30)
 
 
+def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
+    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused."""
+
+    def look() -> str:
+        return model.fingerprint(adapters.frozen(adapted))
+
+    frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
+    if found:
+        ledger.check()
+        resume.check_base(found.contract, frozen, found.path)
+        state.structure(found.path)
+    return frozen
+
+
 def train(
     trainer: Trainer,
     section: Adapter,
@@ -245,14 +262,6 @@ def train(
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
-
-    def look() -> str:
-        return model.fingerprint(adapters.frozen(adapted))
-
-    frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
-    if found:
-        resume.check_base(found.contract, frozen, found.path)
-    trainer.contract["base"] = frozen
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
@@ -264,7 +273,7 @@ def train(
         same = model.fingerprint(adapters.frozen(adapted))
         ledger.add(
             "base weights after training",
-            frozen,
+            trainer.contract["base"],
             same,
             "hash of every frozen tensor, before and after",
         )
@@ -285,12 +294,12 @@ def train(
 
 def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path) -> None:
     """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
-    state, tensors = PartialState(), shards.gathered(adapted)
-    if state.is_main_process:
+    processes, tensors = PartialState(), shards.gathered(adapted)
+    if processes.is_main_process:
         target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
         adapter_init.save(adapted, target, initial, tensors)
         tokenizer.save_pretrained(str(target))
-    state.wait_for_everyone()
+    processes.wait_for_everyone()
 
 
 def reopen_and_evaluate(
@@ -316,12 +325,19 @@ def reopen_and_evaluate(
 
 
 def contract_of(
-    recipe: Recipe, setup: Setup, batch: Batch, steps: int, tokenizer: Any, reports: dict[str, Report]
+    recipe: Recipe,
+    setup: Setup,
+    batch: Batch,
+    steps: int,
+    tokenizer: Any,
+    prepared: Prepared,
+    arguments: SFTConfig,
 ) -> dict[str, Any]:
     """What a run that goes on from a checkpoint of this one must have in common with it."""
-    counts = {"steps": steps, "rows": reports["train"].kept, **batch._asdict()}
-    sources = {**reports["train"].sources, **reports["validation"].sources}
-    return resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, sources)
+    counts = {"steps": steps, "rows": prepared.report["train"].kept, **batch._asdict()}
+    if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
+        counts["train.dataloader_num_workers"] = arguments.dataloader_num_workers
+    return resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content)
 
 
 def find_checkpoint(
@@ -336,12 +352,9 @@ def find_checkpoint(
     return found
 
 
-def start_folder(recipe: Recipe, setup: Setup, arguments: SFTConfig) -> RunFolder:
-    """The run folder, named by rank 0 for all, and the Trainer's own place in it."""
-    name = [recipe.train.output_dir or run_folder.default_path(recipe.origin.path)]
-    if setup.launch.processes > 1:
-        broadcast_object_list(name)
-    folder = run_folder.create(name[0]) if setup.launch.main else RunFolder(Path(name[0]))
+def start_folder(where: str | None, setup: Setup, arguments: SFTConfig) -> RunFolder:
+    """The run folder, which rank 0 has claimed and names for all, and the Trainer's own place in it."""
+    folder = RunFolder(Path(ranks.from_main(lambda: where)))
     arguments.output_dir = str(folder.staging)
     arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder

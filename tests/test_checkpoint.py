@@ -1,11 +1,14 @@
 """Checkpoints on disk: what is published verifies, whatever happens; what can't be kept is said."""
 
+import errno
 import json
 import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,10 @@ def test_all_that_a_training_holds_comes_back_as_it_was() -> None:
     assert back["numpy"][1].dtype == np.uint32 and (back["numpy"][1] == TREE["numpy"][1]).all()
     with pytest.raises(TypeError, match=r"all\.x: a set"):
         checkpoint.flatten({"x": {1}}, {}, "all", torch.clone)
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(UserError, match=r"all\.x: a NestedTensor can't be kept") as raised:  # nor made again
+        checkpoint.flatten({"x": nested}, {}, "all", torch.clone)
+    assert raised.value.code == 3
 
 
 @pytest.mark.parametrize("kind", checkpoint.LOW_BITS)
@@ -64,8 +71,10 @@ def test_only_the_newest_stay(tmp_path) -> None:
         checkpoint.verify(tmp_path / f"step-{step}")
     assert [path.name for path in checkpoint.published(tmp_path)] == ["step-4", "step-3"]
     assert not any((tmp_path / ".staging").iterdir())
-    assert checkpoint.begin(tmp_path, 3) == ["step-4"]  # resumed before it: its name is free, it is not gone
+    assert checkpoint.begin(tmp_path, 3) == ["step-4: now aside-step-4"]  # its name is free, it is not gone
     assert (tmp_path / "aside-step-4").is_dir()
+    found = checkpoint.newest(tmp_path)
+    assert found and found.step == 3 and "aside-step-4" in found.notes[0]
     writer.start(4, content(4))
     writer.wait()
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-3", "step-4"]
@@ -95,6 +104,108 @@ def test_a_full_disk_leaves_the_last_one_as_it_was(tmp_path, small_files) -> Non
     checkpoint.verify(tmp_path / "step-3")
 
 
+def test_only_a_full_disk_is_called_one(tmp_path, monkeypatch) -> None:
+    def refuses(path: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(checkpoint, "flush", refuses)
+        with pytest.raises(UserError, match="Permission denied") as raised:
+            checkpoint.write(tmp_path, 1, content(1), 1)
+    assert "room on the disk" not in str(raised.value) and "are needed" not in str(raised.value)
+    checkpoint.write(tmp_path, 1, content(1), 1)
+    monkeypatch.setattr(checkpoint, "rotate", lambda *given: refuses(None))
+    with pytest.raises(UserError, match="step 2 is saved, but older"):
+        checkpoint.write(tmp_path, 2, content(2), 1)
+    checkpoint.verify(tmp_path / "step-2")
+
+
+def test_what_does_not_verify_is_never_deleted(tmp_path) -> None:
+    """Passed over and out of the way, but there; again where one of that name is."""
+    for _ in range(2):
+        for step in (1, 2):
+            checkpoint.write(tmp_path, step, content(step), None)
+        (tmp_path / "step-2" / "state.json").write_bytes(b"")
+        assert "unverified-step-2" in checkpoint.begin(tmp_path, 1)[0]
+        checkpoint.write(tmp_path, 2, content(2), 1)
+        checkpoint.verify(tmp_path / "step-2")
+    kept = {"unverified-step-2", "unverified-step-2-again"}
+    assert {path.name for path in tmp_path.glob("unverified*")} == kept
+    (tmp_path / "aside-step-backup").mkdir()
+    checkpoint.rotate(tmp_path, 1)
+    assert (tmp_path / "aside-step-backup").is_dir()
+
+
+def test_a_newer_format_is_refused_not_passed_over(tmp_path) -> None:
+    for step in (1, 2):
+        checkpoint.write(tmp_path, step, content(step), None)
+    manifest = checkpoint.read_json(tmp_path / "step-2", checkpoint.MANIFEST)
+    newer = checkpoint._signed({"format": 99, "step": 2, "files": manifest["files"]})
+    (tmp_path / "step-2" / checkpoint.MANIFEST).write_text(newer)
+    for ask in (lambda: checkpoint.newest(tmp_path), lambda: checkpoint.named(tmp_path, "step-2")):
+        with pytest.raises(UserError, match="newer than this program") as raised:
+            ask()
+        assert raised.value.code == 4
+    assert checkpoint.begin(tmp_path, 1) == ["step-2: now unverified-step-2"]
+
+
+def test_a_file_that_can_t_be_read_is_damage(tmp_path, monkeypatch) -> None:
+    for step in (1, 2):
+        checkpoint.write(tmp_path, step, content(step), None)
+    original = checkpoint._sha256
+
+    def sha256(path: Any) -> str:
+        if path.parent.name == "step-2":
+            raise OSError(5, "Input/output error")
+        return original(path)
+
+    monkeypatch.setattr(checkpoint, "_sha256", sha256)
+    found = checkpoint.newest(tmp_path)
+    assert found and found.step == 1 and "can't be read (Input/output error)" in found.notes[0]
+
+
+def test_all_is_on_the_disk_before_it_is_published(tmp_path, monkeypatch) -> None:
+    """Files, manifest, folder; then the name; then the folder of names."""
+    done: list[str] = []
+    flush, rename = os.fsync, os.rename
+
+    def fsync(handle: int) -> None:
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
+        flush(handle)
+
+    def renamed(source: Any, target: Any) -> None:
+        done.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renamed)
+    checkpoint.write(tmp_path, 1, content(), None)
+    staged, files = ".staging/step-1", ("weights.safetensors", "state.json", checkpoint.CONTRACT)
+    assert done == [*(f"{staged}/{f}" for f in (*files, checkpoint.MANIFEST)), staged, "rename", "."]
+    done.clear()
+    run_folder.RunFolder(tmp_path).write("a.json", {})
+    assert done == [".a.json.tmp"]
+
+
+def test_a_writer_that_is_closed_writes_no_more(tmp_path, monkeypatch, capsys) -> None:
+    original = checkpoint.write
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.2)
+        if given[1] == 2:
+            raise UserError("the disk is gone")
+        return original(*given)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    for step in (1, 2):
+        writer = checkpoint.Writer(tmp_path, 1)
+        writer.start(step, content(step))
+        writer.close()
+        assert not writer.thread._threads or not any(t.is_alive() for t in writer.thread._threads)
+    checkpoint.verify(tmp_path / "step-1")
+    assert "the disk is gone" in capsys.readouterr().err
+
+
 def test_names_stay_inside_their_folder(tmp_path) -> None:
     """A manifest that was made to point elsewhere, its digest right."""
     (tmp_path / "elsewhere.json").write_text("{}")
@@ -110,10 +221,6 @@ def test_names_stay_inside_their_folder(tmp_path) -> None:
     (path / "linked.json").symlink_to(tmp_path / "elsewhere.json")
     (path / checkpoint.MANIFEST).write_text(checkpoint._signed(linked))
     with pytest.raises(checkpoint.Damaged, match="linked"):
-        checkpoint.verify(path)
-    newer = {"format": 99, "step": 1, "files": manifest["files"]}
-    (path / checkpoint.MANIFEST).write_text(checkpoint._signed(newer))
-    with pytest.raises(checkpoint.Damaged, match="newer than this program"):
         checkpoint.verify(path)
 
 
@@ -139,6 +246,40 @@ def test_a_run_folder_is_one_run_s(tmp_path) -> None:
     with run_folder.claimed(str(tmp_path / "run")):
         run_folder.check_free(str(tmp_path / "run"))
     assert not (tmp_path / "run" / run_folder.LOCK).exists()
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *given: "20260101-000000")
+    with run_folder.claimed(None, "a") as one, run_folder.claimed(None, "a") as other:
+        assert (one, other) == ("runs/a-20260101-000000", "runs/a-20260101-000000-2")
+        assert all((Path(str(path)) / run_folder.LOCK).exists() for path in (one, other))
+    assert not any((tmp_path / "runs").iterdir())
+
+
+def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch, capsys) -> None:
+    def refuses(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refuses)
+    with run_folder.claimed(str(tmp_path / "run")) as path:
+        assert path == str(tmp_path / "run")
+    assert "no locks on this file system (No locks available)" in capsys.readouterr().err
+
+
+def test_a_lock_that_its_holder_deletes_is_not_taken_for_one(tmp_path, monkeypatch) -> None:
+    """Between the opening and the locking of a file another run ends, and deletes it."""
+    original, seen = run_folder.fcntl.lockf, []
+
+    def lockf(file: Any, how: int) -> None:
+        original(file, how)
+        if not seen:
+            os.unlink(file.name)
+        seen.append(1)
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
+    with run_folder.claimed(str(tmp_path / "run")):
+        assert len(seen) == 2 and str(os.getpid()) in (tmp_path / "run" / run_folder.LOCK).read_text()
 
 
 def test_what_is_not_ours_is_not_touched(tmp_path) -> None:

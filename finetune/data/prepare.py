@@ -54,6 +54,8 @@ class Prepared:
     report: dict[str, Report]  # train, validation
     path: Path | None  # in the cache
     cached: bool
+    content: list[Any]
+    """What decides on the rows and their order: weights, contents, the held-out file's."""
 
 
 def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary: int | None) -> Prepared:
@@ -86,8 +88,11 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
             gc.enable()
             shutil.rmtree(building, ignore_errors=True)
     found = json.loads((folder / "report.json").read_text())
+    content = [[_content(source, sources) for source in load.sources(data)], sorted(sources.values())]
     train: Any = Dataset.from_file(str(folder / "rows.arrow"))
-    return Prepared(train, {name: Report(**values) for name, values in found.items()}, folder, cached)
+    return Prepared(
+        train, {name: Report(**values) for name, values in found.items()}, folder, cached, content
+    )
 
 
 def cache_folder(data: Data) -> Path:

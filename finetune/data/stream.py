@@ -81,7 +81,9 @@ def stream(
     block = partial(encode_block, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "source"]}
     train: Any = rows.map(block, batched=True, **options).repeat(passes)
-    return Prepared(train, {"train": report, "validation": held.finish(held_places.__getitem__)}, None, False)
+    content = [shards, sorted(report.sources.items())]  # contents are not read: files go by name and size
+    reports = {"train": report, "validation": held.finish(held_places.__getitem__)}
+    return Prepared(train, reports, None, False, content)
 
 
 def check(data: Data) -> None:
