@@ -1,15 +1,19 @@
 """A run that is stopped and resumed is the run itself: every adapter, every way to feed it, every step."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import DATA, receipts
+from conftest import DATA, QUICKSTART, receipts
 
-from finetune import checkpoint, cli, prove, resume, state
+from finetune import check, checkpoint, cli, prove, recipe, resume, state
+from finetune import train as training
+from finetune.batch import split_batch
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 
@@ -82,7 +86,7 @@ def stopped_after(straight, tmp_path) -> Callable[..., list[str]]:
 
 def differing(one: Path, other: Path, step: int) -> dict[str, list[str]]:
     parts = prove.compare(one, other, step)
-    assert {part.name for part in parts} >= state.PARTS.keys() - {"ranks"}
+    assert {part.name for part in parts} >= state.PARTS.keys()
     return {part.name: part.differing[:3] for part in parts if part.differing}
 
 
@@ -147,8 +151,6 @@ def test_the_proof_sees_a_lost_place_in_the_data(
 
 def test_fp16_s_scaler_is_kept() -> None:
     """The CPU trains without one; a part that is lost differs all the same."""
-    from types import SimpleNamespace
-
     import torch
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -213,8 +215,81 @@ def test_what_differs_must_match_or_is_named(straight, stopped_after, train, tmp
     assert cli.main(["train", str(resolved), "--resume", "--until=5", "--quiet"]) == 75  # what `auto` became
 
 
-def test_another_base_is_seen(straight, stopped_after, train, untied) -> None:
-    train(*stopped_after("lora", 3), f"model.name={untied}", code=4)
+def test_another_base_is_refused_before_anything_is_changed(
+    straight, stopped_after, train, untied, tmp_path, capsys
+) -> None:
+    given, folder = stopped_after("lora", 3), tmp_path / "lora-3"
+    shutil.copytree(
+        straight("lora").path / "checkpoints" / "step-4", folder / "checkpoints" / "step-4"
+    )  # later
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    train(*given[:-1], "--resume=step-3", f"model.name={untied}", code=4)
+    assert "the base is not the checkpoint's" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None:
+    """Another mix of the same files, or another order, is another training."""
+    rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("a", rows[:4]), ("b", rows[4:8]), ("moved", rows[4:8])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+
+    def contract(*names: Any) -> dict[str, Any]:
+        sources = [{"name": f"{tmp_path}/{name}.jsonl", "weight": weight} for name, weight in names]
+        found = recipe.load(QUICKSTART, [f"data.name={json.dumps(sources)}", "data.validation=null"])
+        setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
+        return resume.contract(found.model_dump(mode="json"), setup, {}, tokenizer, prepared.content)
+
+    kept = {**contract(("a", 1), ("b", 2)), "chosen": {}}
+    for other in ([("a", 2), ("b", 1)], [("b", 2), ("a", 1)]):
+        with pytest.raises(UserError, match="data: content") as raised:
+            resume.compare(kept, contract(*other), tmp_path)
+        assert raised.value.code == 4
+    (note,) = resume.compare(kept, contract(("a", 1), ("moved", 2)), tmp_path)
+    assert note.startswith("data.name: ")
+
+
+def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
+    """Each reads its own shards, so that their number decides on the order of rows."""
+    more = ["data.streaming=true", "data.validation=null", "train.max_steps=2"]
+    found = recipe.load(QUICKSTART, more)
+    setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
+
+    def contract(workers: int) -> dict[str, Any]:
+        given: Any = SimpleNamespace(dataloader_num_workers=workers)
+        batch = split_batch(found.train, 1)
+        return {**training.contract_of(found, setup, batch, 2, tokenizer, prepared, given), "chosen": {}}
+
+    assert not resume.compare(contract(1), contract(1), tmp_path)
+    with pytest.raises(UserError, match=r"train\.dataloader_num_workers +1 +2"):
+        resume.compare(contract(1), contract(2), tmp_path)
+
+
+def test_what_auto_became_is_compared() -> None:
+    def run(**chosen: Any) -> dict[str, Any]:
+        return {"recipe": {"speed.loss": "auto"}, "facts": {}, "chosen": {"speed.compile": True, **chosen}}
+
+    one, other = run(**{"speed.loss": "chunked"}), run(**{"speed.loss": "fused", "data.name": "x"})
+    (note,) = resume.chosen_anew(one, other)
+    assert 'speed.loss: chosen as "chunked" then, "fused" now' in note
+    other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
+    assert not resume.chosen_anew(one, other)
+
+
+def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:
+    """A run that came to its end by it would stay ended."""
+    one, other = ({"recipe": {"eval.patience": n}, "facts": {}, "chosen": {}} for n in (2, 5))
+    with pytest.raises(UserError, match=r"eval\.patience"):
+        resume.compare(one, other, tmp_path)
+
+
+def test_memory_is_the_container_s(tmp_path) -> None:
+    free = state.available(tmp_path)
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert abs(state.available(tmp_path) - free) < free / 2
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert state.available(tmp_path) == 4000
 
 
 def test_damage_is_seen_and_passed_over(straight, stopped_after, train, tmp_path, capsys) -> None:

@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
-from finetune import arguments, checkpoint, cli, prove, state, stopping
+from finetune import arguments, checkpoint, cli, prove, publish, recipe, state, stopping
 from finetune.errors import UserError
+from finetune.sections import Train
 
 SHORT = ["train.max_steps=6", "adapter.lora_dropout=0.1", "train.save_total_limit=null"]
 
@@ -115,14 +118,63 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     train("--resume=auto", code=2)
     assert "thesis.txt" in capsys.readouterr().err
     (tmp_path / "run" / "thesis.txt").unlink()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')  # of a run that got no further
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "run" / "model").mkdir()  # names that anyone may have given
+    train("--resume=auto", code=2)
+    (tmp_path / "run" / "model").rmdir()
+    (tmp_path / "run" / "recipe.resolved.yaml").write_text("")  # of a run that got no further
     run = train("--resume=auto", "--until=1", code=75)
     assert [line["step"] for line in metrics(run)] == [1] and "loss" in metrics(run)[0]
 
 
-def test_sharded_weights_are_refused_by_name() -> None:
-    from finetune.sections import Train
+def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
+    def said(folder: Path | str, *words: str) -> list[str]:
+        return arguments.go_on(cli.parse(["train", "a.yaml", *words]), str(folder))
 
+    assert said("") == ["train", "a.yaml"]  # it had no folder yet
+    assert said("", "--resume")[-1] == "--resume=auto"  # the recipe says which
+    assert said(tmp_path) == ["train", "a.yaml", f"train.output_dir={tmp_path}", "--resume=auto"]
+    (tmp_path / "adapter").mkdir()  # told to end while it was evaluated: nothing is trained again
+    assert said(tmp_path) == ["evaluate", str(tmp_path)]
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    assert said(tmp_path)[-1] == "--resume"
+
+
+def test_a_run_that_is_finished_is_not_published_again(tmp_path, monkeypatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(publish, "check", lambda *given: [])
+    monkeypatch.setattr(publish, "after_training", lambda *given: told.append(given))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "eval.json").write_text("{}")
+    words = ["train", str(QUICKSTART), f"train.output_dir={tmp_path}", "publish.repo=a/b", "--resume"]
+    assert cli.main([*words, "--quiet"]) == 0
+    assert not told
+
+
+def test_the_first_step_does_not_say_how_long_one_takes(monkeypatch) -> None:
+    """It also compiles and finds its place in a stream; with it no second one might ever fit."""
+    now = [0.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    writer: Any = SimpleNamespace(check=lambda: None, seconds=0.0)
+    schedule = stopping.Schedule(Train(), stopping.Stop(), writer, "")
+    state: Any = SimpleNamespace(global_step=0, max_steps=10, epoch=0.5)
+    control: Any = SimpleNamespace(should_training_stop=False, should_save=False)
+    schedule.on_train_begin(None, state, control)
+    for took, longest in ((500.0, 0.0), (2.0, 2.0), (1.0, 2.0)):
+        now[0] += took
+        schedule.on_step_end(None, state, control)
+        assert schedule.longest == longest
+
+
+def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
+    given = ["train.save_strategy=epoch", "train.report_to=tensorboard", "publish.repo=a/b"]
+    shorter = prove._shortened(recipe.load(QUICKSTART, given))
+    found = recipe.load(QUICKSTART, [*given, *shorter])
+    assert (found.train.save_strategy, found.train.save_steps) == ("steps", prove.HALF)
+    assert found.train.passed_on()["report_to"] == "none" and found.publish.repo is None
+
+
+def test_sharded_weights_are_refused_by_name() -> None:
     for section, resumes in ((Train(save_steps=5), None), (Train(), "newest")):
         with pytest.raises(UserError, match="FSDP") as raised:
             stopping.check(section, resumes, "FSDP")
@@ -194,6 +246,7 @@ def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, c
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "stopped by SIGUSR1 after step 2" in done.stderr  # which rank 1 alone has heard
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     names = [path.name for path in checkpoint.published(resumed / "checkpoints")]
     assert names == ["step-4", "step-2"]
