@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
-ROUNDED = (
-    5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
-)
+ROUNDED = 5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
 # Relative, of logits of an adapter that was taken out of the base's weights, which are rounded without it in
 # training and with it afterwards; what was trained is compared bit for bit all the same
 REBASED = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
