@@ -166,6 +166,7 @@ def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
         yield output_dir
         return
     made = output_dir is None or not Path(output_dir).exists()
+    first = made and output_dir is None and not Path("runs").exists()
     folder = Path(output_dir or dated(name))
     create(str(folder))
     path = folder / LOCK
@@ -180,6 +181,8 @@ def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
             path.unlink(missing_ok=True)
             if made and folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
+                if first and not any(folder.parent.iterdir()):
+                    folder.parent.rmdir()
 
 
 def _locked(path: Path) -> IO[str]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from finetune import checkpoint, run_folder
-from finetune.errors import UserError
+from finetune.errors import Problem, UserError
 
 TREE: dict[str, Any] = {
     "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}, 1: {"empty": torch.zeros(0)}},
@@ -254,7 +254,7 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch) -> 
     with run_folder.claimed(None, "a") as one, run_folder.claimed(None, "a") as other:
         assert (one, other) == ("runs/a-20260101-000000", "runs/a-20260101-000000-2")
         assert all((Path(str(path)) / run_folder.LOCK).exists() for path in (one, other))
-    assert not any((tmp_path / "runs").iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch, capsys) -> None:
@@ -339,3 +339,11 @@ def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
         if not unfinished:
             break
     assert 15 < at < 999
+
+
+def test_a_run_that_is_refused_leaves_no_folders(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError), run_folder.claimed(None) as folder:
+        assert folder and (tmp_path / folder).is_dir()
+        raise UserError(Problem("refused"))
+    assert not list(tmp_path.iterdir())
