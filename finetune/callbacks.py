@@ -206,9 +206,8 @@ class FirstStep(TrainerCallback):
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
-        coded = (
-            setup.storage.value == "fp8" or setup.launch.fp8 == "AO"
-        )  # TransformerEngine's are not torch's
+        # TransformerEngine's products are not torch's
+        coded = setup.storage.value == "fp8" or setup.launch.fp8 == "AO"
         self.fp8 = coded and setup.hardware.device == "cuda"
         self.operations: dict[str, list[list[int]]] = {}
         self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0

@@ -16,7 +16,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     if hasattr(tensor, "ds_id"):
-        from deepspeed.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
+        from deepspeed.zero import GatheredParameters  # pyright: ignore[reportMissingImports]  (GPU only)
 
         with GatheredParameters([tensor]):
             return tensor.detach().clone()

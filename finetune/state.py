@@ -15,7 +15,7 @@ import psutil
 import torch
 from accelerate import PartialState
 
-from finetune import adalora, adapters, checkpoint, ranks
+from finetune import adalora, adapters, checkpoint, nested, ranks
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def save(trainer: Trainer) -> None:
     untensored: dict[str, Any] = {}
     for name, value in {**shared, "ranks": gathered}.items():
         tensors: dict[str, torch.Tensor] = {}
-        untensored[name] = checkpoint.flatten(value, tensors, name, _as_it_is if here else _copy)
+        untensored[name] = nested.flatten(value, tensors, name, _as_it_is if here else _copy)
         if tensors:
             content[f"{name}.safetensors"] = tensors
     content["state.json"] = untensored
@@ -74,7 +74,7 @@ def read(path: Path) -> dict[str, Any]:
     for name, value in structure(path).items():
         file = f"{name}.safetensors"
         tensors = checkpoint.read_tensors(path, file) if (path / file).exists() else {}
-        found[name] = checkpoint.restore(value, tensors)
+        found[name] = nested.restore(value, tensors)
     return {**found, **found.pop("ranks")[PartialState().process_index]}
 
 

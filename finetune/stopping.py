@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
-TOGETHER = (
-    1.0  # seconds in which a second signal is the first one again: launchers pass on what all were sent
-)
+TOGETHER = 1.0  # seconds in which a second signal is the first again: launchers pass on what all were sent
 
 
 def check(train: Train, resumes: str | None, sharded: str) -> None:

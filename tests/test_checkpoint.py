@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import checkpoint, run_folder
+from finetune import checkpoint, nested, run_folder
 from finetune.errors import Problem, UserError
 
 TREE: dict[str, Any] = {
@@ -34,31 +34,31 @@ def content(step: int = 1, size: int = 8) -> dict[str, Any]:
 
 def test_all_that_a_training_holds_comes_back_as_it_was() -> None:
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(checkpoint.flatten(TREE, tensors, "all", torch.clone))
-    back = checkpoint.restore(json.loads(text), tensors)
+    text = json.dumps(nested.flatten(TREE, tensors, "all", torch.clone))
+    back = nested.restore(json.loads(text), tensors)
     assert back["state"].keys() == {0, 1} and back["groups"] == TREE["groups"]
     assert torch.equal(back["state"][0]["exp_avg"], TREE["state"][0]["exp_avg"])
     assert back["random"] == TREE["random"] and back["odd"] == TREE["odd"]
     assert back["numpy"][1].dtype == np.uint32 and (back["numpy"][1] == TREE["numpy"][1]).all()
     with pytest.raises(TypeError, match=r"all\.x: a set"):
-        checkpoint.flatten({"x": {1}}, {}, "all", torch.clone)
-    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+        nested.flatten({"x": {1}}, {}, "all", torch.clone)
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     with pytest.raises(UserError, match=r"all\.x: a NestedTensor can't be kept") as raised:  # nor made again
-        checkpoint.flatten({"x": nested}, {}, "all", torch.clone)
+        nested.flatten({"x": jagged}, {}, "all", torch.clone)
     assert raised.value.code == 3
 
 
-@pytest.mark.parametrize("kind", checkpoint.LOW_BITS)
+@pytest.mark.parametrize("kind", nested.LOW_BITS)
 def test_moments_of_few_bits_come_back(kind: str) -> None:
     import importlib
 
-    made = getattr(importlib.import_module(checkpoint.LOW_BITS[kind]), kind)
+    made = getattr(importlib.import_module(nested.LOW_BITS[kind]), kind)
     moment = made.zeros((64, 128), *([] if kind == "OptimStateFp8" else [True]))
     moment.copy_(torch.randn(64, 128))
     tensors: dict[str, torch.Tensor] = {}
-    kept = json.dumps(checkpoint.flatten({"exp_avg": moment}, tensors, "optimizer", torch.clone))
+    kept = json.dumps(nested.flatten({"exp_avg": moment}, tensors, "optimizer", torch.clone))
     assert not any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors.values())
-    back = checkpoint.restore(json.loads(kept), tensors)["exp_avg"]
+    back = nested.restore(json.loads(kept), tensors)["exp_avg"]
     assert type(back) is made and torch.equal(back.codes, moment.codes)
     assert torch.equal(back.dequantize(), moment.dequantize())
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
     ("recipe_errors",),
-    ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks"),
+    ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks", "nested"),
     ("run_folder", "screen", "adapter_source", "plots", "estimate", "architecture", "checkpoint"),
     ("speed",),
     ("fit",),

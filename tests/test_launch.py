@@ -301,6 +301,18 @@ if __name__ == "__main__":
 """
 
 
+def two_processes(*given: str, timeout: str = "1800") -> subprocess.Popen[str]:
+    """Two processes on the CPU by our launcher; what they say on stderr can be read."""
+    command = [sys.executable, "-m", "finetune.launch", "--config_file", str(CONFIGS["cpu_2"]), *given]
+    own = {
+        "PYTHONPATH": str(ROOT),
+        launch_env.TIMEOUT: timeout,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(command, env={**os.environ, **own}, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
 @pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize(
     ("how", "code", "last"),
@@ -314,44 +326,17 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
 ) -> None:
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
-    command = [
-        sys.executable,
-        "-m",
-        "finetune.launch",
-        "--config_file",
-        str(CONFIGS["cpu_2"]),
-        str(script),
-        how,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), launch_env.TIMEOUT: "4", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-    )
-    assert done.returncode == code, done.stderr
-    assert last in done.stderr[-700:]
-    assert "Traceback" not in done.stderr.rpartition("failed first")[2]
+    with two_processes(str(script), how, timeout="4") as process:
+        stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == code, stderr
+    assert last in stderr[-700:]
+    assert "Traceback" not in stderr.rpartition("failed first")[2]
 
 
 def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tmp_path) -> None:
     run = tmp_path / "run"
     given = [f"train.output_dir={run}", "train.max_steps=500", f"model.name={two_layers}", *small]
-    command = [
-        sys.executable,
-        "-m",
-        "finetune.launch",
-        "--config_file",
-        str(CONFIGS["cpu_2"]),
-        "-m",
-        "finetune",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, "train", str(QUICKSTART), *given],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as process:
+    with two_processes("-m", "finetune", "train", str(QUICKSTART), *given) as process:
         log, until = run / "metrics.jsonl", time.monotonic() + 120
         while not log.exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
