@@ -245,6 +245,13 @@ class Train(Section):
     save_total_limit: int | None = Field(default=2, ge=1)
     """Checkpoints that are kept, the newest; `null`: all."""
 
+    skip_nonfinite: int = Field(default=0, ge=0)
+    """Steps in a row that may be left out because their gradients are not finite: no update, and the
+    schedule waits; 0: the first one ends the run (exit 5)."""
+    stop_at_spike: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """End the run (exit 5) where three logged losses in a row are over so many times the median of the 32
+    before them; `null`: say so once, at 2 times."""
+
     def passed_on(self) -> dict[str, Any]:
         """The SFTConfig keys the recipe set, to be handed over as they are."""
         ours = Train.model_fields.keys()

@@ -25,15 +25,18 @@ from finetune import (
     check,
     evaluate,
     exchange,
+    faults,
     hardware,
     harness,
     launch_env,
     launch_receipts,
     loraplus,
     model,
+    nonfinite,
     qat,
     ranks,
     report,
+    rescue,
     resume,
     run_folder,
     shards,
@@ -147,12 +150,19 @@ def _run(
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
         schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.sharded)
-        watching = [first_step, metrics, *validating, schedule, *watchers]
+        unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen)
+        watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += callbacks.refreshing(adapted, ledger)
+        fixes = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length)
+        tell = partial(rescue.tell, batch.per_device, screen, ledger)
+        if planned := faults.planned():
+            ledger.add(faults.VARIABLE, "", str(planned), "faults on purpose are planned", ok=True)
+            screen.say(f"{faults.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
         parts = recipe.adapter, recipe.speed, arguments, dataset, tokenizer
         trainer = build(adapted, *parts, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        trainer.remembers(schedule, contract, metrics, *validating)
+        trainer.micro_batches = rescue.MicroBatches(batch.per_device, fixes, tell)
+        trainer.remembers(schedule, contract, metrics, trainer.micro_batches, *unusable, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
             documents = batch.per_device * max(map(len, dataset["where"])) + 1
@@ -265,7 +275,7 @@ def train(
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
-    exchange.add_receipt(trainer.model_wrapped, ledger)
+    exchange.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
         trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again

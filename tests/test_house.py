@@ -18,6 +18,7 @@ PACKAGE = ROOT / "finetune"
 # modules named before it. Only `train` (and what drives it) sees everything.
 LAYERS = (
     ("errors",),
+    ("faults",),
     ("strict_yaml", "upstream", "renames", "sections", "arguments", "gpus"),
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
@@ -38,7 +39,8 @@ LAYERS = (
         "resume",
         "measure",
     ),
-    ("state", "exchange", "loraplus"),
+    ("state", "exchange", "loraplus", "nonfinite"),
+    ("rescue",),
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("plan_memory", "plan_time"),
     ("harness", "check"),
