@@ -153,20 +153,13 @@ def _run(
         unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen)
         watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += callbacks.refreshing(adapted, ledger)
-        fixes = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length)
-        tell = partial(rescue.tell, batch.per_device, screen, ledger)
-        if planned := faults.planned():
-            ledger.add(faults.VARIABLE, "", str(planned), "faults on purpose are planned", ok=True)
-            screen.say(f"{faults.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
-        parts = recipe.adapter, recipe.speed, arguments, dataset, tokenizer
-        trainer = build(adapted, *parts, watching)
+        trainer = build(adapted, recipe.adapter, recipe.speed, arguments, dataset, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        trainer.micro_batches = rescue.MicroBatches(batch.per_device, fixes, tell)
+        trainer.micro_batches = micro_batches(recipe, batch, screen, ledger)
         trainer.remembers(schedule, contract, metrics, trainer.micro_batches, *unusable, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
-            documents = batch.per_device * max(map(len, dataset["where"])) + 1
-            trainer.shape = (tokens, documents, recipe.data.max_length)
+            trainer.shape = tokens, documents_of(batch, dataset), recipe.data.max_length
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         with stop.later(), contextlib.closing(writer):
@@ -239,6 +232,11 @@ def make_fast(
     return fast
 
 
+def documents_of(batch: Batch, dataset: Any) -> int:
+    """The most that a flattened batch holds, with the one that fills it up."""
+    return batch.per_device * max(map(len, dataset["where"])) + 1
+
+
 def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
     """What a process is to do, and what FSDP brings to its GPU at the start: its part, and two layers."""
     sharded, awaited = setup.launch.sharded, 0
@@ -260,6 +258,16 @@ def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
         resume.check_base(found.contract, frozen, found.path)
         state.structure(found.path)
     return frozen
+
+
+def micro_batches(recipe: Recipe, batch: Batch, screen: Screen, ledger: Ledger) -> rescue.MicroBatches:
+    """What a step does when memory runs out; and whether faults are planned on purpose is said here."""
+    if planned := faults.planned():
+        ledger.add(faults.VARIABLE, "", str(planned), "the environment", ok=True)
+        screen.say(f"{faults.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
+    fixes = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length)
+    tell = partial(rescue.tell, batch.per_device, screen, ledger)
+    return rescue.MicroBatches(batch.per_device, fixes, tell)
 
 
 def train(

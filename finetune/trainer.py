@@ -58,6 +58,8 @@ class Trainer(SFTTrainer):
     batches: Any = 0
     """Digest of all batches of this process so far."""
     epoch_rng: Any = None
+    sums: dict[str, Any]
+    """What the loss has counted since the last log: tensors that are read then, not before."""
     micro_batches: rescue.MicroBatches
     exchanged = 0
     """Bytes of gradients in the last step, where we exchange them."""
@@ -79,7 +81,6 @@ class Trainer(SFTTrainer):
         """Use the loss that `head.choose` has chosen."""
         self.chunked = head.install(self.model, compiled=compiled) if chosen == "chunked" else None
         self.first_step.add_loss = partial(head.add_receipt, chosen, self.chunked)
-        self.sums: dict[str, Any] = defaultdict(int)  # tensors are read when they are logged, not before
         if self.chunked and isinstance(
             self.train_dataset, Sized
         ):  # streamed batches are joined, which takes tensors alone
@@ -309,6 +310,7 @@ def build(
     exchange.reduce_in_fp32(trainer.accelerator)
     trainer.remove_callback(PrinterCallback)
     trainer.micro_batches = rescue.MicroBatches(arguments.per_device_train_batch_size)
+    trainer.sums = defaultdict(int)
     for one in watching:
         if isinstance(one, nonfinite.NonFinite):
             one.trainer = trainer
