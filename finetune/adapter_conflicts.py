@@ -48,6 +48,8 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
     found += _offload(kind, adapter, speed, train)
+    if train.get("per_device_train_batch_size") == "auto":
+        found += _searched(data)
     flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
     if kind.prompt and flat:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
@@ -67,6 +69,14 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
         texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
         return [("speed.base", obstacle(name, base), texts)]
     return []
+
+
+def _searched(data: Mapping[str, Any]) -> Found:
+    """`per_device_train_batch_size: auto` tries the longest rows, which must be known."""
+    if not data.get("streaming"):
+        return []
+    what = "auto tries the longest rows, and of streamed data these are not known"
+    return [("train.per_device_train_batch_size", what, {"found": "auto", "fix": "a number, or null"})]
 
 
 def _offload(

@@ -44,6 +44,11 @@ def any_of(*flags: bool) -> list[bool]:
     return raised.bool().tolist()
 
 
+def all_of(flag: bool) -> bool:
+    """Whether it is so on every rank."""
+    return not any_of(not flag)[0]
+
+
 def gathered(value: Any) -> list[Any]:
     """What each rank has, by rank."""
     found: list[Any] = [value] * PartialState().num_processes

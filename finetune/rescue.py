@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import ranks, state
+from finetune import faults, ranks, state
 from finetune.errors import Exit, Problem, UserError
 from finetune.speed import loss
 
@@ -81,6 +82,14 @@ class MicroBatches:
         if self.tell:
             self.tell(step, rows)
         return True
+
+
+def of(speed: Any, adapter: str, max_length: int, rows: int, screen: Screen, ledger: Ledger) -> MicroBatches:
+    """Of a run; and whether faults are planned on purpose is said here."""
+    if planned := faults.planned():
+        ledger.add(faults.VARIABLE, "", str(planned), "the environment", ok=True)
+        screen.say(f"{faults.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
+    return MicroBatches(rows, fixes(speed, adapter, max_length), partial(tell, rows, screen, ledger))
 
 
 def tell(whole: int, screen: Screen, ledger: Ledger, step: int, rows: int) -> None:

@@ -226,8 +226,9 @@ class Train(Section):
     """The run folder; `null`: runs/<recipe>-<time>."""
     effective_batch_size: int = Field(default=32, ge=1)
     """Sequences in one optimizer step, over all processes."""
-    per_device_train_batch_size: int | None = Field(default=None, ge=1)
-    """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8."""
+    per_device_train_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
+    """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8;
+    `auto`: the largest that memory has room for, tried with the longest rows before training."""
     learning_rate: float = Field(default=2e-4, ge=0, allow_inf_nan=False)
     """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
     max_steps: int | None = Field(default=None, ge=1)

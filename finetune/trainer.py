@@ -207,10 +207,13 @@ class Trainer(SFTTrainer):
             metrics[name] = torch.stack(metrics[name]).tolist()
         super().log(logs, start_time)
 
-    def remembers(self, schedule: Schedule, contract: dict[str, Any], *callbacks: Any) -> None:
+    def remembers(
+        self, schedule: Schedule, contract: dict[str, Any], again: rescue.MicroBatches, *callbacks: Any
+    ) -> None:
         """What checkpoints hold beside the training itself: who makes them, for which run, callbacks."""
         self.schedule, self.writer, self.contract = schedule, schedule.writer, contract
-        self.remembering = {type(one).__name__: one for one in (schedule, *callbacks)}
+        self.micro_batches = again
+        self.remembering = {type(one).__name__: one for one in (schedule, again, *callbacks)}
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train, from the beginning or from where a checkpoint was taken.

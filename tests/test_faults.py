@@ -9,7 +9,7 @@ import torch
 from conftest import metrics
 from safetensors.torch import load_file
 
-from finetune import checkpoint, faults, nonfinite, rescue
+from finetune import batch_search, checkpoint, faults, nonfinite, rescue
 from finetune.errors import UserError
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
@@ -216,3 +216,24 @@ def test_flattened_batches_are_cut_between_documents() -> None:
     assert [p["cu_seq_lens_q"].tolist() for p in parts] == [[0, 2, 5], [0, 3, 7], [0, 1]]
     assert [p["max_length_q"] for p in parts] == [3, 4, 1]
     assert sum(p["num_tokens"] for p in parts) == 13
+
+
+def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train, monkeypatch) -> None:
+    """4 rows fit and 8 do not; the run is the one that says 4, bit for bit, also where it goes on."""
+    told = train(*FEW, "train.per_device_train_batch_size=4", name="told")
+    monkeypatch.setenv(faults.VARIABLE, "rows:4:oom")
+    found = [*FEW, "train.per_device_train_batch_size=auto"]
+    run = train(*found, "--until=2", code=75)
+    (receipt,) = [r for r in run.read("receipts.json") if r["option"] == "train.per_device_train_batch_size"]
+    assert receipt["got"] == "4" and "8: inf" in receipt["how"]
+    run = train(*found, "--resume")
+    assert "per_device_train_batch_size: 4" in (run.path / "recipe.resolved.yaml").read_text()
+    assert same(weights(run), weights(told))
+
+
+def test_not_even_one_row_fits(train, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(batch_search, "MARGIN", 0.01)
+    train(*FEW, "train.per_device_train_batch_size=auto", code=5)
+    assert "not even one of the longest rows" in capsys.readouterr().err
+    train(*FEW, "train.per_device_train_batch_size=auto", "data.streaming=true", name="other", code=2)
+    assert "streamed data" in capsys.readouterr().err

@@ -41,13 +41,14 @@ LAYERS = (
     ),
     ("state", "exchange", "loraplus", "nonfinite"),
     ("rescue",),
+    ("batch_search",),
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("plan_memory", "plan_time"),
     ("harness", "check"),
     ("results",),
     ("evaluate", "validate"),
     ("verify", "proof", "publish", "compare_table", "report"),
-    ("launch_receipts", "apart"),
+    ("launch_receipts", "apart", "stages"),
     ("train", "merge", "doctor", "launch", "chat", "plan", "prove"),
     ("plan_changes", "profile"),
     ("compare", "given"),
@@ -114,6 +115,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "profile",
         "prove",
         "given",
+        "stages",
     }
     sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
