@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, hub
+from finetune import adapter_types, hub, untrusted
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 
@@ -58,6 +58,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
 
 def check_weights(folder: Path, source: str) -> None:
     """Whether a folder holds an adapter in safetensors, the one format that is read (exit 2)."""
+    untrusted.check_adapter(folder, "adapter.from")
     missing = [name for name in FILES if not (folder / name).exists()]
     if missing:
         raise UserError(Problem(f"has no {', '.join(missing)}", "adapter.from", found=source))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import Exit, Problem, UserError
+from finetune.privacy import masked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,12 +97,6 @@ def any_token() -> str:
     from huggingface_hub import get_token
 
     return get_token() or ""
-
-
-def masked(text: str) -> str:
-    """A text without the token."""
-    secret = any_token()
-    return text.replace(secret, "****") if secret else text
 
 
 def endpoint() -> str:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel
 
-from finetune import hub
+from finetune import hub, untrusted
 from finetune.errors import Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.recipe import local_path
@@ -231,6 +231,8 @@ def open_run(path: str | Path) -> RunFolder:
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
         fix = "" if run.path.exists() else "a run folder, or organisation/name@revision for one on the Hub"
         raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}", fix=fix))
+    check = untrusted.check_adapter if run.weights == run.adapter else untrusted.check_model
+    check(run.weights, "")
     return run
 
 
