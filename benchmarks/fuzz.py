@@ -205,8 +205,26 @@ def _cut(text: str, draw: random.Random) -> str:
 
 def _insert(text: str, draw: random.Random) -> str:
     at = draw.randrange(len(text) + 1)
-    odd = ["\t", "\x00", "\ufeff", "\u2028", ": ", "- ", "*a", "&a ", "!!int ", "{", "]", "'", '"', "|\n", "%"]
-    return text[:at] + draw.choice([*odd, "\r", "---\n", "...\n", "<<: ", "#", "\ud800", "𝔲", "?"]) + text[at:]
+    odd = [
+        "\t",
+        "\x00",
+        "\ufeff",
+        "\u2028",
+        ": ",
+        "- ",
+        "*a",
+        "&a ",
+        "!!int ",
+        "{",
+        "]",
+        "'",
+        '"',
+        "|\n",
+        "%",
+    ]
+    return (
+        text[:at] + draw.choice([*odd, "\r", "---\n", "...\n", "<<: ", "#", "\ud800", "𝔲", "?"]) + text[at:]
+    )
 
 
 def _exchange(text: str, draw: random.Random) -> str:
@@ -214,7 +232,20 @@ def _exchange(text: str, draw: random.Random) -> str:
     if not numbers:
         return text
     found = draw.choice(numbers)
-    odd = ["9" * 400, "9" * 4301, "1e999", "-1", "0", "0.0", ".nan", "1_000", "08", "0b1", "12:30", "0x" + "f" * 9999]
+    odd = [
+        "9" * 400,
+        "9" * 4301,
+        "1e999",
+        "-1",
+        "0",
+        "0.0",
+        ".nan",
+        "1_000",
+        "08",
+        "0b1",
+        "12:30",
+        "0x" + "f" * 9999,
+    ]
     return text[: found.start()] + draw.choice(odd) + text[found.end() :]
 
 
@@ -222,7 +253,9 @@ def _override(draw: random.Random) -> str:
     section = draw.choice(["model", "data", "adapter", "speed", "train", "eval", "publish", "modl", ""])
     key = draw.choice([*_names(), *WORDS, "", ".", "name.name"])
     value = draw.choice(ODD)
-    text = draw.choice([str(value), yaml.dump(value, Dumper=yaml.CSafeDumper, default_flow_style=True).split("\n")[0]])
+    text = draw.choice(
+        [str(value), yaml.dump(value, Dumper=yaml.CSafeDumper, default_flow_style=True).split("\n")[0]]
+    )
     return draw.choice([f"{section}.{key}={text}", f"{section}.{key}", f"{key}={text}"])
 
 

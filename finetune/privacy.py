@@ -43,9 +43,9 @@ def switch_off_telemetry() -> None:
         os.environ.setdefault(name, value)
 
 
-def masked(text: str) -> str:
-    """A text without the secrets of this process, which become `****`."""
-    for value in secrets():
+def masked(text: str, known: list[str] | None = None) -> str:
+    """A text without the secrets of this process (`known`, or asked for here), which become `****`."""
+    for value in secrets() if known is None else known:
         text = text.replace(value, "****")
     return SECRET.sub("****", text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_conflicts, qat
+from finetune import adapter_conflicts, privacy, qat
 from finetune.errors import Problem, nearest
 from finetune.privacy import SECRET, masked
 from finetune.renames import RENAMED, owner_of
@@ -63,28 +63,34 @@ def explain(
     return [_problem(path, items, raw, where, known) for path, items in grouped.items()]
 
 
-def secrets(raw: Any, where: Where, path: tuple[str, ...] = ()) -> list[Problem]:
-    """Recipes are shared and pushed: a secret is refused, masked in the message, and removed from `raw`."""
-    found = []
+def secrets(
+    raw: Any, where: Where, path: tuple[str, ...] = (), known: list[str] | None = None
+) -> list[Problem]:
+    """Recipes are shared and pushed: a secret is refused, masked in the message, and removed from `raw`.
+
+    Args:
+        known: secrets of this process; `None`: asked for here.
+    """
+    found, known = [], privacy.secrets() if known is None else known
     items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
     for key, value in list(items):
         here = (*path, str(key))
         named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
-        if named or (isinstance(value, str) and masked(value) != value):
+        if named or (isinstance(value, str) and masked(value, known) != value):
             fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
-            place = masked(_at(here, where))  # an override is its own place
+            place = masked(_at(here, where), known)  # an override is its own place
             found.append(Problem("a secret in a recipe", ".".join(here), place, "****", fix=fix))
             raw[key] = None  # no later message shows it
         else:
-            found += secrets(value, where, here)
+            found += secrets(value, where, here, known)
     return found
 
 
 def secrets_in(text: str, token: str) -> list[tuple[int, str]]:
-    """Line of each secret in a text, and the secret's first characters; `token` is one that is known."""
+    """Line of each secret in a text, and its first characters; `token` is known beside the environment's."""
     found = [match.span() for match in SECRET.finditer(text)]
-    if token:
-        found += [match.span() for match in re.finditer(re.escape(token), text)]
+    for value in {token, *privacy.secrets()} - {""}:
+        found += [match.span() for match in re.finditer(re.escape(value), text)]
     return [(text.count("\n", 0, start) + 1, f"{text[start : start + 3]}****") for start, _ in sorted(found)]
 
 

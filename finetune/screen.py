@@ -54,9 +54,9 @@ class Screen:
                 self._log.print(renderable, **plain)
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table = Table(title=masked(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for index, column in enumerate(columns):
-            table.add_column(column, overflow="fold", header_style="dim", no_wrap=index == 0)
+            table.add_column(masked(column), overflow="fold", header_style="dim", no_wrap=index == 0)
         for row in rows:
             table.add_row(*(Text(masked(str(cell))) for cell in row))
         self.say("", table)

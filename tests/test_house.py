@@ -23,7 +23,18 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
     ("recipe_errors",),
-    ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks", "nested", "untrusted"),
+    (
+        "recipe",
+        "receipts",
+        "batch",
+        "hardware",
+        "modules",
+        "adapter_init",
+        "hub",
+        "ranks",
+        "nested",
+        "untrusted",
+    ),
     ("run_folder", "screen", "adapter_source", "plots", "estimate", "architecture", "checkpoint"),
     ("speed",),
     ("fit",),
@@ -142,10 +153,14 @@ def test_nothing_unsafe_is_called() -> None:
                 assert ast.unparse(node.func) not in calls, f"{path}:{node.lineno}"
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 assert given.get("trust_remote_code", "False") == "False", f"{path}:{node.lineno}"
-                assert not given.keys() & {"shell", "allow_pickle", "allow_all_kernels"}, f"{path}:{node.lineno}"
+                assert not given.keys() & {"shell", "allow_pickle", "allow_all_kernels"}, (
+                    f"{path}:{node.lineno}"
+                )
                 assert given.get("weights_only", "True") == "True", f"{path}:{node.lineno}"
     text = (PACKAGE / "model.py").read_text()
-    assert "revision=revision, trust_remote_code=False" in text, "not given, transformers asks at the terminal"
+    assert "revision=revision, trust_remote_code=False" in text, (
+        "not given, transformers asks at the terminal"
+    )
 
 
 def in_one_order(value: object) -> object:
