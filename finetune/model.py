@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import launch_env, untrusted
+from finetune import hub, launch_env, untrusted
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import DTYPES, STORED
@@ -276,6 +276,4 @@ def _from_hub(load: Any, model: Model, **options: Any) -> Any:
         if local_path(model.name):
             problem = Problem("the folder does not hold a model that loads", "model.name", found=reason)
             raise UserError(problem) from error
-        fix = "check name, revision and network; a gated model needs its terms accepted and `hf auth login`"
-        problem = Problem(f"{model.name} can't be loaded from the Hub", "model.name", found=reason, fix=fix)
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(hub.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error

@@ -66,8 +66,8 @@ def check(section: Publish, model: str) -> list[str]:
         Notes.
 
     Raises:
-        UserError: a name that can't be, or a public repository in place of a private one (exit 2); no token,
-            one that may not write there, no network (3).
+        UserError: a name that can't be (exit 2); a public repository in place of a private one, no token, one
+            that may not write there, no network (3).
     """
     if section.repo is None:
         return []
@@ -116,8 +116,8 @@ def run(
         The content of publish.json; of a dry run nothing.
 
     Raises:
-        UserError: no repository, a secret in a file, a public repository in place of a private one (exit 2);
-            the token, the network or the Hub (3); files there that are not those sent (4).
+        UserError: no repository, a secret in a file, a link to elsewhere (exit 2); a public repository in place
+            of a private one, the token, the network or the Hub (3); files there that are not those sent (4).
     """
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides, files=False)

@@ -139,7 +139,7 @@ def test_a_dry_run_needs_no_one(trained, monkeypatch, capsys) -> None:
 def test_public_is_said_not_slipped_into(hub: Hub, trained, capsys) -> None:
     folder = trained()
     hub.add("me/open", private=False)
-    publish(folder, "--repo", "me/open", code=2)
+    publish(folder, "--repo", "me/open", code=3)
     assert "is public already" in capsys.readouterr().err
     assert hub.repos["me/open"].log == ["initial commit"] and not hub.asked("PUT")
     publish(folder, "--repo", "me/open", "--public")
@@ -308,7 +308,7 @@ def test_no_token(hub: Hub, trained, monkeypatch, capsys) -> None:
 
 def test_what_would_fail_at_the_end_fails_before_the_start(hub: Hub, train, capsys, tmp_path) -> None:
     hub.add("me/open", private=False)
-    folder = train("publish.repo=me/open", code=2)
+    folder = train("publish.repo=me/open", code=3)
     assert "is public already" in capsys.readouterr().err and not folder.path.exists()
     hub.users[TOKEN]["auth"] = {"accessToken": {"role": "read"}}
     folder = train("publish.repo=me/notes", code=3)
