@@ -258,7 +258,7 @@ def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any
 
 
 def _from_hub(load: Any, model: Model, **options: Any) -> Any:
-    """Call `from_pretrained`; its errors become ours, with the remedy. Nothing of the model's own code runs."""
+    """Call `from_pretrained`; its errors become ours, with the remedy. The model's own code never runs."""
     revision = model.revision or "main"
     try:
         if not local_path(model.name):

@@ -116,8 +116,8 @@ def run(
         The content of publish.json; of a dry run nothing.
 
     Raises:
-        UserError: no repository, a secret in a file, a link to elsewhere (exit 2); a public repository in place
-            of a private one, the token, the network or the Hub (3); files there that are not those sent (4).
+        UserError: no repository, a secret in a file, a link to elsewhere (exit 2); a public repository in
+            place of a private one, the token, the network or the Hub (3); files there that are others (4).
     """
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides, files=False)

@@ -160,7 +160,7 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
 
 
 def _redirects(path: Path, key: str) -> Iterator[Problem]:
-    """transformers takes a repository with an adapter's config for the adapter, and loads the base it names."""
+    """transformers takes a repository with an adapter's config for that, and loads the base it names."""
     what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.from"
     yield Problem(what, key, found=path.name, fix=fix)
 

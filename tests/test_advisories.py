@@ -3,10 +3,10 @@
 Every attack writes the file `canary` when it succeeds. Not here, because nothing of ours is like it:
 
 - CVE-2023-48022 (ray's job API, without a login): no ray, and nothing of ours listens.
-- ZDI-CAN-28091, ZDI-CAN-29214, CVE-2024-43497 (DeepSpeed, details not public): no DeepSpeed checkpoint is read
-  or written; runs under DeepSpeed are not resumed (tests/test_launch.py).
-- CVE-2026-1839 and CVE-2024-3568 as they were (torch < 2.6, TensorFlow) can't happen on torch >= 2.11; what they
-  teach, that *every* file of a checkpoint is a way in, is tested under their names.
+- ZDI-CAN-28091, ZDI-CAN-29214, CVE-2024-43497 (DeepSpeed, details not public): no DeepSpeed checkpoint is
+  read or written; runs under DeepSpeed are not resumed.
+- CVE-2026-1839 and CVE-2024-3568 as they were (torch < 2.6, TensorFlow) can't happen on torch >= 2.11; what
+  they teach, that *every* file of a checkpoint is a way in, is tested under their names.
 """
 
 import io
@@ -205,7 +205,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     rows = (DATA / "train.jsonl").read_text().splitlines()[:16]
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    assert cli.main(command(folder) + ["--until=1"]) == 75
+    assert cli.main([*command(folder), "--until=1"]) == 75
     return folder
 
 
@@ -388,8 +388,8 @@ def test_cve_2026_31253_data_files_are_not_unpickled(canary, tmp_path, capsys) -
 
 
 def test_cve_2026_2614_cve_2023_6730_nothing_of_ours_listens() -> None:
-    """MLflow's tracking servers gave files away. Reports are files; trackers are clients, and off unless asked
-    (that no module of ours imports a server: test_house)."""
+    """MLflow's tracking servers gave files away. Reports are files; trackers are clients, off unless asked
+    for (that no module of ours imports a server: test_house)."""
     from finetune.recipe import load
 
     assert load(QUICKSTART).train.passed_on().get("report_to", "none") in ("none", [], None)

@@ -1,7 +1,7 @@
 """The table of bad inputs, by its numbers: what a user gets for each way to get it wrong.
 
-Exit code, place (file:line:col), the words that say what to do, and the time it takes to hear of it. Rows of a
-recipe are answered without torch in under a second, those of the data before any weight is loaded.
+Exit code, place (file:line:col), the words that say what to do, and the time it takes to hear of it. Rows of
+a recipe are answered without torch in under a second, those of the data before any weight is loaded.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import DATA, MODEL, QUICKSTART, ROOT
+from conftest import DATA, MODEL, ROOT
 from test_errors import ANSWER, CHAT, GOOD_ROW, LINEAR, RECIPE, USER, rows
 
 from finetune import checkpoint, cli, run_folder, state
@@ -173,6 +173,22 @@ def resumed(world: World, *given: str, damage: bool = False) -> list[str]:
     return [*STOPPED, f"train.output_dir={world.folder / 'stopped'}", *given]
 
 
+def damaged_newest(world: World) -> list[str]:
+    return resumed(world, "--resume", "--until=2", damage=True)
+
+
+def damaged_named(world: World) -> list[str]:
+    return resumed(world, "--resume=step-2", damage=True)
+
+
+def another_recipe(world: World) -> list[str]:
+    return resumed(world, "--resume", "adapter.r=4")
+
+
+def adalora(world: World, tinit: int, tfinal: int) -> list[str]:
+    return ["adapter.type=adalora", f"adapter.tinit={tinit}", f"adapter.tfinal={tfinal}"]
+
+
 def interrupted(world: World) -> list[str]:
     """Ctrl-C in the second step."""
     original, seen = state.digest, []
@@ -209,8 +225,7 @@ TABLE = [
     Row(12, (":7:28", '"v_porj"', LINEAR, "v_proj"), "r: 8", "target_modules: [q_proj, v_porj]"),
     Row(13, ('"wq"', '"wv"', LINEAR), "r: 8", "target_modules: [wq, wv]"),
     *(
-        of_run(15, lambda _, t=tinit, f=tfinal: ["adapter.type=adalora", f"adapter.tinit={t}", f"adapter.tfinal={f}"],
-               2, "adapter.tinit", "4 steps")
+        of_run(15, partial(adalora, tinit=tinit, tfinal=tfinal), 2, "adapter.tinit", "4 steps")
         for tinit, tfinal in ((2, 2), (0, 5), (6, 0))
     ),
     Row(16, (":4:3", "no such file: train.jsnl", str(ROOT)), '"{data}"', "train.jsnl"),
@@ -225,9 +240,10 @@ TABLE = [
     ),
     of_data(
         22, b"\xef\xbb\xbf" + f"{GOOD_ROW}\r\n{QUIETLY}\r\n".replace(', "train": false', "").encode(),
-        "1 of 2 rows repeat", "2 of 2", command="data", code=0, make=lambda _: ["data.expect={duplicates: 1}"],
+        "1 of 2 rows repeat", "2 of 2", command="data", code=0,
+        make=lambda _: ["data.expect={duplicates: 1}"],
     ),
-    of_data(25, rows('{"question": "a", "reply": "b"}'), "question, reply", "columns: {instruction: question"),
+    of_data(25, rows('{"question": "a", "reply": "b"}'), "question, reply", "columns: {instruction: "),
     of_data(
         26, rows('{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}'),
         "sharegpt", command="data", code=0,
@@ -236,7 +252,7 @@ TABLE = [
     of_data(28, rows(CHAT % f"{ANSWER}, {USER}"), "rows.jsonl:1", "assistant begins", "assistant, user"),
     of_data(28, rows(CHAT % f"{USER}, {USER}, {ANSWER}"), "rows.jsonl:1", "user after the user"),
     of_data(29, rows(CHAT % USER, good=9), "rows.jsonl:1", "the last message must be the assistant's"),
-    of_data(30, rows(GOOD_ROW.replace('"b"', "null")), "rows.jsonl:1, message 1", "content must be text", "None"),
+    of_data(30, rows(GOOD_ROW.replace('"b"', "null")), "rows.jsonl:1, message 1", "must be text", "None"),
     of_data(30, rows(GOOD_ROW.replace('"b"', "12")), "rows.jsonl:1, message 1", "content must be text", "12"),
     of_data(30, rows(GOOD_ROW.replace('"b"', '""')), "rows.jsonl:1, message 1", "content is empty"),
     of_data(30, rows('{"prompt": "a", "completion": 1}'), "rows.jsonl:1", "completion must be text"),
@@ -258,21 +274,23 @@ TABLE = [
                "model.attention", "needs an NVIDIA GPU", "attention: auto")
         for version in (2, 3, 4)
     ),
-    Row(42, ("kernels", "0.0.1", "every Hub kernel is switched off"), make=old_kernels, command="doctor", code=0,
-        seconds=20.0),
+    Row(
+        42, ("kernels", "0.0.1", "every Hub kernel is switched off"), make=old_kernels, command="doctor",
+        code=0, seconds=20.0,
+    ),
     Row(43, ("bitsandbytes", "pip install"), make=no_bitsandbytes, code=3),
     Row(44, (":2:3", "local path not found"), '"{model}"', "./nowhere/model"),
-    of_run(45, lambda _: ["model.name=org/absent"], 3, "config.json", "model.safetensors", "offline", "hf download"),
-    of_run(46, partial(on_the_hub, answer=401), 3, "org/gated", "does not know this token", "hf auth login"),
-    of_run(46, partial(on_the_hub, answer=403, X_Error_Code="GatedRepo"), 3, "is gated", "/org/gated", "terms"),
+    of_run(45, lambda _: ["model.name=org/absent"], 3, "config.json", "offline", "hf download"),
+    of_run(46, partial(on_the_hub, answer=401), 3, "org/gated", "not know this token", "hf auth login"),
+    of_run(46, partial(on_the_hub, answer=403, X_Error_Code="GatedRepo"), 3, "is gated", "/org/gated"),
     Row(47, ("pytorch_model.bin", "only pickles", "safetensors", "convert"), make=pickled),
     of_run(48, code_of_its_own, 2, "model.name", "code of its own"),
     of_run(50, another_run_s_folder, 2, "is not empty", "weights.safetensors", "nothing was deleted"),
     of_run(51, a_live_run_s_folder, 2, "train.output_dir", "another run is writing there", "process "),
     of_run(52, below_a_file, 3, "train.output_dir", "can't make", "Not a directory"),
-    of_run(53, lambda world: resumed(world, "--resume", "--until=2", damage=True), 75, "step-2 is passed over", ".safetensors has", "after step 2"),
-    of_run(54, lambda world: resumed(world, "--resume=step-2", damage=True), 4, "does not verify", ".safetensors has"),
-    of_run(55, lambda world: resumed(world, "--resume", "adapter.r=4"), 4, "adapter.r", "8", "4"),
+    of_run(53, damaged_newest, 75, "step-2 is passed over", ".safetensors has", "after step 2"),
+    of_run(54, damaged_named, 4, "step-2", "does not verify", ".safetensors has"),
+    of_run(55, another_recipe, 4, "adapter.r", "8", "4"),
     of_run(56, lambda _: ["--resume"], 2, "no checkpoint to go on from", "--resume=auto"),
     Row(58, ("24 or 32",), "max_steps: 4", "effective_batch_size: 30\n  per_device_train_batch_size: 8"),
     Row(60, (":10:3", "HF_TOKEN", "****"), "max_steps: 4", "hub_token: hf_" + "a" * 30),

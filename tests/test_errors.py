@@ -143,6 +143,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:
     assert run.read("receipts.json")
 
 
+def test_a_log_shows_nan_as_nan() -> None:
+    """The Trainer's own default logs an old average in its place."""
+    from finetune import recipe, train
+    from finetune.batch import split_batch
+    from finetune.check import setup_of
+
+    loaded = recipe.load(QUICKSTART)
+    batch = split_batch(loaded.train, 1)
+    arguments = train.training_arguments(loaded.train, loaded.data, setup_of(loaded), batch)
+    assert arguments.logging_nan_inf_filter is False
+
+
 def test_debug_shows_the_traceback(recipe_file) -> None:
     from finetune.errors import UserError
 

@@ -139,8 +139,8 @@ def test_files_and_functions_fit_a_screen() -> None:
 
 
 def test_nothing_unsafe_is_called() -> None:
-    """No call trusts code, starts a shell, unpickles, executes text or listens; none that opens a model leaves
-    open whether it may run the model's code."""
+    """No call trusts code, starts a shell, unpickles, executes text or listens; none that opens a model
+    leaves open whether it may run the model's code."""
     modules = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "socketserver", "http.server"}
     calls = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "np.load", "numpy.load"}
     calls |= {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "subprocess.getoutput"}

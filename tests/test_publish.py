@@ -2,18 +2,15 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MODEL, QUICKSTART, ROOT, receipts
-from hub_server import TOKEN, Hub, serve
+from conftest import MODEL, QUICKSTART, ROOT
+from hub_server import TOKEN, Hub
 
 from finetune import cli
 from finetune.data.load import hub_name

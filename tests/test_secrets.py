@@ -1,4 +1,4 @@
-"""Canaries in the environment, a whole life of a run, and then each byte of what it wrote, printed and sent."""
+"""Canaries in the environment, a run's whole life, and then each byte of what it wrote, printed and sent."""
 
 import logging
 import os
@@ -60,8 +60,8 @@ def leaks(hub: Hub, folder: Path, *said: str) -> list[str]:
 
 
 def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
-    """train with a tracker and a push, report, publish --dry-run, and a crash with --debug whose cause has the
-    token in its text, in a process of its own and by a user's environment."""
+    """train with a tracker and a push, report, publish --dry-run, and a crash with --debug whose cause has
+    the token in its text, in a process of its own and by a user's environment."""
     (tmp_path / "tmp").mkdir()
     with serve() as hub:
         unset = {name: value for name, value in os.environ.items() if name not in privacy.SWITCHES}
