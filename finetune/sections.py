@@ -14,7 +14,7 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         strict=True,
-        use_attribute_docstrings=True,
+        defer_build=True,  # the validator that is used is the whole recipe's
         protected_namespaces=(),
     )
 
