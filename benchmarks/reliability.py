@@ -165,7 +165,7 @@ def page(results: dict[str, Any]) -> str:
         title = (
             "# Fuzzed recipes\n\n`python benchmarks/reliability.py --fuzz 10000`: shipped recipes with keys "
         )
-        title += "dropped, renamed, retyped, doubled,\nmoved and nested, text cut and spoilt, and overrides drawn.\n"
+        title += "dropped, renamed, retyped, doubled,\nmoved and nested, text spoilt, overrides drawn.\n"
         parts.append("\n".join([title, "| | |", "|---|---|", *lines]))
     if found := results.get("seeded"):
         caught = sum(one["caught"] for one in found["found"].values())

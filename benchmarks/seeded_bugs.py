@@ -79,7 +79,7 @@ BUGS = (
         "finetune/data/chat.py",
         "            ids.append(self.tokenizer.eos_token_id)",
         "            pass",
-        "tests/test_render.py::test_a_text_has_one_bos_whether_it_brings_its_own_or_not[]",
+        "tests/test_render.py::test_a_tokenizer_that_ends_texts_does_not_end_prompts",
     ),
     Bug(
         "NaN replaced by an old average in the log",

@@ -471,3 +471,22 @@ def test_trl_scripts_utils_a_recipe_sets_no_environment_and_runs_nothing(
     (tmp_path / "evil.yaml").write_text(text.replace("CANARY", str(canary)))
     assert cli.main(["check", str(tmp_path / "evil.yaml")]) == 2
     assert dict(os.environ) == before and "evil.yaml:" in capsys.readouterr().err
+
+
+def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(adapter) -> None:
+    """PEFT leaves what is missing as it was drawn, with a warning."""
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(MODEL)
+    config.num_hidden_layers = 1
+    made = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(adapter))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    adapter_source.check_whole(made, list(tensors), "here")
+    name = sorted(tensors)[0]
+    del tensors[name]
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="lacks 1 of the adapter's tensors") as raised:
+        adapter_source.check_whole(made, list(tensors), "here")
+    assert raised.value.code == 4 and name in str(raised.value)
