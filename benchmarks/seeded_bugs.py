@@ -180,7 +180,7 @@ BUGS = (
         "finetune/untrusted.py",
         "outside = {str(file): None for file in named.values() if not plain(file)}",
         "outside: dict[str, None] = {}",
-        "tests/test_advisories.py::test_an_index_names_files_of_its_folder[../victim/model.safetensors]",
+        "tests/test_untrusted.py::test_an_index_names_files_of_its_folder[../victim/model.safetensors]",
     ),
     Bug(
         "a run is reported to the Hub's telemetry",

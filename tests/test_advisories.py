@@ -51,14 +51,6 @@ def canary(tmp_path) -> Any:
     assert not path.exists(), "the attack succeeded"
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """A model without weights: what is refused is refused before they are read."""
-    target = tmp_path / "model"
-    shutil.copytree(MODEL, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    return target
-
-
 def edit(path: Path, **entries: Any) -> None:
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(content | entries))
@@ -109,38 +101,38 @@ def test_the_poison_works(tmp_path) -> None:
         {"text_config": {"_attn_implementation_internal": EVIL_KERNEL}},
     ],
 )
-def test_cve_2026_4372_a_config_names_no_kernel(entries: dict, folder, capsys) -> None:
-    edit(folder / "config.json", **entries)
-    refused(folder, capsys, says=("names a kernel", "config.json", "evil-org", "model.attention"))
+def test_cve_2026_4372_a_config_names_no_kernel(entries: dict, weightless, capsys) -> None:
+    edit(weightless / "config.json", **entries)
+    refused(weightless, capsys, says=("names a kernel", "config.json", "evil-org", "model.attention"))
     with pytest.raises(UserError, match="names a kernel"):
-        model.read_config(Model(name=str(folder)))
+        model.read_config(Model(name=str(weightless)))
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
-def test_cve_2026_5241_an_artefact_does_not_trust_itself(file: str, folder, capsys) -> None:
-    edit(folder / file, inner={"trust_remote_code": True})
-    refused(folder, capsys, says=("asks to be trusted", file))
+def test_cve_2026_5241_an_artefact_does_not_trust_itself(file: str, weightless, capsys) -> None:
+    edit(weightless / file, inner={"trust_remote_code": True})
+    refused(weightless, capsys, says=("asks to be trusted", file))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known type", "unknown type"])
 @pytest.mark.parametrize("cve", ["CVE-2026-22807", "CVE-2026-4944", "Megatron-Bridge-3137-3506"])
 def test_cve_2026_22807_cve_2026_4944_code_of_a_repository_never_runs(
-    cve: str, known: bool, folder, canary, monkeypatch
+    cve: str, known: bool, weightless, canary, monkeypatch
 ) -> None:
     """vLLM ran `auto_map`'s modules unasked, or with the answer hard-coded. Here not even a yes helps."""
     code = EVIL_CODE.format(canary=str(canary))
     for name in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py"):
-        (folder / name).write_text(f"{code}class Evil: pass\n")
+        (weightless / name).write_text(f"{code}class Evil: pass\n")
     maps = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
     if cve == "CVE-2026-4944":
         maps = {"AutoModelForCausalLM": "modeling_evil.Evil"}
     if cve.startswith("Mega"):
         maps = {key: f"evil-org/evil--{value}" for key, value in maps.items()}
     entries = {} if known else {"model_type": "evil", "architectures": ["Evil"]}
-    edit(folder / "config.json", auto_map=maps, **entries)
-    edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]})
+    edit(weightless / "config.json", auto_map=maps, **entries)
+    edit(weightless / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]})
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers asks at the terminal
-    asked = Model(name=str(folder))
+    asked = Model(name=str(weightless))
     if known:
         assert model.read_config(asked).model_type == "llama"
         assert len(model.load_tokenizer(asked)) > 100
@@ -178,11 +170,11 @@ def test_a_repository_on_the_hub_is_looked_at_like_a_folder(hub: Hub, canary, tm
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "flax_model.msgpack"]
 )
-def test_cve_2024_3568_pickled_weights_are_not_opened(name: str, folder, canary, capsys) -> None:
-    poison(folder / name, canary)
-    refused(folder, capsys, says=("only pickles", name, "safetensors", "convert"))
+def test_cve_2024_3568_pickled_weights_are_not_opened(name: str, weightless, canary, capsys) -> None:
+    poison(weightless / name, canary)
+    refused(weightless, capsys, says=("only pickles", name, "safetensors", "convert"))
     with pytest.raises(UserError, match="only pickles"):
-        opened_by_us(folder)
+        opened_by_us(weightless)
 
 
 SLOTS = {  # advisory -> files beside those of a checkpoint
@@ -263,21 +255,6 @@ def test_cve_2025_32434_cve_2026_24747_torch_is_new_enough() -> None:
     assert Version(torch.__version__.partition("+")[0]) >= Version("2.10")
 
 
-@pytest.fixture
-def adapter(tmp_path) -> Path:
-    """A LoRA as PEFT saves it."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(MODEL)
-    config.num_hidden_layers = 1
-    base = AutoModelForCausalLM.from_config(config)
-    base.name_or_path = base.config.name_or_path = str(MODEL)
-    made = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    made.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
-    return tmp_path / "adapter"
-
-
 @pytest.mark.parametrize(
     "entries",
     [
@@ -287,47 +264,47 @@ def adapter(tmp_path) -> Path:
     ],
 )
 def test_peft_3085_3090_an_adapter_imports_nothing(
-    entries: dict, adapter, canary, capsys, monkeypatch, tmp_path
+    entries: dict, saved_lora, canary, capsys, monkeypatch, tmp_path
 ) -> None:
     for name in ("evil_module", "transformers_evil"):
         (tmp_path / "path").mkdir(exist_ok=True)
         (tmp_path / "path" / f"{name}.py").write_text(EVIL_CODE.format(canary=str(canary)))
     monkeypatch.syspath_prepend(tmp_path / "path")
-    edit(adapter / "adapter_config.json", **entries)
+    edit(saved_lora / "adapter_config.json", **entries)
     refused(
-        adapter, capsys, says=("names a module to be imported", "adapter_config.json"), key="adapter.from"
+        saved_lora, capsys, says=("names a module to be imported", "adapter_config.json"), key="adapter.from"
     )
     (tmp_path / "run" / "adapter").parent.mkdir()
-    shutil.copytree(adapter, tmp_path / "run" / "adapter")
+    shutil.copytree(saved_lora, tmp_path / "run" / "adapter")
     (tmp_path / "run" / "recipe.resolved.yaml").write_text(QUICKSTART.read_text())
     with pytest.raises(UserError, match="names a module"):  # evaluate, merge, chat, publish, compare
         run_folder.open_run(tmp_path / "run")
 
 
-def test_peft_2888_2896_a_tokenizer_of_an_adapter_is_not_trusted(adapter, capsys) -> None:
-    edit(adapter / "adapter_config.json", tokenizer_kwargs={"trust_remote_code": True})
-    refused(adapter, capsys, says=("asks to be trusted", "adapter_config.json"), key="adapter.from")
+def test_peft_2888_2896_a_tokenizer_of_an_adapter_is_not_trusted(saved_lora, capsys) -> None:
+    edit(saved_lora / "adapter_config.json", tokenizer_kwargs={"trust_remote_code": True})
+    refused(saved_lora, capsys, says=("asks to be trusted", "adapter_config.json"), key="adapter.from")
 
 
-def test_transformers_46482_a_model_s_folder_brings_no_adapter(folder, capsys) -> None:
+def test_transformers_46482_a_model_s_folder_brings_no_adapter(weightless, capsys) -> None:
     """transformers would load the base that the adapter's config names, in place of this model."""
-    edit(folder / "adapter_config.json", peft_type="LORA", base_model_name_or_path="evil-org/evil")
-    refused(folder, capsys, says=("holds a model and an adapter",))
+    edit(weightless / "adapter_config.json", peft_type="LORA", base_model_name_or_path="evil-org/evil")
+    refused(weightless, capsys, says=("holds a model and an adapter",))
     with pytest.raises(UserError, match="a model and an adapter"):
-        opened_by_us(folder)
+        opened_by_us(weightless)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "value_head.bin"])
-def test_cve_2025_53002_a_value_head_is_not_unpickled(name: str, adapter, canary, capsys) -> None:
-    poison(adapter / name, canary)
+def test_cve_2025_53002_a_value_head_is_not_unpickled(name: str, saved_lora, canary, capsys) -> None:
+    poison(saved_lora / name, canary)
     if name == "adapter_model.bin":
-        (adapter / "adapter_model.safetensors").unlink()
-        refused(adapter, capsys, says=("only pickles", name), key="adapter.from")
+        (saved_lora / "adapter_model.safetensors").unlink()
+        refused(saved_lora, capsys, says=("only pickles", name), key="adapter.from")
     else:
-        adapter_source.check_weights(adapter, str(adapter))
+        adapter_source.check_weights(saved_lora, str(saved_lora))
         from peft.utils import load_peft_weights
 
-        assert load_peft_weights(str(adapter), device="cpu"), "the safetensors are what is read"
+        assert load_peft_weights(str(saved_lora), device="cpu"), "the safetensors are what is read"
 
 
 def test_cve_2024_52803_names_reach_no_shell(canary, capsys, tmp_path, monkeypatch) -> None:
@@ -395,64 +372,6 @@ def test_cve_2026_2614_cve_2023_6730_nothing_of_ours_listens() -> None:
     assert load(QUICKSTART).train.passed_on().get("report_to", "none") in ("none", [], None)
 
 
-OUTSIDE = [
-    "../victim/model.safetensors",
-    "/etc/model.safetensors",
-    "a/../../model.safetensors",
-    "sub/model.safetensors",
-    "..\\model.safetensors",
-    "~/model.safetensors",
-    "model.safetensors/..",
-    "..",
-    "",
-    "model\0.safetensors",
-    "pytorch_model.bin",
-    None,
-]
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_an_index_names_files_of_its_folder(name: Any, folder, capsys) -> None:
-    """transformers follows `../` in an index (5.23)."""
-    (folder / untrusted.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    refused(folder, capsys, says=("outside of its folder", untrusted.INDEX))
-
-
-@pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]
-)
-def test_a_link_does_not_leave_its_folder(name: str, folder, tmp_path, capsys) -> None:
-    (tmp_path / "secret").write_text("{}")
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(tmp_path / "secret")
-    refused(folder, capsys, says=("a link that leaves", name))
-
-
-def test_the_hub_s_own_links_are_fine(folder, tmp_path) -> None:
-    home = tmp_path / "models--a--b"
-    (home / "blobs").mkdir(parents=True)
-    (home / "snapshots").mkdir()
-    snapshot = home / "snapshots" / ("0" * 40)
-    shutil.copytree(folder, snapshot)
-    (snapshot / "config.json").rename(home / "blobs" / "abc")
-    (snapshot / "config.json").symlink_to("../../blobs/abc")
-    untrusted.check_files(snapshot, "model.name")
-    (snapshot / "config.json").unlink()
-    (snapshot / "config.json").symlink_to(tmp_path / "model" / "config.json")
-    with pytest.raises(UserError, match="leaves"):
-        untrusted.check_files(snapshot, "model.name")
-
-
-@pytest.mark.parametrize("name", ["eval.json", "adapter/tokenizer.json"])
-def test_what_is_published_is_no_link_to_elsewhere(name: str, trained, tmp_path, capsys) -> None:
-    run = trained()
-    (tmp_path / "id_rsa").write_text("{}")
-    (run.path / name).unlink()
-    (run.path / name).symlink_to(tmp_path / "id_rsa")
-    assert cli.main(["publish", str(run.path), "--dry-run"]) == 2
-    assert "a link that leaves" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -471,22 +390,3 @@ def test_trl_scripts_utils_a_recipe_sets_no_environment_and_runs_nothing(
     (tmp_path / "evil.yaml").write_text(text.replace("CANARY", str(canary)))
     assert cli.main(["check", str(tmp_path / "evil.yaml")]) == 2
     assert dict(os.environ) == before and "evil.yaml:" in capsys.readouterr().err
-
-
-def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(adapter) -> None:
-    """PEFT leaves what is missing as it was drawn, with a warning."""
-    from peft import PeftModel
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(MODEL)
-    config.num_hidden_layers = 1
-    made = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(adapter))
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    adapter_source.check_whole(made, list(tensors), "here")
-    name = sorted(tensors)[0]
-    del tensors[name]
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="lacks 1 of the adapter's tensors") as raised:
-        adapter_source.check_whole(made, list(tensors), "here")
-    assert raised.value.code == 4 and name in str(raised.value)

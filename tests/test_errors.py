@@ -1,11 +1,9 @@
 """What a user gets for each way to get it wrong: exit code, place, and words that say what to do."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import DATA, MODEL, QUICKSTART, ROOT
@@ -53,14 +51,6 @@ def test_9_all_together(recipe_file, capsys) -> None:
 CHAT = '{"messages": [%s]}'
 USER, ANSWER = '{"role": "user", "content": "a"}', '{"role": "assistant", "content": "b"}'
 GOOD_ROW = CHAT % f"{USER}, {ANSWER}"
-
-
-@pytest.fixture
-def weightless(tmp_path) -> Path:
-    """A model with a config and a tokenizer and no weights: what errs here errs before they load."""
-    folder = tmp_path / "model"
-    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    return folder
 
 
 def rows(*lines: str, good: int = 0) -> bytes:
