@@ -18,7 +18,7 @@ lint: .venv/installed-dev
 	$(BIN)/pyright
 
 soak: .venv/installed-dev
-	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50
+	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --fuzz 10000 --seeded --attacks
 
 schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py

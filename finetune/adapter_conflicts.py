@@ -199,7 +199,8 @@ def _rebasing(
 
 def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any) -> Found:
     """New tokens need rows that train."""
-    whole = "embed_tokens" in (adapter.get("modules_to_save") or ())
+    saved = adapter.get("modules_to_save")
+    whole = isinstance(saved, list) and "embed_tokens" in saved
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
     fix = "adapter.modules_to_save: [embed_tokens, lm_head], or adapter.type: lora"

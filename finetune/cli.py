@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import arguments, launch_env
+from finetune import arguments, launch_env, privacy
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.given import load, located, opened, writing
 
@@ -34,6 +34,9 @@ OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such a
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
+    privacy.switch_off_telemetry()
+    if given is None:  # the process is the command's: what ends it is shown masked too
+        sys.excepthook = privacy.excepthook
     options = parse(given)
     return guarded(options.command, options)
 

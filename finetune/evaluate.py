@@ -18,11 +18,13 @@ from accelerate import PartialState
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 
 from finetune import (
+    adapter_source,
     attention_choice,
     fit,
     hardware,
     harness,
     model,
+    modules,
     qat,
     results,
     run_folder,
@@ -258,8 +260,10 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     from peft import PeftModel
 
     base: Any = open_base(recipe)
-    tuned: Any = qat.follow(PeftModel.from_pretrained(base, str(folder.adapter)))
-    return tuned.eval()
+    tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
+    held = modules.tensors(folder.adapter)
+    adapter_source.check_whole(tuned, list(held), str(folder.adapter))
+    return qat.follow(tuned).eval()
 
 
 def release() -> None:

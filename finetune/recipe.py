@@ -308,7 +308,7 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
             return "", [Problem("is required", "adapter.type", where, fix="type: lora")]
         return "", []  # explained with the other sections
     name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
-    if name not in types or not isinstance(name, str):
+    if not isinstance(name, str) or name not in types:
         offered = [name for name, kind in types.items() if not kind.refused]
         found, near = recipe_errors.show(name), nearest(str(name).lower().replace("-", "_"), offered)
         return "", [Problem("no such type", "adapter.type", where, found, ", ".join(offered), near)]
