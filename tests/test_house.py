@@ -46,9 +46,12 @@ LAYERS = (
     ("evaluate", "validate"),
     ("verify", "proof", "publish", "compare_table", "report"),
     ("launch_receipts", "apart"),
-    ("train", "merge", "doctor", "launch", "chat", "plan", "prove"),
+    ("trial", "study_storage", "tune_space"),
+    ("tune_report", "tune_check", "sweep"),
+    ("train", "merge", "doctor", "launch", "chat", "plan", "prove", "tune"),
     ("plan_changes", "profile"),
     ("compare", "given"),
+    ("tune_command",),
     ("cli",),
     ("__main__",),
 )
@@ -112,6 +115,11 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "profile",
         "prove",
         "given",
+        "tune",
+        "tune_space",
+        "tune_check",
+        "tune_report",
+        "sweep",
     }
     sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
