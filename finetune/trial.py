@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -79,6 +81,8 @@ def run(
     key: str,
     judge: Callable[[Evaluation], str],
     waiting: Callable[[], tuple[str, str]],
+    *,
+    warm: bool = False,
 ) -> Ended:
     """Run `finetune train WORDS` to its end.
 
@@ -88,67 +92,92 @@ def run(
         key: of the value in metrics.jsonl, and of the result.
         judge: why the run is to end after an evaluation; empty: it goes on.
         waiting: called between looks; why the run is to end (empty: it goes on), and as what.
+        warm: see `start`.
     """
     began, metrics = time.time(), Metrics(folder / "metrics.jsonl", key)
     state, reason, started = "", "", None
     evaluations: list[Evaluation] = []
-    with log.open("wb") as sink:
-        process = start(words, sink)
-        try:
-            while process.poll() is None and not reason:
-                for evaluation in metrics.new():
-                    evaluations.append(evaluation)
-                    state, reason = "pruned", reason or judge(evaluation)
-                if metrics.first and started is None:  # its first step began so long before it was logged
-                    first = metrics.first
-                    started = time.time() - began - first["step"] * (first["step_seconds"] or 0.0)
-                if not reason:
-                    reason, state = waiting()
-                time.sleep(POLL)
-        finally:  # also if this process is told to end
-            end(process)
+    process = start(words, log, warm)
+    try:
+        while code_of(process) is None and not reason:
+            for evaluation in metrics.new():
+                evaluations.append(evaluation)
+                state, reason = "pruned", reason or judge(evaluation)
+            if metrics.first and started is None:  # its first step began so long before it was logged
+                first = metrics.first
+                started = time.time() - began - first["step"] * (first["step_seconds"] or 0.0)
+            if not reason:
+                reason, state = waiting()
+            time.sleep(POLL)
+    finally:  # also if this process is told to end
+        end(process)
     evaluations += metrics.new()
-    seconds = time.time() - began
-    if process.returncode == 0:  # before it could be told to end
+    seconds, code = time.time() - began, code_of(process)
+    if code == 0:  # before it could be told to end
         value = result(folder, key, evaluations)
         reason = "" if math.isfinite(value) else f"{key} is {value}"
         return Ended("pruned" if reason else "complete", None if reason else value, reason, seconds, started)
     if not reason:
-        state, reason = failure(process.returncode, log)
+        state, reason = failure(code if code is not None else -signal.SIGKILL, log)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # it is not gone on with
     return Ended(state, None, reason, seconds, started)
 
 
-def start(words: list[str], sink: Any) -> subprocess.Popen[Any]:
-    """`finetune train` in a session of its own: Ctrl-C is for the study alone. It ends with the study."""
+def start(words: list[str], log: Path, warm: bool) -> Any:
+    """`finetune train` in a session of its own: Ctrl-C is for the study alone. It ends with the study.
+
+    Args:
+        warm: forked from a process that has imported the libraries, which takes most of a start on the CPU; not
+            where there is a GPU, for what looked at it can't be forked.
+    """
+    if warm:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["finetune.warm"])
+        forked = context.Process(target=train, args=(words, str(log)))
+        forked.start()
+        return forked
     command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent = os.getpid()
-
-    def tie() -> None:
-        if library is not None:
-            library.prctl(DIES_WITH_PARENT, signal.SIGTERM)
-            if os.getppid() != parent:  # it was gone before
-                os._exit(1)
-
-    given: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-    return subprocess.Popen(command, start_new_session=True, preexec_fn=tie, **given)
+    with log.open("wb") as sink:
+        given: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(command, start_new_session=True, preexec_fn=tie, **given)
 
 
-def end(process: subprocess.Popen[Any]) -> None:
+def train(words: list[str], log: str) -> None:
+    """The same in a forked process."""
+    from finetune import cli
+
+    os.setsid()
+    tie()
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(sink, number)
+    sys.exit(cli.main(["train", *words, "--quiet"]))
+
+
+def tie() -> None:
+    """Let this process end with the one that made it, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM)
+
+
+def code_of(process: Any) -> int | None:
+    """Its exit code; negative: the signal that ended it; `None`: it runs."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+
+def end(process: Any) -> None:
     """SIGTERM; again, which means at once; SIGKILL for what is left of it."""
     for number, patience in (
         (signal.SIGTERM, AGAIN_AFTER),
         (signal.SIGTERM, KILL_AFTER),
-        (signal.SIGKILL, None),
+        (signal.SIGKILL, 5.0),
     ):
-        if process.poll() is not None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
+        deadline = time.monotonic() + patience
+        with contextlib.suppress(ProcessLookupError):
+            if code_of(process) is None:
+                os.kill(process.pid, number)
+        while code_of(process) is None and time.monotonic() < deadline:
+            time.sleep(POLL)
 
 
 def result(folder: Path, key: str, evaluations: list[Evaluation]) -> float:

@@ -68,7 +68,7 @@ class Job(NamedTuple):
     asked: Asked
     recipe: Recipe
     space: Space
-    rows: int | None
+    found: tune_check.Looked
     study: Study
     screen: Screen
     deadline: float
@@ -117,7 +117,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = open_study(asked, recipe, found.space)
     deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
-    job = Job(asked, recipe, found.space, found.rows, study, screen, deadline, Told())
+    job = Job(asked, recipe, found.space, found, study, screen, deadline, Told())
     screen.say(*[f"note: {note}" for note in found.notes])
     introduce(job)
     try:
@@ -202,7 +202,7 @@ def sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
 def introduce(job: Job) -> None:
     """What will be searched; the recipe's own values become the first trial."""
     asked, study, screen = job.asked, job.study, job.screen
-    own = tune_space.own_draw(job.space, job.recipe)
+    own = tune_space.own_draw(job.space, job.recipe, job.found.unsaid)
     kind = job.recipe.adapter.type
     drawn = [key for key in job.space.parameters if tune_space.has_key(kind, key)]
     away = [key for key in drawn if key not in own]
@@ -261,7 +261,8 @@ def one(job: Job) -> None:
     else:
         judge, waiting = judges(job, drawn)
         log = asked.folder / "logs" / f"{name}.txt"
-        ended = trial.run(words, folder, log, f"eval_{job.recipe.eval.best}", judge, waiting)
+        key, warm = f"eval_{job.recipe.eval.best}", job.found.device == "cpu"
+        ended = trial.run(words, folder, log, key, judge, waiting, warm=warm)
     record(job, drawn, ended)
 
 
@@ -273,7 +274,7 @@ def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
     """
     given = [*job.asked.overrides, *tune_space.overrides(values)]
     recipe = load_recipe(job.asked.path, given)
-    every = tune_space.every(recipe, job.space.search, job.rows)
+    every = tune_space.every(recipe, job.space.search, job.found.rows)
     mine = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null", f"eval.every={every}"]
     mine += ["eval.tasks=[]", "eval.general=false", "eval.answers=false", f"train.output_dir={folder}"]
     launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []

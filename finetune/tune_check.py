@@ -11,6 +11,8 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.tune_space import TYPE, has_key, multiplied, overrides, own_value, text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from finetune.recipe import Recipe
     from finetune.tune_space import Space
 
@@ -21,6 +23,10 @@ class Looked(NamedTuple):
     space: Space
     """Without the choices that this machine can't run."""
     notes: list[str]
+    device: str
+    """cuda or cpu."""
+    unsaid: dict[str, Any]
+    """What SFTConfig has for the space's keys."""
     rows: int | None
     """Of the training data; `None`: they are streamed."""
 
@@ -36,7 +42,7 @@ def look(path: str, given: list[str], space: Space) -> Looked:
     """
     recipe = recipes.load(path, given)
     notes = check.run(recipe)
-    check.setup_of(recipe)
+    device = check.setup_of(recipe).hardware.device
     problems: dict[str, Problem] = {}
     lacking: dict[str, dict[str, str]] = {}
     for key, one in space.parameters.items():
@@ -66,7 +72,19 @@ def look(path: str, given: list[str], space: Space) -> Looked:
     if not recipe.data.streaming:  # which also fills the cache for all trials
         train: Any = check.prepare_data(recipe)[1].train
         rows = len(train)
-    return Looked(dataclasses.replace(space, parameters=kept), notes, rows)
+    left = dataclasses.replace(space, parameters=kept)
+    return Looked(left, notes, device, unsaid(kept), rows)
+
+
+def unsaid(keys: Iterable[str]) -> dict[str, Any]:
+    """SFTConfig's own values of `train.` keys, for recipes that don't state them."""
+    from trl.trainer.sft_config import SFTConfig
+
+    fields = {f"train.{field.name}": field.default for field in dataclasses.fields(SFTConfig)}
+    found = {
+        key: fields[key] for key in keys if fields.get(key, dataclasses.MISSING) is not dataclasses.MISSING
+    }
+    return {key: getattr(value, "value", value) for key, value in found.items()}
 
 
 def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, value: Any) -> UserError | None:

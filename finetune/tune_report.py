@@ -152,15 +152,22 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
     found = {"history": plots.dots(places, values, "trial", name, best=best, line=line)}
     if content["importances"]:
         found["importances"] = plots.bars(content["importances"], "share of what decides")
-    for key in space.parameters:
-        own = [(row["values"][key], row["value"], row["number"]) for row in rows if key in row["values"]]
+    for key, one in space.parameters.items():
+        own = [row for row in rows if key in row["values"]]
+        if one.choices is not None:  # in the space's order
+            own.sort(key=lambda row: _place(one, row["values"][key]))
         if own:
-            numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x, *_ in own)
-            x = [value if numbers else tune_space.text_of(value) for value, *_ in own]
-            at = [number for *_, number in own]
-            star = at.index(content["best"]) if content["best"] in at else None
-            found[f"slice-{key}"] = plots.dots(x, [value for _, value, _ in own], key, name, best=star)
+            drawn = [row["values"][key] for row in own]
+            x = drawn if one.choices is None else list(map(short, drawn))
+            star = next((at for at, row in enumerate(own) if row["number"] == content["best"]), None)
+            found[f"slice-{key}"] = plots.dots(x, [row["value"] for row in own], key, name, best=star)
     return found
+
+
+def _place(one: Parameter, value: Any) -> Any:
+    """Where a choice stands among the others; a multiple by its size."""
+    labels = list(map(tune_space.text_of, one.choices or ()))
+    return value if one.times else labels.index(tune_space.text_of(value))
 
 
 def label(recipe: Recipe) -> str:

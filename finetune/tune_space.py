@@ -251,11 +251,16 @@ def draw(trial: Any, space: Space, recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def own_draw(space: Space, recipe: Recipe) -> dict[str, Any]:
-    """What would have to be drawn for the recipe's own values, as far as the space has them."""
+def own_draw(space: Space, recipe: Recipe, unsaid: dict[str, Any]) -> dict[str, Any]:
+    """What would have to be drawn for the recipe's own values, as far as the space has them.
+
+    Args:
+        unsaid: values of keys that the recipe does not state.
+    """
     found: dict[str, Any] = {}
     for key, one in space.parameters.items():
         value = own_value(recipe, key)
+        value = unsaid.get(key) if value is None else value
         if one.times is not None and isinstance(value, int | float):
             base = value if one.times == key else own_value(recipe, one.times)
             value = value / base if base else None

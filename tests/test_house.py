@@ -49,7 +49,7 @@ LAYERS = (
     ("trial", "study_storage", "tune_space"),
     ("tune_report", "tune_check", "sweep"),
     ("train", "merge", "doctor", "launch", "chat", "plan", "prove", "tune"),
-    ("plan_changes", "profile"),
+    ("plan_changes", "profile", "warm"),
     ("compare", "given"),
     ("tune_command",),
     ("cli",),
