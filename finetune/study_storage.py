@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 import time
@@ -16,6 +17,8 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
@@ -45,8 +48,9 @@ def redacted(text: str, url: str) -> str:
     return " ".join(text.replace(url, shown(url)).split())
 
 
-def open_study(url: str, name: str, *, maximize: bool, sampler: Any = None, pruner: Any = None) -> Study:
-    """The study of that name, made if there is none.
+@contextlib.contextmanager
+def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -> Iterator[Study]:
+    """The study of that name, made if there is none; its connections are closed at the end.
 
     Args:
         url: `sqlite:///FILE`, `postgresql://user@host/database`, `mysql+pymysql://...`, `journal:FILE`.
@@ -56,21 +60,32 @@ def open_study(url: str, name: str, *, maximize: bool, sampler: Any = None, prun
     """
     direction = "maximize" if maximize else "minimize"
     given: dict[str, Any] = {"study_name": name, "direction": direction, "load_if_exists": True}
-    for left in reversed(range(TRIES)):
-        try:
-            return optuna.create_study(storage=_storage(url), sampler=sampler, pruner=pruner, **given)
-        except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-            if isinstance(error, ArgumentError) or not left:
-                code = Exit.INPUT if isinstance(error, ArgumentError) else Exit.ENVIRONMENT
-                raise unreachable(error, url, code) from None
-            time.sleep(0.5)
-        except ImportError as error:
-            what, fix = "the driver of this database is not installed", "pip install 'finetune-toolkit[tune]'"
-            found = redacted(str(error.__cause__ or error), url)
-            fix = fix if "postgres" in url else "pip install its driver: pymysql, say"
-            problem = Problem(what, where="--storage", found=f"{shown(url)}: {found}", fix=fix)
-            raise UserError(problem, code=Exit.ENVIRONMENT) from None
-    raise AssertionError
+    with contextlib.ExitStack() as stack:
+        study = None
+        for left in reversed(range(TRIES)):
+            try:
+                study = optuna.create_study(storage=_storage(url, stack), pruner=pruner, **given)
+                break
+            except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+                if isinstance(error, ArgumentError) or not left:
+                    code = Exit.INPUT if isinstance(error, ArgumentError) else Exit.ENVIRONMENT
+                    raise unreachable(error, url, code) from None
+                time.sleep(0.5)
+            except ImportError as error:
+                raise _no_driver(error, url) from None
+        assert study is not None
+        yield study
+
+
+def _no_driver(error: ImportError, url: str) -> UserError:
+    what = "the driver of this database is not installed"
+    found = f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}"
+    fix = (
+        "pip install 'finetune-toolkit[tune]'"
+        if "postgres" in url
+        else "pip install its driver: pymysql, say"
+    )
+    return UserError(Problem(what, where="--storage", found=found, fix=fix), code=Exit.ENVIRONMENT)
 
 
 def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> UserError:
@@ -82,7 +97,8 @@ def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> Us
     return UserError(Problem(what, where=where, found=f"{shown(url)}: {said}", expected=expected), code=code)
 
 
-def _storage(url: str) -> Any:
+def _storage(url: str, stack: contextlib.ExitStack) -> Any:
+    """Optuna's storage, which `stack` closes."""
     if url.startswith(JOURNAL):
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
@@ -90,13 +106,16 @@ def _storage(url: str) -> Any:
     options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
     # psycopg 3, which SQLAlchemy below 2.1 does not take by itself
     full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
-    return optuna.storages.RDBStorage(full, engine_kwargs={"pool_pre_ping": True, **options})
+    made = optuna.storages.RDBStorage(full, engine_kwargs={"pool_pre_ping": True, **options})
+    stack.callback(made.engine.dispose)
+    stack.callback(made.remove_session)
+    return made
 
 
-def worker() -> str:
-    """This process, as no other is called: host, id, time of birth."""
+def describe(trial: optuna.Trial) -> None:
+    """Say in the study which process runs a trial: host, id, time of birth."""
     own = psutil.Process()
-    return f"{platform.node()} {own.pid} {own.create_time():.2f}"
+    trial.set_user_attr("worker", f"{platform.node()} {own.pid} {own.create_time():.2f}")
 
 
 def is_lost(trial: FrozenTrial) -> bool:

@@ -127,8 +127,8 @@ def start(words: list[str], log: Path, warm: bool) -> Any:
     """`finetune train` in a session of its own: Ctrl-C is for the study alone. It ends with the study.
 
     Args:
-        warm: forked from a process that has imported the libraries, which takes most of a start on the CPU; not
-            where there is a GPU, for what looked at it can't be forked.
+        warm: forked from a process that has imported the libraries, which is most of a start on the CPU. Not
+            where there is a GPU: a process that has asked for it can't be forked.
     """
     if warm:
         context: Any = multiprocessing.get_context("forkserver")

@@ -115,19 +115,16 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     recipe, found = prepare(asked)
     (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = open_study(asked, recipe, found.space)
-    deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
-    job = Job(asked, recipe, found.space, found, study, screen, deadline, Told())
-    screen.say(*[f"note: {note}" for note in found.notes])
-    introduce(job)
-    try:
-        with job.told.listening():
-            while begin_another(job):
-                one(job)
-                tune_report.write_trials(asked.folder, study, asked.url)
-    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
-        raise storage.unreachable(error, asked.url) from None
-    content = tune_report.write(asked, study, recipe, found.space)
+    maximize, name = recipe.eval.best != "loss", asked.folder.name
+    with storage.opened(asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)) as study:
+        hold(study, asked.folder, tune_space.identity(recipe, found.space))
+        deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
+        job = Job(asked, recipe, found.space, found, study, screen, deadline, Told())
+        screen.say(*[f"note: {note}" for note in found.notes])
+        try:
+            content = search(job)
+        except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+            raise storage.unreachable(error, asked.url) from None
     if job.told.by:
         again = "the same command again goes on with the study"
         raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
@@ -159,25 +156,31 @@ def _look(path: str, overrides: list[str], space: Space) -> tune_check.Looked:
     return tune_check.look(path, overrides, space)
 
 
-def open_study(asked: Asked, recipe: Recipe, space: Space) -> Study:
-    """The study, held to what it was begun with.
+def search(job: Job) -> dict[str, Any]:
+    """All trials that are still to be made; the content of trials.json."""
+    introduce(job)
+    with job.told.listening():
+        while begin_another(job):
+            one(job)
+            tune_report.write_trials(job.asked.folder, job.study)
+    return tune_report.write(job.asked, job.study, job.recipe, job.space)
+
+
+def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
+    """Hold a study to what it was begun with.
 
     Raises:
         UserError: it is of another recipe or space (exit 2).
     """
-    maximize = recipe.eval.best != "loss"
-    study = storage.open_study(asked.url, asked.folder.name, maximize=maximize, pruner=pruner(space, recipe))
-    own = tune_space.identity(recipe, space)
     began = study.user_attrs.get("identity", own)
     other = [key for key in {**began, **own} if began.get(key) != own.get(key)]
     if other:
-        what = f"{asked.folder.name} was begun with another {', '.join(other[:5])}"
+        what = f"{folder.name} was begun with another {', '.join(other[:5])}"
         found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (own, began))
         fix = "--output with a new name; or recipe, overrides and space as they were"
-        raise UserError(Problem(what, where=str(asked.folder), found=found, expected=expected, fix=fix))
+        raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
     if "identity" not in study.user_attrs:
         study.set_user_attr("identity", own)
-    return study
 
 
 def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:
@@ -207,9 +210,10 @@ def introduce(job: Job) -> None:
     drawn = [key for key in job.space.parameters if tune_space.has_key(kind, key)]
     away = [key for key in drawn if key not in own]
     known = study.get_trials(deepcopy=False)
-    if not known and not away:
+    begun = any("own" in one.user_attrs for one in known)
+    if not begun and not away:
         study.enqueue_trial(own, {"own": True}, skip_if_exists=True)
-    elif not known:
+    elif not begun:
         screen.say(f"note: no trial has the recipe's own values, for the space lacks them: {', '.join(away)}")
     rows = [(key, tune_report.described(one)) for key, one in job.space.parameters.items()]
     screen.table(f"searched in {asked.folder}", ("key", "values"), rows)
@@ -240,7 +244,7 @@ def one(job: Job) -> None:
     """Draw a trial's values, run it, and tell the study how it ended."""
     study, asked = job.study, job.asked
     drawn = study.ask()
-    drawn.set_user_attr("worker", storage.worker())
+    storage.describe(drawn)
     before = [
         t for t in study.get_trials(deepcopy=False) if t.number <= drawn.number and not storage.is_lost(t)
     ]

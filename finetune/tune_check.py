@@ -48,11 +48,12 @@ def look(path: str, given: list[str], space: Space) -> Looked:
     for key, one in space.parameters.items():
         for value, part in one.corners:
             found = _try(path, given, recipe, space, key, value)
-            at = space.where.get(("space", key, *part), space.where.get(("space", key), ""))
+            of_key = space.where.get(("space", key), "")
+            at = space.where.get(("space", key, *part), of_key)
             if found and found.code == Exit.ENVIRONMENT and one.choices is not None:
                 lacking.setdefault(key, {})[text_of(value)] = "; ".join(p.what for p in found.problems)
             elif found:
-                problems |= {str(p): p for p in (_placed(p, at) for p in found.problems)}
+                problems |= {str(p): p for p in (_placed(p, at, of_key) for p in found.problems)}
     if problems:
         raise UserError(*problems.values())
     kept = dict(space.parameters)
@@ -73,7 +74,8 @@ def look(path: str, given: list[str], space: Space) -> Looked:
         train: Any = check.prepare_data(recipe)[1].train
         rows = len(train)
     left = dataclasses.replace(space, parameters=kept)
-    return Looked(left, notes, device, unsaid(kept), rows)
+    silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
+    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows)
 
 
 def unsaid(keys: Iterable[str]) -> dict[str, Any]:
@@ -118,7 +120,9 @@ def _has(kind: Any, key: str) -> bool:
         return False
 
 
-def _placed(problem: Problem, at: str) -> Problem:
+def _placed(problem: Problem, at: str, of_key: str) -> Problem:
     """A problem of an override is one of the space's line; one of the recipe stays there."""
+    if " key" in problem.what:  # it is the key that is wrong, whatever its value
+        return dataclasses.replace(problem, where=of_key, found="")
     elsewhere = problem.where and not problem.where.startswith("override")
     return problem if elsewhere else dataclasses.replace(problem, where=at)

@@ -112,7 +112,7 @@ def importances(study: Study) -> dict[str, float]:
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
 
 
-def write_trials(folder: Path, study: Study, url: str) -> None:
+def write_trials(folder: Path, study: Study) -> None:
     """trials.csv, after each trial."""
     rows = trials(study)
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
@@ -128,7 +128,7 @@ def write_trials(folder: Path, study: Study, url: str) -> None:
 def write(asked: Asked, study: Study, recipe: Recipe, space: Space) -> dict[str, Any]:
     """Everything; returns the content of trials.json."""
     place, content = RunFolder(asked.folder), collect(asked, study)
-    write_trials(asked.folder, study, asked.url)
+    write_trials(asked.folder, study)
     place.write("trials.json", content)
     drawn = pictures(content, space, recipe)
     for name, svg in drawn.items():

@@ -155,7 +155,8 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
     at, found = where[("space", key)], []
 
     def problem(what: str, part: str = "", **texts: str) -> None:
-        found.append(Problem(what, key, where.get(("space", key, part), at), **texts))
+        place = where.get(("space", key, *part.split(".")), at)
+        found.append(Problem(what, key, place, **texts))
 
     ranged = one.low is not None and one.high is not None
     if ranged == (one.choices is not None) or (
