@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -144,14 +145,13 @@ def start(words: list[str], log: Path, warm: bool) -> Any:
 
 def train(words: list[str], log: str) -> None:
     """The same in a forked process."""
-    from finetune import cli
-
     os.setsid()
     tie()
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(sink, number)
-    sys.exit(cli.main(["train", *words, "--quiet"]))
+    sys.argv = ["finetune", "train", *words, "--quiet"]
+    runpy.run_module("finetune", run_name="__main__")  # which exits
 
 
 def tie() -> None:

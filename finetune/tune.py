@@ -129,13 +129,18 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         again = "the same command again goes on with the study"
         raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
     tune_report.show(screen, asked, content)
-    if not content["best"]:
-        reasons = [row for row in content["trials"] if row["reason"]]
-        problems = [Problem(f"trial {row['number']} {row['state']}", found=row["reason"]) for row in reasons]
-        raise UserError(*problems[:HOPELESS] or [Problem("no trial was finished")], code=Exit.TRAINING)
+    if content["best"] is None:
+        raise UserError(*problems(content), code=Exit.TRAINING)
     if asked.final:
         final(asked)
     return content
+
+
+def problems(content: dict[str, Any]) -> list[Problem]:
+    """Why no trial worked."""
+    rows = [row for row in content["trials"] if row["state"] in ("failed", "pruned")][:HOPELESS]
+    said = [Problem(f"trial {row['number']} {row['state']}", found=row["reason"]) for row in rows]
+    return said or [Problem("no trial was finished", fix="more --trials or --hours")]
 
 
 def prepare(asked: Asked) -> tuple[Recipe, tune_check.Looked]:
@@ -223,7 +228,7 @@ def introduce(job: Job) -> None:
     screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
     if known:
         count = sum(one.state.is_finished() and not storage.is_lost(one) for one in known)
-        screen.say(f"going on: {count} trials are finished in {storage.shown(asked.url)}", "")
+        screen.say(f"going on with {storage.shown(asked.url)}; finished trials: {count}", "")
 
 
 def begin_another(job: Job) -> bool:

@@ -241,8 +241,8 @@ def show(screen: Screen, asked: Asked, content: dict[str, Any]) -> None:
             + [short(row["values"][key]) if key in row["values"] else "" for key in keys]
             for row in rows
         ]
-        title = f"the best of {len(content['trials'])} trials: {counted(content)}"
-        screen.table(title, ("trial", label(recipe), *(key.partition(".")[2] for key in keys)), cells)
+        screen.say("", f"the best of {len(content['trials'])} trials ({counted(content)}):")
+        screen.table("", ("trial", label(recipe), *(key.partition(".")[2] for key in keys)), cells)
     if content["importances"]:
         decides = ", ".join(f"{key} {share:.0%}" for key, share in list(content["importances"].items())[:4])
         few = f" (of {content['counts']['complete']} trials: a hint, no more)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -65,6 +66,7 @@ def study(tmp_path_factory, small, two_layers) -> Path:
     words += ["train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
     words += ["train.weight_decay=0.0", "--space", str(folder.parent / "space.yaml")]
     assert cli.main([*words, "--trials", "3", "--output", str(folder)]) == 0
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined] (it holds the libraries)
     return folder
 
 
@@ -127,6 +129,19 @@ def test_a_study_is_not_gone_on_with_by_another_recipe(study) -> None:
             tune.hold(begun, study, own | {"train.max_steps": "5"})
     said = str(raised.value)
     assert "was begun with another train.max_steps" in said and raised.value.code == Exit.INPUT
+
+
+def test_a_first_trial_may_be_the_best() -> None:
+    rows = [{"number": 0, "state": "complete", "value": 0.5, "own": True, "reason": ""}]
+    rows.append({"number": 1, "state": "pruned", "value": None, "own": False, "reason": "exit 5: nan"})
+    content = {"best": 0, "own": 0, "trials": rows, "direction": "minimize"}
+    assert tune_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5, trial 0."
+    asked = tune.Asked("a.yaml", [], Path("s.yaml"), Path("runs/tune-a"), None, None, "")
+    assert tune_report.next_step(asked, content) == "finetune train runs/tune-a/best.yaml"
+    assert tune_report.next_step(asked, content | {"best": None}).startswith("finetune tune a.yaml")
+    assert [str(problem) for problem in tune.problems(content)] == [
+        "error: trial 1 pruned\n  found:     exit 5: nan"
+    ]
 
 
 @pytest.mark.parametrize(
