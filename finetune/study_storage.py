@@ -136,7 +136,7 @@ def take_over(study: Study) -> list[int]:
     for trial in study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
         times = trial.user_attrs.get("times", 0) + 1
         if is_lost(trial) and trial.number not in again and times <= MOST_TIMES:
-            kept = {key: trial.user_attrs[key] for key in ("own",) if key in trial.user_attrs}
+            kept = {key: trial.user_attrs[key] for key in ("own", "without") if key in trial.user_attrs}
             study.enqueue_trial(trial.params, {**kept, "again": trial.number, "times": times})
             found.append(trial.number)
     return found

@@ -212,14 +212,13 @@ def introduce(job: Job) -> None:
     asked, study, screen = job.asked, job.study, job.screen
     own = tune_space.own_draw(job.space, job.recipe, job.found.unsaid)
     kind = job.recipe.adapter.type
-    drawn = [key for key in job.space.parameters if tune_space.has_key(kind, key)]
-    away = [key for key in drawn if key not in own]
+    away = [key for key in job.space.parameters if tune_space.has_key(kind, key) and key not in own]
     known = study.get_trials(deepcopy=False)
     begun = any("own" in one.user_attrs for one in known)
-    if not begun and not away:
-        study.enqueue_trial(own, {"own": True}, skip_if_exists=True)
-    elif not begun:
-        screen.say(f"note: no trial has the recipe's own values, for the space lacks them: {', '.join(away)}")
+    if not begun:
+        study.enqueue_trial(own, {"own": True, "without": away})
+    if away:
+        screen.say(f"note: only the first trial has the recipe's own {', '.join(away)}: the space lacks it")
     rows = [(key, tune_report.described(one)) for key, one in job.space.parameters.items()]
     screen.table(f"searched in {asked.folder}", ("key", "values"), rows)
     search, best = job.space.search, job.recipe.eval.best
@@ -258,7 +257,8 @@ def one(job: Job) -> None:
         study.tell(drawn, state=TrialState.FAIL)
         return
     study.sampler = sampler(job.space, job.recipe.train.seed + drawn.number)
-    values = tune_space.draw(drawn, job.space, job.recipe)
+    without = drawn.user_attrs.get("without", ())
+    values = tune_space.draw(drawn, job.space, job.recipe, without)
     name = f"trial-{drawn.number:04d}"
     folder = asked.folder / name
     drawn.set_user_attr("values", values)

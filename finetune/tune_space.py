@@ -23,6 +23,7 @@ from finetune.run_folder import flow
 from finetune.sections import Section
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from finetune.recipe import Recipe
@@ -231,15 +232,16 @@ def multiplied(key: str, drawn: Any, parameter: Parameter, values: dict[str, Any
     return int(product) if isinstance(base, int) and float(product).is_integer() else product
 
 
-def draw(trial: Any, space: Space, recipe: Recipe) -> dict[str, Any]:
+def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()) -> dict[str, Any]:
     """The values of a trial by key, `times` applied.
 
     Args:
         trial: Optuna's, which is asked for each parameter under its key.
+        without: keys that stay as the recipe has them.
     """
     values: dict[str, Any] = {}
     for key, one in space.parameters.items():
-        if not has_key(values.get(TYPE, recipe.adapter.type), key):
+        if key in without or not has_key(values.get(TYPE, recipe.adapter.type), key):
             continue
         if one.choices is not None:
             by_label = {text_of(value): value for value in one.choices}

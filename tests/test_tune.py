@@ -1,4 +1,4 @@
-"""finetune tune: a study of three real trials, one of them left by a worker that was killed; storages."""
+"""finetune tune: a study of two real trials, one of them left by a worker that was killed; storages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LEFT = {
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory, small, two_layers) -> Path:
-    """What a study of three trials left behind."""
+    """What a study of two trials left behind."""
     folder = tmp_path_factory.mktemp("tune") / "study"
     folder.mkdir()
     (folder.parent / "space.yaml").write_text(SPACE)
@@ -65,7 +65,7 @@ def study(tmp_path_factory, small, two_layers) -> Path:
     words = ["tune", str(QUICKSTART), *small, f"model.name={two_layers}", "train.max_steps=4"]
     words += ["train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
     words += ["train.weight_decay=0.0", "--space", str(folder.parent / "space.yaml")]
-    assert cli.main([*words, "--trials", "3", "--output", str(folder)]) == 0
+    assert cli.main([*words, "--trials", "2", "--output", str(folder)]) == 0
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined] (it holds the libraries)
     return folder
 
@@ -77,15 +77,14 @@ def found(study: Path) -> dict[str, Any]:
 
 def test_a_trial_whose_worker_was_killed_is_run_again_with_the_same_values(found) -> None:
     """And it is not counted twice. Its values overflow: pruned, with the reason, and the study goes on."""
-    lost, own, again, last = found["trials"]
+    lost, own, again = found["trials"]
     assert lost["state"] == "lost" and lost["reason"] == "its worker ended; run again as trial 2"
     assert own["own"] and own["state"] == "complete" and own["values"] == {
         "train.learning_rate": 4e-3, "train.weight_decay": 0.0, "adapter.r": 16,
     }  # fmt: skip
     assert again["values"] == {"train.learning_rate": 5e-3, "train.weight_decay": 1e38, "adapter.r": 5}
     assert again["state"] == "pruned" and "are not finite" in again["reason"]
-    assert last["state"] in ("complete", "pruned")
-    assert sum(found["counts"].values()) - found["counts"]["lost"] == 3
+    assert sum(found["counts"].values()) - found["counts"]["lost"] == 2
 
 
 def test_a_trial_is_an_ordinary_run(study, found) -> None:
