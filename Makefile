@@ -19,6 +19,7 @@ lint: .venv/installed-dev
 
 soak: .venv/installed-dev
 	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --fuzz 10000 --seeded --attacks
+	$(BIN)/python benchmarks/tuning.py
 
 schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py

@@ -274,6 +274,14 @@ def compare(options: argparse.Namespace) -> None:
         comparing.run(comparing.Asked(*given, options.budget, folder), quiet=options.quiet)
 
 
+def tune(options: argparse.Namespace) -> None:
+    """Search recipe keys by Optuna: trials in processes of their own, poor ones ended early."""
+    from finetune import tune_command
+
+    with located(load(options)):
+        tune_command.run(options)
+
+
 def chat(options: argparse.Namespace) -> None:
     """Talk to a run's base and tuned model side by side."""
     from rich.console import Console
@@ -369,6 +377,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(report, RUN, ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}))
     add(compare, *arguments.COMPARE)
+    add(tune, RECIPE, OVERRIDES, *arguments.TUNE)
     add(chat, RUN, OVERRIDES, *arguments.CHAT)
     add(
         recipes,

@@ -27,7 +27,7 @@ EXTRAS = {  # extra -> what it brings, by import name
     "bnb": ("bitsandbytes",),
     "quantize": ("torchao",),
     "eval": ("lm_eval",),
-    "tune": ("optuna",),
+    "tune": ("optuna", "psycopg"),
     "deepspeed": ("deepspeed",),
     "fp8": ("transformer_engine",),
     "kernels": ("kernels", "liger_kernel"),

@@ -108,7 +108,10 @@ def measure(asked: Any, tokenizer: Any, rows: list[HeldOut], texts: list[str], r
     """Everything one model is asked."""
     started, settings = time.perf_counter(), recipe.eval
     with scoring.memory_errors():
-        score = scoring.score(asked, tokenizer, rows, recipe.data, settings) if rows else None
+        answers = settings.answers
+        score = (
+            scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=answers) if rows else None
+        )
         general = scoring.score_texts(asked, tokenizer, texts, settings) if texts else None
         by_harness = settings.tasks and settings.engine == "hf"
         found = harness.run(asked, tokenizer, settings) if by_harness else {}

@@ -331,10 +331,10 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
                 recipe.origin.set_by.get(dotted, "default"),
             )
             value, who = chosen.pop(dotted, default)
-            lines.append(f"  {key}: {_flow(value)}  # {who}")
+            lines.append(f"  {key}: {flow(value)}  # {who}")
         for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
             value, who = chosen.pop(dotted)
-            lines.append(f"  # {dotted.partition('.')[2]}: {_flow(value)}  ({who})")
+            lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({who})")
     lines += [f"# left out: {notice}" for notice in recipe.origin.notices]
     return "\n".join(lines) + "\n"
 
@@ -353,10 +353,10 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
     return list(type(content).model_fields)
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """A value on one line, such that strict YAML 1.2 reads the same value back."""
     if isinstance(value, BaseModel):
-        return _flow(value.model_dump(exclude_none=True))
+        return flow(value.model_dump(exclude_none=True))
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):
@@ -364,9 +364,9 @@ def _flow(value: Any) -> str:
     if value is None or isinstance(value, (bool, int)):
         return json.dumps(value)
     if isinstance(value, (list, tuple, set)):
-        return "[" + ", ".join(_flow(item) for item in value) + "]"
+        return "[" + ", ".join(flow(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
     return yaml.safe_dump(value, default_flow_style=True).strip()
 
 

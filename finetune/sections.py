@@ -272,6 +272,9 @@ class Eval(Section):
     """What answers `tasks`: transformers, or vLLM where it is installed."""
     general: bool | str = True
     """Text on which forgetting is measured: the shipped one, or a file with a `text` in each row."""
+    answers: bool = True
+    """Whether base and tuned also answer the held-out rows at the end, for exact match and samples; `false`:
+    their loss alone, which takes a fraction of the time."""
     samples: int = Field(default=5, ge=0)
     """Held-out rows whose answers of base and tuned are shown side by side."""
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"

@@ -12,6 +12,7 @@ from finetune.errors import Problem, UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parent
 SCHEMA = PACKAGE / "recipe.schema.json"
+NOT_RECIPES = ("tune", "ladder")  # what `finetune tune` and `finetune ablate` read, which lies beside them
 
 
 def folder(name: str) -> Path:
@@ -23,7 +24,8 @@ def folder(name: str) -> Path:
 def recipes() -> dict[str, Path]:
     """Every shipped recipe by its name: `quickstart`, `llama3_8b/dora`."""
     root = folder("recipes")
-    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    found = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {name: path for name, path in found.items() if name not in NOT_RECIPES}
 
 
 def purpose(path: Path) -> str:

@@ -61,9 +61,12 @@ LAYERS = (
     ("evaluate", "validate"),
     ("verify", "proof", "publish", "compare_table", "report"),
     ("launch_receipts", "apart", "stages"),
-    ("train", "merge", "doctor", "launch", "chat", "plan", "prove"),
-    ("plan_changes", "profile"),
+    ("trial", "study_storage", "tune_space"),
+    ("tune_report", "tune_check", "sweep"),
+    ("train", "merge", "doctor", "launch", "chat", "plan", "prove", "tune"),
+    ("plan_changes", "profile", "warm", "preflight"),
     ("compare", "given"),
+    ("tune_command",),
     ("cli",),
     ("__main__",),
 )
@@ -128,6 +131,11 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "prove",
         "given",
         "stages",
+        "tune",
+        "tune_space",
+        "tune_check",
+        "tune_report",
+        "sweep",
     }
     sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
