@@ -205,3 +205,10 @@ TRACED: tuple[str, dict[str, Any]] = (
     "--output",
     {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"},
 )
+ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--ladder", {"metavar": "FILE", "help": "the rungs: recipes/ladder.yaml"}),
+    (
+        "--output",
+        {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
+    ),
+)

@@ -65,6 +65,15 @@ class Point(NamedTuple):
     y_err: float | tuple[float, float] | None
 
 
+class Bar(NamedTuple):
+    """A row of `bars`."""
+
+    label: str
+    values: Numbers
+    """One of each series; `None`: no bar."""
+    errors: Sequence[float]
+
+
 def curves(
     lines: Sequence[Curve],
     ylabel: str,
@@ -133,6 +142,28 @@ def scatter(
     return _svg(figure, alt or f"{ylabel} against {xlabel}")
 
 
+def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = "") -> str:
+    """Horizontal bars, a row for each label from the top down, one bar of each series in it."""
+    figure, axes = _axes(xlabel, "")
+    thick = 0.8 / len(series)
+    for index, name in enumerate(series):
+        known = [(place, row) for place, row in enumerate(rows) if row.values[index] is not None]
+        places = [place + (index - (len(series) - 1) / 2) * thick for place, _ in known]
+        look: dict[str, Any] = {"color": SERIES[index], "label": name, "ecolor": STAND_INS["soft"]}
+        errors = [row.errors[index] for _, row in known]
+        axes.barh(
+            places, [row.values[index] for _, row in known], thick * 0.9, xerr=errors, capsize=2, **look
+        )
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], color=STAND_INS["ink"])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=STAND_INS["grid"], linewidth=0.8)
+    figure.set_size_inches(1.6 * WIDTH, HEIGHT + 0.28 * max(0, len(rows) - 6))
+    _finish(axes, rows, named=True, height=figure.get_figheight())
+    figure.subplots_adjust(left=0.36)
+    return _svg(figure, alt or f"{xlabel}, by {', '.join(series)}")
+
+
 def smoothed(values: Numbers) -> list[float]:
     """The mean round each value: a thirtieth of all to either side, fewer at the ends.
 
@@ -168,12 +199,12 @@ def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool) -> None:
+def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool, height: float = HEIGHT) -> None:
     """Margins, and the legend under the plot; or, where there is nothing to draw, that."""
     handles, labels = axes.get_legend_handles_labels() if named else ([], [])
     columns = max(1, min(3, 48 // (max(map(len, labels), default=0) + 5)))
     legend_rows = -(-len(labels) // columns)
-    height = 72 * HEIGHT + 14 * max(0, legend_rows - 2)  # a long legend makes the figure longer, not flatter
+    height = 72 * height + 14 * max(0, legend_rows - 2)  # a long legend makes the figure longer, not flatter
     below = 33 + 14 * legend_rows  # the axis and its name, then the legend
     figure: Any = axes.figure
     figure.set_figheight(height / 72)

@@ -1,0 +1,185 @@
+"""What a ladder found: the table on the screen and in markdown, the picture, the page, the best recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune import plots, run_folder, summary
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
+    from finetune.screen import Screen
+
+HEADER = (
+    "rung",
+    "alone",
+    "tokens/s",
+    "stacked",
+    "tokens/s",
+    "GiB",
+    "MFU",
+    "loss",
+    "held-out",
+    "first step, s",
+    "verdict",
+)
+NOTES = (
+    "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those of the stack "
+    "so far. Tokens are those of rows, without padding; a run's figure is the median of its steps after the warm-up, a "
+    "rung's the median of its runs. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is the mean of "
+    "the last two steps. A gain counts if it is more than twice its standard error, from the spread of repeats pooled over all "
+    "variants; a curve may be as far from the baseline's as the band says."
+)
+
+
+def cells(found: dict[str, Any]) -> list[list[str]]:
+    """Rows of the table: the baseline, the rungs that ran, the whole stack, the recipe as it is."""
+    rows = [
+        [
+            "baseline",
+            "1.00",
+            f"{found['baseline']['tokens_per_second']:,.0f}",
+            "",
+            "",
+            *_rest(found["baseline"]),
+            "",
+        ]
+    ]
+    for row in found["rungs"]:
+        alone, stacked = row.get("alone", {}), row.get("stacked", {})
+        shown = stacked if "speedup" in stacked else alone
+        if "speedup" in shown:
+            rows.append([row["name"], *_gain(alone), *_gain(stacked), *_rest(shown), row["status"]])
+    for name, whole in (("the stack", found["stack"]), ("the recipe as it is", found["as_is"])):
+        if whole:
+            ratio = whole["tokens_per_second"] / found["baseline"]["tokens_per_second"]
+            rows.append(
+                [name, f"{ratio:.2f}", f"{whole['tokens_per_second']:,.0f}", "", "", *_rest(whole), ""]
+            )
+    return rows
+
+
+def _gain(found: dict[str, Any]) -> list[str]:
+    if "speedup" not in found:
+        return ["-", "-"]
+    return [f"{found['speedup']:.2f} ±{found['noise']:.2f}", f"{found['tokens_per_second']:,.0f}"]
+
+
+def _rest(found: dict[str, Any]) -> list[str]:
+    mfu, held_out = found["mfu"], found["held_out"]
+    return [
+        f"{found['memory_gib']:.2f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        f"{found['loss']:.4f}",
+        "-" if held_out is None else f"{held_out:.4f}",
+        f"{found['first_step_seconds']:.1f}",
+    ]
+
+
+def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Every rung with what became of it, and why."""
+    return [(row["name"], row["status"], row["why"]) for row in found["rungs"]]
+
+
+def headline(found: dict[str, Any]) -> str:
+    """The whole ladder in a sentence."""
+    stack, base = found["stack"], found["baseline"]
+    rungs = " + ".join(stack["rungs"]) or "nothing"
+    return (
+        f"{rungs}: {found['speedup']:.2f} times the baseline's tokens/s "
+        f"({base['tokens_per_second']:,.0f} to {stack['tokens_per_second']:,.0f}), "
+        f"{base['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB"
+    )
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """ladder.md."""
+    table = [list(HEADER), ["---"] * len(HEADER), *cells(found)]
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    noise = "not known" if found["noise"] is None else f"{found['noise']:.1%}"
+    hardware, measure = found["machine"]["hardware"], found["measure"]
+    said = (
+        f"`{found['command']}`, {found['date']}: {hardware}, OMP_NUM_THREADS {found['machine']['threads']}, torch "
+        f"{found['machine']['torch']}. {measure['steps']} steps a run, the first {measure['warm_up']} not counted, "
+        f"{measure['repeats']} runs a variant; one run's noise {noise}; {found['seconds']:.0f} s in all."
+    )
+    why = "\n".join(f"- {name} {status}: {text}" for name, status, text in reasons(found))
+    parts = [f"# The ladder of {Path(found['recipe']).name}", f"{headline(found)}.", said, "\n".join(lines)]
+    return "\n\n".join([*parts, "![The ladder](ladder.svg)", why, NOTES]) + "\n"
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Each rung's gain alone, and the stack as it grows, both in times the baseline's tokens/s."""
+    base = found["baseline"]["tokens_per_second"]
+    bars = [plots.Bar("baseline", [1.0, 1.0], [0.0, 0.0])]
+    for row in found["rungs"]:
+        alone, stacked = row.get("alone", {}), row.get("stacked", {})
+        if "speedup" in alone:
+            ratios = [
+                one["tokens_per_second"] / base if "speedup" in one else None for one in (alone, stacked)
+            ]
+            spread = [alone["noise"], stacked.get("noise", 0.0) * (ratios[1] or 0.0)]
+            name = row["name"] if row["status"] == "kept" else f"{row['name']} ({row['status']})"
+            bars.append(plots.Bar(name, ratios, spread))
+    return plots.bars(bars, ("alone", "on the stack so far"), "times the baseline's tokens/s")
+
+
+def page(found: dict[str, Any]) -> str:
+    """One self-contained HTML file."""
+    import jinja2
+
+    here = Path(__file__).parent
+    folders = jinja2.FileSystemLoader([here, here / "data"])
+    pages = jinja2.Environment(
+        loader=folders,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    stack, base = found["stack"], found["baseline"]
+    figures = [
+        ("times the baseline", f"{found['speedup']:.2f}"),
+        ("tokens/s", f"{stack['tokens_per_second']:,.0f}"),
+        ("GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
+        ("loss", f"{base['loss']:.4f} → {stack['loss']:.4f}"),
+    ]
+    machine = ", ".join(
+        f"{name} {found['machine'][name]}" for name in ("hardware", "threads", "torch", "transformers")
+    )
+    given = {"title": f"The ladder of {Path(found['recipe']).name}", "machine": machine, "headlines": figures}
+    given |= {"picture": picture(found), "header": HEADER, "rows": cells(found), "reasons": reasons(found)}
+    return pages.get_template("ablate.html.jinja").render(**given, notes=NOTES, command=found["command"])
+
+
+def write(place: Path, found: dict[str, Any]) -> None:
+    """ladder.md, ladder.svg and ladder.html beside ladder.json."""
+    for name, text in (("md", markdown(found)), ("svg", picture(found)), ("html", page(found))):
+        (place / f"ladder.{name}").write_text(text, encoding="utf-8")
+
+
+def show(screen: Screen, found: dict[str, Any], place: Path) -> None:
+    screen.table(f"the ladder of {found['recipe']}", HEADER, cells(found))
+    screen.table("what became of each rung", ("rung", "", "why"), reasons(found))
+    screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
+    screen.say(f"next: finetune train {place}/best.yaml")
+
+
+def best(recipe: Recipe, found: dict[str, Any]) -> str:
+    """The recipe with what helped, each value with where it came from. It loads as a recipe."""
+    chosen = {k: (path, "of this machine") for k, path in summary.local_paths(recipe).items()}
+    chosen["train.output_dir"] = (None, "default")
+    for key, why in found["sources"].items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(recipe, section), name, None)
+        who = recipe.origin.set_by.get(key, "default")
+        chosen[key] = (value, f"ladder: {why}" if who == "override" else f"{who}; ladder: {why}")
+    precision = found["stack"]["mixed_precision"]
+    top = f"# {headline(found)}.\n# {found['command']}, {found['date']}, {found['machine']['hardware']}.\n"
+    top += (
+        f"# The launch decides on precision: mixed_precision: {precision} was measured.\n"
+        if precision
+        else ""
+    )
+    return top + run_folder.resolved_yaml(recipe, chosen)
