@@ -94,7 +94,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         Screen(quiet=quiet),
         rank(own.adapter.ours("r") or getattr(own.adapter, "r", None)),
     )
-    bench.held_out = cut_held_out(
+    bench.held_out = measured.cut_held_out(
         own.data.validation, asked.folder / stem(bench), steps.measure.held_out_rows
     )
     started, rows = time.monotonic(), begin(bench)
@@ -115,16 +115,6 @@ def stem(bench: Bench) -> str:
 
 def rank(r: Any) -> str:
     return f"_rank{r}" if isinstance(r, int) else ""
-
-
-def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
-    """The first held-out rows, as a file of their own; of a file of lines only."""
-    place.mkdir(parents=True, exist_ok=True)
-    if path is None or not rows or Path(path).suffix != ".jsonl":
-        return None
-    lines = Path(path).read_text(encoding="utf-8").splitlines()[:rows]
-    (place / "held_out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(place / "held_out.jsonl")
 
 
 def begin(bench: Bench) -> list[dict[str, Any]]:
@@ -234,7 +224,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
 
 
 def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]:
-    """The rungs one on top of another; what does not help is left out. Returns the stack and its rungs' names."""
+    """The rungs one on top of another, without those that don't help; the stack, and the names of its rungs."""
     current, kept, last = ladder.baseline(bench.ladder), list[str](), "baseline"
     others = False  # whether other rows meet in the stack's batches than in the baseline's
     previous, repeats = key(current), bench.ladder.measure.repeats
@@ -288,7 +278,7 @@ def judge(bench: Bench, rung: Rung, variant: Variant, under: Variant, gate: Vari
     failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
     if failed or not runs or not before:
         return {"verdict": "error", "why": failed or "what it stands on was not measured"}
-    found = summary(runs) | {"against": summary(before)}
+    found = measured.summary(runs) | {"against": measured.summary(before)}
     ratio = found["tokens_per_second"] / found["against"]["tokens_per_second"]
     sure = bench.ladder.measure.min_gain
     if bench.noise is not None:
@@ -310,29 +300,11 @@ def judge(bench: Bench, rung: Rung, variant: Variant, under: Variant, gate: Vari
     return found | {"verdict": "kept" if ratio > 1 + sure else "dropped", "why": said}
 
 
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over repeats; the losses of the first, which has the held-out rows."""
-    found = {
-        k: statistics.median(run[k] for run in runs)
-        for k in ("tokens_per_second", "step_seconds", "first_step_seconds", "memory_gib")
-    }
-    mfu = [run["mfu"] for run in runs if run["mfu"] is not None]
-    first = runs[0]
-    return found | {
-        "runs": len(runs),
-        "all": [run["tokens_per_second"] for run in runs],
-        "mfu": statistics.median(mfu) if mfu else None,
-        "loss": statistics.mean(first["losses"][-2:]),
-        "held_out": first["held_out"],
-        "losses": first["losses"],
-    }
-
-
 def outside(
     bench: Bench, rung: Rung, runs: list[dict[str, Any]], gate: Variant, found: dict[str, Any]
 ) -> str:
     """Why the loss gate is not passed; the empty string if it is. Leaves the measured distance in `found`."""
-    limits, base = bench.ladder.measure, summary(bench.of(gate))
+    limits, base = bench.ladder.measure, measured.summary(bench.of(gate))
     if rung.gate == "curve":
         found["apart"] = measured.distance(runs[0]["losses"], base["losses"])
         if found["apart"] > limits.loss_band:
@@ -371,7 +343,10 @@ def collect(
     bench: Bench, rows: list[dict[str, Any]], variant: Variant, kept: list[str], seconds: float
 ) -> dict[str, Any]:
     """The content of ladder.json."""
-    base, whole = summary(bench.of(ladder.baseline(bench.ladder))), summary(bench.of(variant))
+    base, whole = (
+        measured.summary(bench.of(ladder.baseline(bench.ladder))),
+        measured.summary(bench.of(variant)),
+    )
     as_is = [run for run in bench.of(Variant(None, {})) if not run["failed"]]
     first = bench.of(ladder.baseline(bench.ladder))[0]
     words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
@@ -391,7 +366,7 @@ def collect(
         "seconds": seconds,
         "noise": bench.noise,
         "baseline": base,
-        "as_is": summary(as_is) if as_is else None,
+        "as_is": measured.summary(as_is) if as_is else None,
         "stack": whole | {"rungs": kept, "mixed_precision": variant.mixed_precision},
         "speedup": whole["tokens_per_second"] / base["tokens_per_second"],
         "rungs": rows,

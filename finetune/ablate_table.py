@@ -25,11 +25,12 @@ HEADER = (
     "verdict",
 )
 NOTES = (
-    "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those of the stack "
-    "so far. Tokens are those of rows, without padding; a run's figure is the median of its steps after the warm-up, a "
-    "rung's the median of its runs. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is the mean of "
-    "the last two steps. A gain counts if it is more than twice its standard error, from the spread of repeats pooled over all "
-    "variants; a curve may be as far from the baseline's as the band says."
+    "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those of the "
+    "stack so far. Tokens are those of rows, without padding; a run's figure is the median of its steps after "
+    "the warm-up, a rung's the median of its runs. GiB is the allocator's peak; on a CPU the process's size "
+    "after a step. Loss is the mean of the last two steps. A gain counts if it is more than twice its standard "
+    "error, from the spread of repeats pooled over all variants; a curve may be as far from the baseline's as "
+    "the band says."
 )
 
 
@@ -100,9 +101,10 @@ def markdown(found: dict[str, Any]) -> str:
     noise = "not known" if found["noise"] is None else f"{found['noise']:.1%}"
     hardware, measure = found["machine"]["hardware"], found["measure"]
     said = (
-        f"`{found['command']}`, {found['date']}: {hardware}, OMP_NUM_THREADS {found['machine']['threads']}, torch "
-        f"{found['machine']['torch']}. {measure['steps']} steps a run, the first {measure['warm_up']} not counted, "
-        f"{measure['repeats']} runs a variant; one run's noise {noise}; {found['seconds']:.0f} s in all."
+        f"`{found['command']}`, {found['date']}: {hardware}, OMP_NUM_THREADS {found['machine']['threads']}, "
+        f"torch {found['machine']['torch']}. {measure['steps']} steps a run, the first {measure['warm_up']} "
+        f"not counted, {measure['repeats']} runs a variant; one run's noise {noise}; "
+        f"{found['seconds']:.0f} s in all."
     )
     why = "\n".join(f"- {name} {status}: {text}" for name, status, text in reasons(found))
     parts = [f"# The ladder of {Path(found['recipe']).name}", f"{headline(found)}.", said, "\n".join(lines)]

@@ -71,13 +71,13 @@ class Rung(Section):
     off: str = ""
     """How to switch it off."""
     source: str = ""
-    set: dict[str, Any] = {}
+    set: dict[str, Any] = Field(default_factory=dict)
     """Recipe keys; `default`: what the baseline set is taken away."""
     mixed_precision: PRECISION | None = None
     """The launch's."""
     same_tokens: bool = False
     """`train.effective_batch_size` becomes what gives a step the baseline's tokens in full rows."""
-    on: list[str] = []
+    on: list[str] = Field(default_factory=list)
     """Rungs it stands on: alone it is measured against these."""
     needs: Needs = Needs()
     gain: Literal["speed", "memory"] = "speed"
@@ -92,7 +92,7 @@ class Rung(Section):
 
 class Baseline(Section):
     mixed_precision: PRECISION | None = None
-    set: dict[str, Any] = {}
+    set: dict[str, Any] = Field(default_factory=dict)
 
 
 class Ladder(Section):

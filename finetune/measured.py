@@ -1,7 +1,7 @@
 """A run that is measured: `finetune train` in a fresh process, an ordinary run folder, and its figures.
 
-Under an `ablate.json` that says what was run, a finished run is not made again. On a CPU the process is forked
-from a server that has imported the libraries and done nothing else, which saves ten seconds a run.
+Under an `ablate.json` that says what was run, a finished run is not made again. On a CPU the process is
+forked from a server that has imported the libraries and done nothing else, which saves ten seconds a run.
 """
 
 from __future__ import annotations
@@ -73,6 +73,16 @@ def identity(job: Job) -> str:
     values["train"].pop("output_dir", None)
     launch = [job.mixed_precision, job.accelerate]
     return hashlib.sha256(json.dumps([values, launch], sort_keys=True).encode()).hexdigest()
+
+
+def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
+    """The first held-out rows, as a file of their own; of a file of lines only."""
+    place.mkdir(parents=True, exist_ok=True)
+    if path is None or not rows or Path(path).suffix != ".jsonl":
+        return None
+    lines = Path(path).read_text(encoding="utf-8").splitlines()[:rows]
+    (place / "held_out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(place / "held_out.jsonl")
 
 
 def make(job: Job, *, cpu: bool) -> bool:
@@ -185,12 +195,31 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     }
 
 
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over repeats; the losses of the first, which has the held-out rows."""
+    found = {
+        k: statistics.median(run[k] for run in runs)
+        for k in ("tokens_per_second", "step_seconds", "first_step_seconds", "memory_gib")
+    }
+    mfu = [run["mfu"] for run in runs if run["mfu"] is not None]
+    first = runs[0]
+    return found | {
+        "runs": len(runs),
+        "all": [run["tokens_per_second"] for run in runs],
+        "mfu": statistics.median(mfu) if mfu else None,
+        "loss": statistics.mean(first["losses"][-2:]),
+        "held_out": first["held_out"],
+        "losses": first["losses"],
+    }
+
+
 def machine(place: RunFolder) -> dict[str, str]:
     """What has to be equal for figures to be compared, and how often a run saved."""
     found = place.read("environment.json")
     here, launch = found["hardware"], found["launch"]
+    size = f"{here['cpu_cores']} cores, {here['memory_gib']:.0f} GiB"
     return {
-        "hardware": f"{here['count']} x {here['name']}, {here['cpu_cores']} cores, {here['memory_gib']:.0f} GiB",
+        "hardware": f"{here['count']} x {here['name']}, {size}",
         "processes": str(launch["processes"]),
         "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
         "checkpoints": saves(place),

@@ -152,7 +152,12 @@ def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = 
         look: dict[str, Any] = {"color": SERIES[index], "label": name, "ecolor": STAND_INS["soft"]}
         errors = [row.errors[index] for _, row in known]
         axes.barh(
-            places, [row.values[index] for _, row in known], thick * 0.9, xerr=errors, capsize=2, **look
+            places,
+            [row.values[index] or 0.0 for _, row in known],
+            thick * 0.9,
+            xerr=errors,
+            capsize=2,
+            **look,
         )
     axes.set_yticks(range(len(rows)), [row.label for row in rows], color=STAND_INS["ink"])
     axes.invert_yaxis()

@@ -22,6 +22,7 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
     ("recipe_errors",),
+    ("ladder",),
     ("recipe", "receipts", "batch", "hardware", "modules", "adapter_init", "hub", "ranks", "nested"),
     ("run_folder", "screen", "adapter_source", "plots", "estimate", "architecture", "checkpoint"),
     ("speed",),
@@ -40,6 +41,7 @@ LAYERS = (
     ),
     ("state", "exchange", "loraplus"),
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
+    ("measured", "ablate_table"),
     ("plan_memory", "plan_time"),
     ("harness", "check"),
     ("results",),
@@ -47,7 +49,7 @@ LAYERS = (
     ("verify", "proof", "publish", "compare_table", "report"),
     ("launch_receipts", "apart"),
     ("train", "merge", "doctor", "launch", "chat", "plan", "prove"),
-    ("plan_changes", "profile"),
+    ("plan_changes", "profile", "ablate", "ab_test"),
     ("compare", "given"),
     ("cli",),
     ("__main__",),
@@ -113,7 +115,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "prove",
         "given",
     }
-    sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
+    sees_all = {"ablate_table", "merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
 
 
@@ -152,7 +154,7 @@ def test_the_schema_is_current() -> None:
 
 
 def test_there_are_recipes_for_each_model_and_adapter() -> None:
-    models = {name.partition("/")[0] for name in RECIPES if "/" in name} - {"adapters", "isc25"}
+    models = {name.partition("/")[0] for name in RECIPES if "/" in name} - {"adapters", "baselines", "gpus", "isc25"}
     assert models == {"llama3_8b", "llama3_1b", "qwen3_8b", "mistral_7b"}
     for model in models:
         kinds = {name.partition("/")[2] for name in RECIPES if name.startswith(f"{model}/")}
