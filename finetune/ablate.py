@@ -87,13 +87,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     steps = ladder.read(asked.ladder)
     own = load_recipe(asked.path, asked.overrides)
     check.run(own)
-    bench = Bench(
-        asked,
-        steps,
-        hardware.detect(),
-        Screen(quiet=quiet),
-        rank(own.adapter.ours("r") or getattr(own.adapter, "r", None)),
-    )
+    bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     bench.held_out = measured.cut_held_out(
         own.data.validation, asked.folder / stem(bench), steps.measure.held_out_rows
     )
@@ -121,22 +115,10 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
     """A row for each rung; those that can't be measured here have their reason already."""
     rows = []
     for rung in bench.ladder.rungs:
-        row: dict[str, Any] = {
-            "name": rung.name,
-            "kind": rung.kind,
-            "what": rung.what,
-            "status": "",
-            "why": "",
-        }
-        lacking = "" if rung.noop else ladder.missing(rung.needs, bench.machine)
-        lacking = lacking or next(
-            (
-                text
-                for name in rung.on
-                if (text := ladder.missing(bench.ladder.rung(name).needs, bench.machine))
-            ),
-            "",
-        )
+        row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what}
+        row |= {"status": "", "why": ""}
+        stands = [rung, *map(bench.ladder.rung, rung.on)]
+        lacking = next(filter(None, (ladder.missing(each.needs, bench.machine) for each in stands)), "")
         if rung.noop:
             row |= {"status": "no-op", "why": rung.noop}
         elif lacking:
@@ -224,7 +206,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
 
 
 def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]:
-    """The rungs one on top of another, without those that don't help; the stack, and the names of its rungs."""
+    """The rungs one on top of another, less those that don't help; the stack, and its rungs' names."""
     current, kept, last = ladder.baseline(bench.ladder), list[str](), "baseline"
     others = False  # whether other rows meet in the stack's batches than in the baseline's
     previous, repeats = key(current), bench.ladder.measure.repeats
