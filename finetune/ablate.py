@@ -198,6 +198,8 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
         for name, kind, variant in jobs:
             if len(bench.of(variant)) < number:
                 measure(bench, name, kind, "alone" if kind != "baseline" else "baseline", variant)
+    if len(bench.of(base)) < 2:  # else nothing would be known of noise
+        measure(bench, "baseline", "baseline", "baseline", base)
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
@@ -295,7 +297,7 @@ def outside(
             )
         return ""
     if found["held_out"] is None or base["held_out"] is None:
-        half = limits.steps // 2
+        half = len(base["losses"]) // 2
         worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
         name = "training loss over its second half (no held-out rows: data.validation)"
     else:

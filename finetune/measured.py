@@ -70,6 +70,7 @@ def identity(job: Job) -> str:
     """A hash of all that decides a run's figures, but for the machine and the data's content."""
     values = load_recipe(job.recipe, job.overrides).model_dump(mode="json", exclude_none=True)
     values.pop("publish")
+    values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
     values["train"].pop("output_dir", None)
     launch = [job.mixed_precision, job.accelerate]
     return hashlib.sha256(json.dumps([values, launch], sort_keys=True).encode()).hexdigest()
@@ -217,12 +218,14 @@ def machine(place: RunFolder) -> dict[str, str]:
     """What has to be equal for figures to be compared, and how often a run saved."""
     found = place.read("environment.json")
     here, launch = found["hardware"], found["launch"]
+    files = sorted(set(place.read("data_report.json")["train"]["sources"].values()))
     size = f"{here['cpu_cores']} cores, {here['memory_gib']:.0f} GiB"
     return {
         "hardware": f"{here['count']} x {here['name']}, {size}",
         "processes": str(launch["processes"]),
         "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
         "checkpoints": saves(place),
+        "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],
         **{name: str(version) for name, version in found["packages"].items()},
     }
 

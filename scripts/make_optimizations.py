@@ -1,4 +1,4 @@
-"""Write docs/optimizations.md from recipes/ladder.yaml and what benchmarks/ measured; a test keeps it current."""
+"""Write docs/optimizations.md from recipes/ladder.yaml and what was measured; a test keeps it current."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "optimizations.md"
 HEAD = """# Optimisations
 
-Made by `scripts/make_optimizations.py` from [recipes/ladder.yaml](../recipes/ladder.yaml) and from what was measured. `finetune
-ablate RECIPE` measures each on your machine, alone and on top of those that helped, and writes the recipe with what did.
+Made by `scripts/make_optimizations.py` from [recipes/ladder.yaml](../recipes/ladder.yaml) and from what was
+measured. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped, and
+writes the recipe with what did.
 
-**On a CPU**: {cpu} ([all of it](../benchmarks/ladder.md)). Alone: times the tokens/s of a baseline in fp32 with everything off.
-**On a GPU**: between rows of [benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
+**On a CPU**: {cpu} ([all of it](../benchmarks/ladder.md)). Alone: times the
+tokens/s of a baseline in fp32 with everything off. **On a GPU**: between rows of
+[benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
 {device}); the ladder itself has not run on a GPU yet.
 
 | | what it does | CPU: alone | verdict | GPU | cost | off |
@@ -46,7 +48,11 @@ def page() -> str:
         if not rung.noop:
             cells = [rung.name, rung.what, *on_cpu(rows[rung.name]), on_gpu(rung, gpu), rung.cost or "-"]
             text += f"| {' | '.join([*cells, f'`{rung.off}`'])} |\n"
-    return text + NO_OPS + "".join(f"- **{rung.name}**: {rung.what} {rung.noop}.\n" for rung in rungs if rung.noop)
+    return (
+        text
+        + NO_OPS
+        + "".join(f"- **{rung.name}**: {rung.what} {rung.noop}.\n" for rung in rungs if rung.noop)
+    )
 
 
 def on_cpu(row: dict[str, Any]) -> list[str]:
