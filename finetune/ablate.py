@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from finetune.ladder import Ladder, Rung
 
 
+BUSY = 0.05  # noise of a run by the clock
+
+
 class Asked(NamedTuple):
     """What was asked for."""
 
@@ -58,16 +61,26 @@ class Bench:
     """Figures of a variant's runs, by `key`."""
     strange: dict[str, str] = field(default_factory=dict)
     """Runs that are NOT COMPARABLE, and why."""
+    rate: str = "tokens_per_second"
+    """What gains are of."""
 
     def of(self, variant: Variant) -> list[dict[str, Any]]:
         return self.groups.get(key(variant), [])
 
-    @property
-    def noise(self) -> float | None:
+    def noise(self, rate: str) -> float | None:
+        """One run's, relative."""
         whole = [
-            [run["tokens_per_second"] for run in group if not run["failed"]] for group in self.groups.values()
+            [run[rate] for run in group if not run["failed"] and run[rate]] for group in self.groups.values()
         ]
         return measured.noise(whole)
+
+    def choose_rate(self) -> None:
+        """A CPU that other work shares is judged by CPU seconds, if these are steadier than the clock."""
+        clock, taken = (self.noise(f"tokens_per_{second}") for second in ("second", "cpu_second"))
+        if self.machine.device == "cpu" and clock and taken is not None and clock > max(BUSY, taken):
+            self.rate = "tokens_per_cpu_second"
+            said = f"noise {clock:.0%} by the clock, {taken:.1%} by CPU seconds"
+            self.screen.say(f"note: this machine is busy ({said}): gains are of tokens a CPU second")
 
 
 def key(variant: Variant) -> str:
@@ -200,6 +213,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
                 measure(bench, name, kind, "alone" if kind != "baseline" else "baseline", variant)
     if len(bench.of(base)) < 2:  # else nothing would be known of noise
         measure(bench, "baseline", "baseline", "baseline", base)
+    bench.choose_rate()
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
@@ -263,10 +277,10 @@ def judge(bench: Bench, rung: Rung, variant: Variant, under: Variant, gate: Vari
     if failed or not runs or not before:
         return {"verdict": "error", "why": failed or "what it stands on was not measured"}
     found = measured.summary(runs) | {"against": measured.summary(before)}
-    ratio = found["tokens_per_second"] / found["against"]["tokens_per_second"]
-    sure = bench.ladder.measure.min_gain
-    if bench.noise is not None:
-        sure = max(sure, 2 * bench.noise * math.sqrt(1 / len(runs) + 1 / len(before)))
+    ratio = found[bench.rate] / found["against"][bench.rate]
+    sure, noise = bench.ladder.measure.min_gain, bench.noise(bench.rate)
+    if noise is not None:
+        sure = max(sure, 2 * noise * math.sqrt(1 / len(runs) + 1 / len(before)))
     memory = found["memory_gib"] / found["against"]["memory_gib"]
     found |= {
         "speedup": ratio,
@@ -277,7 +291,7 @@ def judge(bench: Bench, rung: Rung, variant: Variant, under: Variant, gate: Vari
     lost = outside(bench, rung, runs, gate, found)
     if lost:
         return found | {"verdict": "failed", "why": lost}
-    said = f"{ratio - 1:+.1%} tokens/s (noise {sure:.1%})"
+    said = f"{ratio - 1:+.1%} {measured.UNITS[bench.rate]} (noise {sure:.1%})"
     if rung.gain == "memory":
         helps = memory < 1 - max(0.02, bench.ladder.measure.min_gain) and ratio >= 1 - sure
         return found | {"verdict": "kept" if helps else "dropped", "why": f"{memory - 1:+.1%} memory, {said}"}
@@ -348,11 +362,12 @@ def collect(
         "machine": first["machine"],
         "measure": bench.ladder.measure.model_dump(),
         "seconds": seconds,
-        "noise": bench.noise,
+        "rate": bench.rate,
+        "noise": {rate: bench.noise(rate) for rate in measured.UNITS},
         "baseline": base,
         "as_is": measured.summary(as_is) if as_is else None,
         "stack": whole | {"rungs": kept, "mixed_precision": variant.mixed_precision},
-        "speedup": whole["tokens_per_second"] / base["tokens_per_second"],
+        "speedup": whole[bench.rate] / base[bench.rate],
         "rungs": rows,
         "sources": sources,
     }

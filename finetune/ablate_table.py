@@ -5,66 +5,50 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import plots, run_folder, summary
+from finetune import measured, plots, run_folder, summary
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
     from finetune.screen import Screen
 
-HEADER = (
-    "rung",
-    "alone",
-    "tokens/s",
-    "stacked",
-    "tokens/s",
-    "GiB",
-    "MFU",
-    "loss",
-    "held-out",
-    "first step, s",
-    "verdict",
-)
 NOTES = (
     "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those "
     "of the stack so far. Tokens are those of rows, without padding; a run's figure is the median of its "
     "steps after the warm-up, a rung's the median of its runs. GiB is the allocator's peak; on a CPU the "
     "process's size after a step. Loss is the mean of the last two steps. A gain counts if it is more "
     "than twice its standard error, from the spread of repeats pooled over all variants; a curve may be "
-    "as far from the baseline's as the band says."
+    "as far from the baseline's as the band says. On a CPU that is busy with other work, gains are of "
+    "tokens a CPU second: what the steps cost, not how long they took."
 )
+
+
+def header(found: dict[str, Any]) -> list[str]:
+    unit = measured.UNITS[found["rate"]]
+    figures = ("alone", unit, "stacked", unit, "GiB", "MFU", "loss", "held-out", "first step, s")
+    return ["rung", *figures, "verdict"]
 
 
 def cells(found: dict[str, Any]) -> list[list[str]]:
     """Rows of the table: the baseline, the rungs that ran, the whole stack, the recipe as it is."""
-    rows = [
-        [
-            "baseline",
-            "1.00",
-            f"{found['baseline']['tokens_per_second']:,.0f}",
-            "",
-            "",
-            *_rest(found["baseline"]),
-            "",
-        ]
-    ]
+    rate, base = found["rate"], found["baseline"]
+    rows = [["baseline", "1.00", f"{base[rate]:,.0f}", "", "", *_rest(base), ""]]
     for row in found["rungs"]:
         alone, stacked = row.get("alone", {}), row.get("stacked", {})
         shown = stacked if "speedup" in stacked else alone
         if "speedup" in shown:
-            rows.append([row["name"], *_gain(alone), *_gain(stacked), *_rest(shown), row["status"]])
+            gains = [*_gain(alone, rate), *_gain(stacked, rate)]
+            rows.append([row["name"], *gains, *_rest(shown), row["status"]])
     for name, whole in (("the stack", found["stack"]), ("the recipe as it is", found["as_is"])):
         if whole:
-            ratio = whole["tokens_per_second"] / found["baseline"]["tokens_per_second"]
-            rows.append(
-                [name, f"{ratio:.2f}", f"{whole['tokens_per_second']:,.0f}", "", "", *_rest(whole), ""]
-            )
+            figures = [f"{whole[rate] / base[rate]:.2f}", f"{whole[rate]:,.0f}"]
+            rows.append([name, *figures, "", "", *_rest(whole), ""])
     return rows
 
 
-def _gain(found: dict[str, Any]) -> list[str]:
+def _gain(found: dict[str, Any], rate: str) -> list[str]:
     if "speedup" not in found:
         return ["-", "-"]
-    return [f"{found['speedup']:.2f} ±{found['noise']:.2f}", f"{found['tokens_per_second']:,.0f}"]
+    return [f"{found['speedup']:.2f} ±{found['noise']:.2f}", f"{found[rate]:,.0f}"]
 
 
 def _rest(found: dict[str, Any]) -> list[str]:
@@ -85,25 +69,26 @@ def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def headline(found: dict[str, Any]) -> str:
     """The whole ladder in a sentence."""
-    stack, base = found["stack"], found["baseline"]
+    stack, base, rate = found["stack"], found["baseline"], found["rate"]
     rungs = " + ".join(stack["rungs"]) or "nothing"
     return (
-        f"{rungs}: {found['speedup']:.2f} times the baseline's tokens/s "
-        f"({base['tokens_per_second']:,.0f} to {stack['tokens_per_second']:,.0f}), "
+        f"{rungs}: {found['speedup']:.2f} times the baseline's {measured.UNITS[rate]} "
+        f"({base[rate]:,.0f} to {stack[rate]:,.0f}), "
         f"{base['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB"
     )
 
 
 def markdown(found: dict[str, Any]) -> str:
     """ladder.md."""
-    table = [list(HEADER), ["---"] * len(HEADER), *cells(found)]
+    table = [header(found), ["---"] * len(header(found)), *cells(found)]
     lines = [f"| {' | '.join(row)} |" for row in table]
-    noise = "not known" if found["noise"] is None else f"{found['noise']:.1%}"
+    known = {measured.UNITS[rate]: noise for rate, noise in found["noise"].items() if noise is not None}
+    noise = ", ".join(f"{value:.1%} of {unit}" for unit, value in known.items()) or "not known"
     hardware, measure = found["machine"]["hardware"], found["measure"]
     said = (
         f"`{found['command']}`, {found['date']}: {hardware}, OMP_NUM_THREADS {found['machine']['threads']}, "
         f"torch {found['machine']['torch']}. {measure['steps']} steps a run, the first {measure['warm_up']} "
-        f"not counted, {measure['repeats']} runs a variant; one run's noise {noise}; "
+        f"not counted, {measure['repeats']} runs a variant; one run's noise: {noise}; "
         f"{found['seconds']:.0f} s in all."
     )
     why = "\n".join(f"- {name} {status}: {text}" for name, status, text in reasons(found))
@@ -113,18 +98,17 @@ def markdown(found: dict[str, Any]) -> str:
 
 def picture(found: dict[str, Any]) -> str:
     """Each rung's gain alone, and the stack as it grows, both in times the baseline's tokens/s."""
-    base = found["baseline"]["tokens_per_second"]
+    rate = found["rate"]
+    base = found["baseline"][rate]
     bars = [plots.Bar("baseline", [1.0, 1.0], [0.0, 0.0])]
     for row in found["rungs"]:
         alone, stacked = row.get("alone", {}), row.get("stacked", {})
         if "speedup" in alone:
-            ratios = [
-                one["tokens_per_second"] / base if "speedup" in one else None for one in (alone, stacked)
-            ]
+            ratios = [one[rate] / base if "speedup" in one else None for one in (alone, stacked)]
             spread = [alone["noise"], stacked.get("noise", 0.0) * (ratios[1] or 0.0)]
             name = row["name"] if row["status"] == "kept" else f"{row['name']} ({row['status']})"
             bars.append(plots.Bar(name, ratios, spread))
-    return plots.bars(bars, ("alone", "on the stack so far"), "times the baseline's tokens/s")
+    return plots.bars(bars, ("alone", "on the stack so far"), f"times the baseline's {measured.UNITS[rate]}")
 
 
 def page(found: dict[str, Any]) -> str:
@@ -143,7 +127,7 @@ def page(found: dict[str, Any]) -> str:
     stack, base = found["stack"], found["baseline"]
     figures = [
         ("times the baseline", f"{found['speedup']:.2f}"),
-        ("tokens/s", f"{stack['tokens_per_second']:,.0f}"),
+        (measured.UNITS[found["rate"]], f"{stack[found['rate']]:,.0f}"),
         ("GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
         ("loss", f"{base['loss']:.4f} → {stack['loss']:.4f}"),
     ]
@@ -151,7 +135,12 @@ def page(found: dict[str, Any]) -> str:
         f"{name} {found['machine'][name]}" for name in ("hardware", "threads", "torch", "transformers")
     )
     given = {"title": f"The ladder of {Path(found['recipe']).name}", "machine": machine, "headlines": figures}
-    given |= {"picture": picture(found), "header": HEADER, "rows": cells(found), "reasons": reasons(found)}
+    given |= {
+        "picture": picture(found),
+        "header": header(found),
+        "rows": cells(found),
+        "reasons": reasons(found),
+    }
     return pages.get_template("ablate.html.jinja").render(**given, notes=NOTES, command=found["command"])
 
 
@@ -162,7 +151,7 @@ def write(place: Path, found: dict[str, Any]) -> None:
 
 
 def show(screen: Screen, found: dict[str, Any], place: Path) -> None:
-    screen.table(f"the ladder of {found['recipe']}", HEADER, cells(found))
+    screen.table(f"the ladder of {found['recipe']}", header(found), cells(found))
     screen.table("what became of each rung", ("rung", "", "why"), reasons(found))
     screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
     screen.say(f"next: finetune train {place}/best.yaml")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MARK = "ablate.json"
+UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
 # What is the same in all runs: no checkpoint, no evaluation but that of a few held-out rows
 ALIKE = {
     "train.logging_steps": 1,
@@ -169,7 +170,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     Returns:
         {"failed": why} or tokens_per_second and step_seconds (medians), first_step_seconds, memory_gib (the
         allocator's peak; on the CPU the process's size after a step), mfu, losses, held_out, tokens (of a
-        step), seconds (of the whole process), machine.
+        step), tokens_per_cpu_second (where the CPU trains), seconds (of the whole process), machine.
     """
     place = RunFolder(folder)
     mark = place.read(MARK)
@@ -181,6 +182,13 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
         for key in ("tokens_per_second", "step_seconds", "mfu")
     }
+    taken = [line["cpu_seconds"] for line in lines] if "cpu_seconds" in lines[0] else []
+    spent = (
+        statistics.median(b - a for a, b in zip(taken[warm_up - 1 :], taken[warm_up:], strict=False))
+        if taken
+        else None
+    )
+    tokens = lines[-1]["tokens"] / len(lines)
     held = "gpu_memory_gib" if lines[0]["gpu_memory_gib"] is not None else "host_memory_gib"
     return {
         "run": str(folder),
@@ -190,7 +198,8 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         "memory_gib": max(line[held] for line in lines),
         "losses": [line["loss"] for line in lines],
         "held_out": evaluation(place).get("tuned", {}).get("loss"),
-        "tokens": lines[-1]["tokens"] / len(lines),
+        "tokens": tokens,
+        "tokens_per_cpu_second": tokens / spent if spent else None,
         "seconds": mark["seconds"],
         "machine": machine(place),
     }
@@ -202,12 +211,14 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         k: statistics.median(run[k] for run in runs)
         for k in ("tokens_per_second", "step_seconds", "first_step_seconds", "memory_gib")
     }
+    taken = [run["tokens_per_cpu_second"] for run in runs if run["tokens_per_cpu_second"]]
     mfu = [run["mfu"] for run in runs if run["mfu"] is not None]
     first = runs[0]
     return found | {
         "runs": len(runs),
         "all": [run["tokens_per_second"] for run in runs],
         "mfu": statistics.median(mfu) if mfu else None,
+        "tokens_per_cpu_second": statistics.median(taken) if taken else None,
         "loss": statistics.mean(first["losses"][-2:]),
         "held_out": first["held_out"],
         "losses": first["losses"],

@@ -177,7 +177,8 @@ def test_an_optimised_recipe_is_held_to_its_promises(climbed: Climbed, tmp_path,
 def runs(rate: float, *, loss: float = 1.0, memory: float = 1.0, held_out: float | None = 1.0) -> list[Any]:
     one = {"failed": "", "step_seconds": 1.0, "first_step_seconds": 1.0, "mfu": None, "memory_gib": memory}
     one |= {"held_out": held_out, "losses": [2 * loss, loss, loss, loss]}
-    return [one | {"tokens_per_second": rate * wobble} for wobble in (0.99, 1.01)]
+    rates = [rate * 0.99, rate * 1.01]
+    return [one | {"tokens_per_second": value, "tokens_per_cpu_second": 50.0} for value in rates]
 
 
 def bench(**groups: list[Any]) -> ablate.Bench:
@@ -198,6 +199,13 @@ def test_what_noise_explains_is_no_gain() -> None:
     assert judged(runs(110))["verdict"] == "kept"
     slower = judged(runs(90))
     assert slower["verdict"] == "dropped" and slower["worse"]
+
+
+def test_a_busy_cpu_is_judged_by_cpu_seconds() -> None:
+    quiet, busy = bench(a=runs(100)), bench(a=runs(100), b=[*runs(100), *runs(50)])
+    quiet.choose_rate()
+    busy.choose_rate()
+    assert (quiet.rate, busy.rate) == ("tokens_per_second", "tokens_per_cpu_second")
 
 
 def test_the_loss_gate() -> None:
