@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import ablate_table, check, hardware, ladder, measured, shipped
+from finetune import ablate_table, check, hardware, ladder, launch, measured, shipped
 from finetune.errors import Exit, Problem, UserError
 from finetune.ladder import Variant
 from finetune.recipe import load as load_recipe
@@ -97,6 +97,9 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         UserError: what is wrong with recipe or ladder; results of another machine lie there (2); the baseline
             can't be run (5).
     """
+    if launch.launched():
+        fix = f"finetune ablate {asked.path}"
+        raise UserError(Problem("a ladder starts processes of its own; it takes no launcher", fix=fix))
     steps = ladder.read(asked.ladder)
     own = load_recipe(asked.path, asked.overrides)
     check.run(own)

@@ -27,7 +27,7 @@ PRECISION = Literal["no", "bf16", "fp16"]
 class Measure(Section):
     """How runs are made and judged."""
 
-    steps: int = Field(default=8, ge=2)
+    steps: int = Field(default=6, ge=2)
     """Optimizer steps of each run."""
     warm_up: int = Field(default=2, ge=1)
     """First steps that do not count."""

@@ -140,7 +140,12 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool)
         os.dup2(kept, 2)
         os.close(kept)
         os.close(file)
-    process.join()
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.terminate()  # a run that is told to stop leaves at its next step
+        process.join()
+        raise
     return process.exitcode
 
 
