@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import ladder
+from finetune import ladder, measured
 
 if TYPE_CHECKING:
     from finetune.ladder import Rung
@@ -20,8 +20,9 @@ Made by `scripts/make_optimizations.py` from [recipes/ladder.yaml](../recipes/la
 measured. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped, and
 writes the recipe with what did.
 
-**On a CPU**: {cpu} ([all of it](../benchmarks/ladder.md)). Alone: times the
-tokens/s of a baseline in fp32 with everything off. **On a GPU**: between rows of
+**On a CPU**: {cpu}.
+Alone: times the {unit} of a baseline in fp32 with everything off, ± what noise explains; one run's noise
+was {noise} ([all of it](../benchmarks/ladder.md)). **On a GPU**: between rows of
 [benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
 {device}); the ladder itself has not run on a GPU yet.
 
@@ -43,7 +44,8 @@ def page() -> str:
     gpu = json.loads((ROOT / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
     rows = {row["name"]: row for row in cpu["rungs"]}
     said = f"`{cpu['command']}`, {cpu['machine']['hardware']}, {cpu['date']}"
-    text = HEAD.format(cpu=said, device=gpu["lora-bf16"]["gpu"])
+    unit, noise = measured.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
+    text = HEAD.format(cpu=said, unit=unit, noise=noise, device=gpu["lora-bf16"]["gpu"])
     for rung in rungs:
         if not rung.noop:
             cells = [rung.name, rung.what, *on_cpu(rows[rung.name]), on_gpu(rung, gpu), rung.cost or "-"]
