@@ -302,3 +302,13 @@ def test_a_ladder_is_no_recipe(capsys) -> None:
         from finetune import shipped
 
         shipped.copy("ladder", Path("nowhere"))
+
+
+def test_the_readme_s_rungs_are_those_that_were_measured() -> None:
+    found = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    for name in ("bf16", "sdpa", "packing", "no_recompute"):
+        row = rows(found)[name]
+        line = re.search(rf"^    {name} .*$", readme, re.MULTILINE)
+        assert line and line[0].endswith(f"{row['status']}: {row['why']}")
+        assert f"{row['alone']['speedup']:.2f} ±{row['alone']['noise']:.2f}" in line[0]
