@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart test lint schema soak clean
+.PHONY: quickstart test lint schema soak bench clean
 
 quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
@@ -21,8 +21,16 @@ soak: .venv/installed-dev
 	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --fuzz 10000 --seeded --attacks
 	$(BIN)/python benchmarks/tuning.py
 
+# What this machine can measure again; benchmarks/README.md names what else there is, and what needs data of its own
+bench: .venv/installed-dev
+	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/ladder.py
+	$(BIN)/python benchmarks/quickstart.py --types lora
+	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.cuda.is_available())' || $(BIN)/python benchmarks/gpu.py --rows lora-bf16,lora-fp8
+
 schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py
+	$(BIN)/python scripts/make_optimizations.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'

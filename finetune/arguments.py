@@ -225,3 +225,10 @@ TUNE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--final", {"action": "store_true", "help": "then train the best recipe, whole, into DIR/final"}),
     ("--export-wandb", {"metavar": "FILE", "help": "write the space as a W&B sweep, and end"}),
 )
+ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--ladder", {"metavar": "FILE", "help": "the rungs: recipes/ladder.yaml"}),
+    (
+        "--output",
+        {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
+    ),
+)

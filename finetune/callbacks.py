@@ -292,12 +292,18 @@ def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
 
 
 def memory(hardware: Hardware) -> dict[str, float | None]:
-    """Peak memory of the GPU and of this process, GiB, and how busy the GPU is (a share)."""
+    """Peak memory of the GPU and of this process, GiB, and how busy the GPU is (a share).
+
+    Where the CPU trains also the CPU seconds that this process and its loaders have taken so far.
+    """
     import psutil
 
-    host = psutil.Process().memory_info().rss / 2**30
+    own = psutil.Process()
+    host = own.memory_info().rss / 2**30
     if hardware.device != "cuda":
-        return {"gpu_memory_gib": None, "host_memory_gib": host, "gpu_utilisation": None}
+        taken = sum(sum(each.cpu_times()[:2]) for each in (own, *own.children()))
+        absent = {"gpu_memory_gib": None, "gpu_utilisation": None}
+        return {**absent, "host_memory_gib": host, "cpu_seconds": taken}
     try:
         busy = torch.cuda.utilization() / 100
     except (ModuleNotFoundError, RuntimeError):  # needs nvidia-ml-py

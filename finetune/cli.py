@@ -187,6 +187,16 @@ def profile(options: argparse.Namespace) -> None:
         profiling.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
 
 
+def ablate(options: argparse.Namespace) -> None:
+    """Measure each optimisation of a ladder on a recipe, alone and on top of those that helped."""
+    with located(load(options)):
+        from finetune import ablate as ablation
+
+        file = Path(options.ladder) if options.ladder else ablation.default_ladder()
+        asked = ablation.Asked(options.recipe, options.overrides, file, Path(options.output))
+        ablation.run(asked, quiet=options.quiet)
+
+
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
     from finetune import launch
@@ -356,6 +366,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(plan, RECIPE, OVERRIDES, *arguments.PLAN)
     add(profile, RECIPE, OVERRIDES, arguments.TRACED)
+    add(ablate, RECIPE, OVERRIDES, *arguments.ABLATE)
     add(
         evaluate,
         RUN,

@@ -202,7 +202,7 @@ def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
     elif speed.base not in ("auto", "fp32"):
         what = f"fp8_config.backend: {backend} of the {CONFIG} trains weights in fp32"
         found.append(Problem(what, "speed.base", found=speed.base, fix="speed.base: auto"))
-    if backend == "TE" and speed.compile is True:
+    if backend == "TE" and speed.compile not in ("auto", False):
         what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
         found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
     gathers = on("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER") or not said(

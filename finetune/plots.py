@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from matplotlib.axes import Axes
 
@@ -63,6 +63,15 @@ class Point(NamedTuple):
     """Half the width of the error bar, or its two parts (below, above)."""
     y: float
     y_err: float | tuple[float, float] | None
+
+
+class Bar(NamedTuple):
+    """A row of `bars`."""
+
+    label: str
+    values: Numbers
+    """One of each series; `None`: no bar."""
+    errors: Sequence[float]
 
 
 def curves(
@@ -171,22 +180,35 @@ def dots(
     return _svg(figure, alt or f"{ylabel} against {xlabel}")
 
 
-def bars(values: Mapping[str, float], xlabel: str, *, alt: str = "") -> str:
-    """Horizontal bars from zero, the first one at the top."""
-    figure, axes = _axes(xlabel, "")
-    names = list(values)
-    axes.barh(range(len(names)), list(values.values()), color=SERIES[0], height=0.6)
-    axes.set_yticks([])
-    for place, name in enumerate(names):  # above its bar: names are longer than a margin
-        axes.text(0, place - 0.34, name, color=STAND_INS["ink"], fontsize=9, va="bottom", parse_math=False)
-    axes.set_ylim(len(names) - 0.5, -0.9)
-    axes.grid(visible=False)
-    _finish(axes, names, named=False)
-    return _svg(figure, alt or xlabel)
-
-
 def _short(word: str) -> str:
     return word if len(word) <= 14 else word[:12] + ".."
+
+
+def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = "") -> str:
+    """Horizontal bars, a row for each label from the top down, one bar of each series in it."""
+    figure, axes = _axes(xlabel, "")
+    thick = 0.8 / len(series)
+    for index, name in enumerate(series):
+        known = [(place, row) for place, row in enumerate(rows) if row.values[index] is not None]
+        places = [place + (index - (len(series) - 1) / 2) * thick for place, _ in known]
+        look: dict[str, Any] = {"color": SERIES[index], "label": name, "ecolor": STAND_INS["soft"]}
+        errors = [row.errors[index] for _, row in known]
+        axes.barh(
+            places,
+            [row.values[index] or 0.0 for _, row in known],
+            thick * 0.9,
+            xerr=errors,
+            capsize=2,
+            **look,
+        )
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], color=STAND_INS["ink"])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=STAND_INS["grid"], linewidth=0.8)
+    figure.set_size_inches(1.6 * WIDTH, HEIGHT + 0.28 * max(0, len(rows) - 6))
+    _finish(axes, rows, named=True, height=figure.get_figheight())
+    figure.subplots_adjust(left=0.36)
+    return _svg(figure, alt or f"{xlabel}, by {', '.join(series)}")
 
 
 def smoothed(values: Numbers) -> list[float]:
@@ -224,12 +246,12 @@ def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool) -> None:
+def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool, height: float = HEIGHT) -> None:
     """Margins, and the legend under the plot; or, where there is nothing to draw, that."""
     handles, labels = axes.get_legend_handles_labels() if named else ([], [])
     columns = max(1, min(3, 48 // (max(map(len, labels), default=0) + 5)))
     legend_rows = -(-len(labels) // columns)
-    height = 72 * HEIGHT + 14 * max(0, legend_rows - 2)  # a long legend makes the figure longer, not flatter
+    height = 72 * height + 14 * max(0, legend_rows - 2)  # a long legend makes the figure longer, not flatter
     below = 33 + 14 * legend_rows  # the axis and its name, then the legend
     figure: Any = axes.figure
     figure.set_figheight(height / 72)

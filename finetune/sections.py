@@ -203,8 +203,9 @@ class Speed(Section):
     nf4, fp4 and int8 are bitsandbytes'."""
     fused: Literal["auto"] | bool = "auto"
     """Adapters run at the cost of their products (LoRA, DoRA, AdaLoRA, IA3); `auto`: on GPUs."""
-    compile: Literal["auto"] | bool = "auto"
-    """torch.compile for each decoder layer; `auto`: on GPUs, in runs of more than two minutes."""
+    compile: Literal["auto", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool = "auto"
+    """torch.compile for each decoder layer, if need be in one of torch's modes; `auto`: on GPUs, in runs of
+    more than two minutes."""
     recompute: Literal["auto", "none", "cheap", "mlp", "all"] | Annotated[int, Field(ge=1)] = "auto"
     """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept; `mlp`: those
     and the first half of fused MLPs, together two thirds; `all` layers, for a third more time; or how many

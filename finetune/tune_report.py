@@ -151,7 +151,8 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
     line = Curve("best so far", places, so_far)
     found = {"history": plots.dots(places, values, "trial", name, best=best, line=line)}
     if content["importances"]:
-        found["importances"] = plots.bars(content["importances"], "share of what decides")
+        bars = [plots.Bar(key, [share], [0.0]) for key, share in content["importances"].items()]
+        found["importances"] = plots.bars(bars, ("importance",), "share of what decides")
     for key, one in space.parameters.items():
         own = [row for row in rows if key in row["values"]]
         if one.choices is not None:  # in the space's order

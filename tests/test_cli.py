@@ -41,6 +41,7 @@ def test_the_surface() -> None:
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
         "plan": sorted([*common, "recipe", "overrides", "--gpu", "--gpus", "--price-per-hour"]),
         "profile": sorted([*common, "recipe", "overrides", "--output"]),
+        "ablate": sorted([*common, "recipe", "overrides", "--ladder", "--output"]),
         "evaluate": sorted([*common, "run", "overrides", "--tasks"]),
         "merge": sorted([*common, "run", "overrides", "--dtype", "--quantize", "--output"]),
         "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),

@@ -24,6 +24,7 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
     ("recipe_errors",),
+    ("ladder",),
     (
         "recipe",
         "receipts",
@@ -55,6 +56,8 @@ LAYERS = (
     ("rescue",),
     ("batch_search",),
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
+    ("measured",),
+    ("ablate_table",),
     ("plan_memory", "plan_time"),
     ("harness", "check"),
     ("results",),
@@ -64,7 +67,7 @@ LAYERS = (
     ("trial", "study_storage", "tune_space"),
     ("tune_report", "tune_check", "sweep"),
     ("train", "merge", "doctor", "launch", "chat", "plan", "prove", "tune"),
-    ("plan_changes", "profile", "warm", "preflight"),
+    ("plan_changes", "profile", "warm", "preflight", "ablate", "ab_test"),
     ("compare", "given"),
     ("tune_command",),
     ("cli",),
@@ -137,7 +140,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "tune_report",
         "sweep",
     }
-    sees_all = {"merge", "proof", "publish", "card", "compare", "compare_table"}
+    sees_all = {"ablate_table", "merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
 
 
@@ -192,7 +195,8 @@ def test_the_schema_is_current() -> None:
 
 
 def test_there_are_recipes_for_each_model_and_adapter() -> None:
-    models = {name.partition("/")[0] for name in RECIPES if "/" in name} - {"adapters", "isc25"}
+    others = {"adapters", "baselines", "gpus", "isc25"}
+    models = {name.partition("/")[0] for name in RECIPES if "/" in name} - others
     assert models == {"llama3_8b", "llama3_1b", "qwen3_8b", "mistral_7b"}
     for model in models:
         kinds = {name.partition("/")[2] for name in RECIPES if name.startswith(f"{model}/")}

@@ -49,8 +49,9 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         # eager runs what is over it, without a word: layers may differ by their ranks
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
         torch._dynamo.config.optimize_ddp = False  # that cuts each layer in two at its first MiB of gradients
+        mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
         for layer in layers:
-            layer.compile()  # in place: torch.compile(layer) would rename every key
+            layer.compile(mode=mode)  # in place: torch.compile(layer) would rename every key
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
         how = "layers with a compiled call"
         ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)

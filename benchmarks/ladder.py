@@ -1,0 +1,82 @@
+"""The ladder of optimisations (`finetune ablate`), into ladder.json, ladder.md and ladder.svg.
+
+    python benchmarks/ladder.py                                           # the quickstart
+    python benchmarks/ladder.py --shape 8b --layers 4 --repeats 1         # Llama-3.1-8B's widths, on a GPU
+    python benchmarks/ladder.py --shape 8b --repeats 3 --steps 12         # all 32 layers
+
+With --shape: random weights, and documents of real lengths (those of gpu.py: log-normal, 400 tokens in the
+mean), 16 of them a step. Written beside this file as ladder.* on a CPU, ladder_gpu.* on a GPU. Started again,
+it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import gpu_inputs
+import torch
+import yaml
+
+from finetune import ablate
+from finetune.shipped import folder
+
+HERE = Path(__file__).parent
+RECIPE = """
+model: {{name: {model}}}
+data: {{name: {data}, format: text, max_length: 4096, train_on: all, too_long: split, validation: {held_out}}}
+adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
+train: {{max_steps: 100, effective_batch_size: 16, per_device_train_batch_size: 4, learning_rate: 1.0e-4}}
+"""
+
+
+def main() -> None:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
+    parser.add_argument("--shape", choices=["8b", "1b", "tiny"], help="random weights; else the quickstart")
+    parser.add_argument("--layers", type=int, help="at most so many")
+    parser.add_argument("--steps", type=int, help="of a run, in place of the ladder's")
+    parser.add_argument("--repeats", type=int, help="of a variant, in place of the ladder's")
+    parser.add_argument("--ladder", type=Path, default=folder("recipes") / "ladder.yaml")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args()
+    recipe = "recipes/quickstart.yaml"
+    if options.shape:
+        recipe = str(prepare(options.shape, options.layers, options.work))
+    steps = changed(options.ladder, options.work, steps=options.steps, repeats=options.repeats)
+    ablate.run(ablate.Asked(recipe, [], steps, options.out))
+    name = "ladder_gpu" if torch.cuda.is_available() else "ladder"
+    for ending in ("json", "md", "svg"):
+        found = options.out / Path(recipe).stem / f"ladder.{ending}"
+        text = found.read_text(encoding="utf-8").replace("(ladder.svg)", f"({name}.svg)")
+        (HERE / f"{name}.{ending}").write_text(text, encoding="utf-8")
+    shutil.copy(options.out / Path(recipe).stem / "ladder.html", options.out / f"{name}.html")
+
+
+def prepare(shape: str, layers: int | None, work: Path) -> Path:
+    """A recipe on a model of this shape and on documents, made once."""
+    layers = min(layers or 99, gpu_inputs.SHAPES[shape][2])
+    model = gpu_inputs.make_model(work / f"{shape}-bf16-{layers}", shape, "bf16", layers)
+    data = gpu_inputs.make_data(work / "ladder.jsonl", 1_000_000, documents=True)
+    held_out = gpu_inputs.make_data(work / "ladder_held_out.jsonl", 8_000, documents=True)
+    recipe = work / f"{shape}_{layers}_layers.yaml"
+    recipe.write_text(RECIPE.format(model=model, data=data, held_out=held_out), encoding="utf-8")
+    return recipe
+
+
+def changed(ladder: Path, work: Path, **measure: int | None) -> Path:
+    """The ladder, with another number of steps or repeats if one was given."""
+    given = {name: value for name, value in measure.items() if value}
+    if not given:
+        return ladder
+    values = yaml.safe_load(ladder.read_text(encoding="utf-8"))
+    values["measure"] |= given
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "ladder.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return work / "ladder.yaml"
+
+
+if __name__ == "__main__":
+    main()

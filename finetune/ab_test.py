@@ -1,0 +1,180 @@
+"""An optimised recipe against a baseline: the same seed, runs that take turns, and limits that must hold
+(`scripts/validate_optimizations.py`).
+
+results/ab/<baseline>-against-<optimised>/   each run, an ordinary run folder; ab.json, ab.md
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import hardware, measured
+from finetune.errors import Exit, Problem, UserError
+from finetune.recipe import load as load_recipe
+from finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from finetune.screen import Screen
+
+HELD_OUT_ROWS = 64
+
+
+class Limits(NamedTuple):
+    """What must hold."""
+
+    speedup: float
+    """At least, of tokens/s."""
+    loss: float
+    """At most, of the optimised loss over the baseline's."""
+    relative: bool = True
+    """Whether `loss` is a share of the baseline's, or nats a token."""
+    memory_gib: float | None = None
+    """At most, of the optimised run's peak on one device."""
+
+
+class Asked(NamedTuple):
+    baseline: str
+    optimised: str
+    overrides: list[str]
+    """Of both."""
+    accelerate: tuple[str | None, str | None]
+    """Launch configs of baseline and optimised."""
+    folder: Path
+    steps: int = 20
+    warm_up: int = 5
+    repeats: int = 3
+    price: float | None = None
+    """Of one device for an hour."""
+
+
+class Check(NamedTuple):
+    what: str
+    found: str
+    limit: str
+    ok: bool
+
+
+def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
+    """Measure both, print the table and the checks; leaves ab.json and ab.md.
+
+    Raises:
+        UserError: a recipe is wrong (2), a run fails, or a limit does not hold (5).
+    """
+    names = (Path(asked.baseline).stem, Path(asked.optimised).stem)
+    place = asked.folder / "ab" / f"{names[0]}-against-{names[1]}"
+    runs = measure(asked, place, screen)
+    sides = [measured.summary(group) for group in runs]
+    apart = measured.not_comparable(runs[0][0]["machine"], runs[1][0]["machine"])
+    noise = measured.noise([side["all"] for side in sides])
+    checks = judge(sides, limits)
+    checks += [Check("machine and checkpoints", "; ".join(apart), "the same", False)] if apart else []
+    found = {
+        "baseline": asked.baseline,
+        "optimised": asked.optimised,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": runs[0][0]["machine"],
+        "sides": sides,
+        "noise": noise,
+        "checks": [check._asdict() for check in checks],
+    }
+    RunFolder(place).write("ab.json", found)
+    rows = list(table(sides, int(found["machine"]["processes"]), asked.price))
+    lines = [["", *names], ["---"] * 3, *rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    (place / "ab.md").write_text(f"{text}\n", encoding="utf-8")
+    screen.table(f"{names[0]} against {names[1]}", ("", *names), rows)
+    verdicts = [(c.what, c.found, c.limit, "holds" if c.ok else "DOES NOT HOLD") for c in checks]
+    said = "" if noise is None else f"one run's noise {noise:.1%}; "
+    screen.table(f"{said}limits", ("what", "found", "limit", ""), verdicts)
+    screen.say("", f"wrote {place}/ab.md and ab.json")
+    broken = [Problem(f"{c.what} does not hold", found=c.found, expected=c.limit) for c in checks if not c.ok]
+    if broken:
+        raise UserError(*broken, code=Exit.TRAINING)
+    return found
+
+
+def measure(asked: Asked, place: Path, screen: Screen) -> list[list[dict[str, Any]]]:
+    """Figures of the runs of each side, which take turns and change who begins.
+
+    Raises:
+        UserError: a run fails (5).
+    """
+    base = load_recipe(asked.baseline, asked.overrides)
+    held_out = measured.cut_held_out(base.data.validation, place, HELD_OUT_ROWS)
+    cpu = hardware.detect().device == "cpu"
+    sides: list[list[dict[str, Any]]] = [[], []]
+    for number in range(1, asked.repeats + 1):
+        for side in (0, 1) if number % 2 else (1, 0):
+            path = (asked.baseline, asked.optimised)[side]
+            values = [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]
+            first, fraction = number == 1, base.data.validation_fraction
+            alike = {"train.seed": base.train.seed, "data.validation": held_out if first else None}
+            alike |= {"data.validation_fraction": fraction if first and not held_out else None}
+            folder = place / f"{('baseline', 'optimised')[side]}-{number}"
+            job = measured.Job(
+                path, [*values, *measured.overrides(alike)], folder, accelerate=asked.accelerate[side]
+            )
+            fresh = measured.make(job, cpu=cpu)
+            found = measured.figures(folder, asked.warm_up)
+            if found["failed"]:
+                problem = Problem("a run failed", where=f"{folder}.log", found=found["failed"])
+                raise UserError(problem, code=Exit.TRAINING)
+            rate = f"{found['tokens_per_second']:,.0f} tokens/s"
+            screen.say(f"{folder.name}: {'' if fresh else 'kept: '}{rate}")
+            sides[side].append(found)
+    return sides
+
+
+def judge(sides: list[dict[str, Any]], limits: Limits) -> list[Check]:
+    """Each limit against what was measured; losses by the held-out rows, or else by the last steps."""
+    before, after = sides
+    ratio = after["tokens_per_second"] / before["tokens_per_second"]
+    least = f"at least {limits.speedup:g} times"
+    checks = [Check("speed-up", f"{ratio:.2f} times the tokens/s", least, ratio >= limits.speedup)]
+    known = before["held_out"] is not None and after["held_out"] is not None
+    losses = [side["held_out"] if known else last(side["losses"]) for side in sides]
+    more = (losses[1] - losses[0]) / (losses[0] if limits.relative else 1.0)
+    shown, allowed = (
+        (f"{more:+.2%}", f"{limits.loss:.2%}") if limits.relative else (f"{more:+.4f}", f"{limits.loss:g}")
+    )
+    name = "held-out loss" if known else "training loss, last quarter of the steps"
+    found = f"{losses[0]:.4f} -> {losses[1]:.4f} ({shown})"
+    checks.append(Check(name, found, f"at most {allowed} apart", abs(more) <= limits.loss))
+    if limits.memory_gib is not None:
+        peak = after["memory_gib"]
+        most = f"at most {limits.memory_gib:g} GiB"
+        checks.append(Check("peak memory", f"{peak:.2f} GiB", most, peak <= limits.memory_gib))
+    return checks
+
+
+def last(losses: list[float]) -> float:
+    """The mean loss of the last quarter of the steps."""
+    return statistics.mean(losses[-max(1, len(losses) // 4) :])
+
+
+def table(sides: list[dict[str, Any]], processes: int, price: float | None) -> list[list[str]]:
+    """The A/B table: what was measured of each side."""
+
+    def row(name: str, form: str, values: list[Any]) -> list[str]:
+        return [name, *("-" if value is None else form.format(value) for value in values)]
+
+    def of(key: str) -> list[Any]:
+        return [side[key] for side in sides]
+
+    rows = [
+        row("tokens/s", "{:,.0f}", of("tokens_per_second")),
+        row("s a step", "{:.3g}", of("step_seconds")),
+        row("first step, s", "{:.1f}", of("first_step_seconds")),
+        row("peak GiB of a device", "{:.2f}", of("memory_gib")),
+        row("MFU", "{:.1%}", of("mfu")),
+        row("training loss, last quarter", "{:.4f}", [last(side["losses"]) for side in sides]),
+        row("held-out loss", "{:.4f}", of("held_out")),
+        row("hours for a billion tokens", "{:,.1f}", [1e9 / rate / 3600 for rate in of("tokens_per_second")]),
+    ]
+    if price is not None:
+        cost = [1e9 / rate / 3600 * price * processes for rate in of("tokens_per_second")]
+        rows.append(row(f"cost of that, {processes} x {price:g} an hour", "{:,.2f}", cost))
+    return rows

@@ -1,0 +1,382 @@
+"""Each optimisation of a ladder on one recipe, alone and on top of those that helped:
+`finetune ablate RECIPE --ladder FILE`.
+
+results/<kind>/<rung>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`measured.py`)
+results/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablate_table.py`)
+results/<recipe>/best.yaml                        the recipe with what helped
+
+Runs of all variants take turns, in fresh processes. A rung stays in the stack if it gains more than noise
+explains and its losses are the baseline's, within a band. Started again, it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import ablate_table, check, hardware, ladder, launch, measured, shipped
+from finetune.errors import Exit, Problem, UserError
+from finetune.ladder import Variant
+from finetune.recipe import load as load_recipe
+from finetune.run_folder import RunFolder
+from finetune.screen import Screen
+
+if TYPE_CHECKING:
+    from finetune.hardware import Hardware
+    from finetune.ladder import Ladder, Rung
+
+
+BUSY = 0.05  # noise of a run by the clock
+
+
+class Asked(NamedTuple):
+    """What was asked for."""
+
+    path: str
+    overrides: list[str]
+    ladder: Path
+    folder: Path
+
+
+@dataclass
+class Bench:
+    """Where runs are made, and what they measured so far."""
+
+    asked: Asked
+    ladder: Ladder
+    machine: Hardware
+    screen: Screen
+    rank: str = ""
+    held_out: str | None = None
+    """File of a few held-out rows; `None`: the recipe names none."""
+    rows: int | None = None
+    """Of `train.effective_batch_size`, full, that have the baseline's tokens."""
+    groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Figures of a variant's runs, by `key`."""
+    strange: dict[str, str] = field(default_factory=dict)
+    """Runs that are NOT COMPARABLE, and why."""
+    rate: str = "tokens_per_second"
+    """What gains are of."""
+
+    def of(self, variant: Variant) -> list[dict[str, Any]]:
+        return self.groups.get(key(variant), [])
+
+    def noise(self, rate: str) -> float | None:
+        """One run's, relative."""
+        whole = [
+            [run[rate] for run in group if not run["failed"] and run[rate]] for group in self.groups.values()
+        ]
+        return measured.noise(whole)
+
+    def choose_rate(self) -> None:
+        """A CPU that other work shares is judged by CPU seconds, if these are steadier than the clock."""
+        clock, taken = (self.noise(f"tokens_per_{second}") for second in ("second", "cpu_second"))
+        if self.machine.device == "cpu" and clock and taken is not None and clock > max(BUSY, taken):
+            self.rate = "tokens_per_cpu_second"
+            said = f"noise {clock:.0%} by the clock, {taken:.1%} by CPU seconds"
+            self.screen.say(f"note: this machine is busy ({said}): gains are of tokens a CPU second")
+
+
+def key(variant: Variant) -> str:
+    return json.dumps([variant.mixed_precision, variant.values], sort_keys=True)
+
+
+def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
+    """Measure the ladder; write table, picture, page and the best recipe.
+
+    Returns:
+        The content of ladder.json.
+
+    Raises:
+        UserError: what is wrong with recipe or ladder; results of another machine lie there (2); the baseline
+            can't be run (5).
+    """
+    if launch.launched():
+        fix = f"finetune ablate {asked.path}"
+        raise UserError(Problem("a ladder starts processes of its own; it takes no launcher", fix=fix))
+    steps = ladder.read(asked.ladder)
+    own = load_recipe(asked.path, asked.overrides)
+    check.run(own)
+    bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
+    bench.held_out = measured.cut_held_out(
+        own.data.validation, asked.folder / stem(bench), steps.measure.held_out_rows
+    )
+    started, rows = time.monotonic(), begin(bench)
+    alone(bench, rows)
+    variant, kept = stack(bench, rows)
+    found = collect(bench, rows, variant, kept, time.monotonic() - started)
+    best = load_recipe(asked.path, [*asked.overrides, *measured.overrides(best_values(bench, rows, variant))])
+    place = asked.folder / stem(bench)
+    (place / "best.yaml").write_text(ablate_table.best(best, found), encoding="utf-8")
+    ablate_table.write(place, found)
+    ablate_table.show(bench.screen, found, place)
+    return found
+
+
+def stem(bench: Bench) -> str:
+    return Path(bench.asked.path).stem
+
+
+def rank(r: Any) -> str:
+    return f"_rank{r}" if isinstance(r, int) else ""
+
+
+def begin(bench: Bench) -> list[dict[str, Any]]:
+    """A row for each rung; those that can't be measured here have their reason already."""
+    rows = []
+    for rung in bench.ladder.rungs:
+        row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what}
+        row |= {"status": "", "why": ""}
+        stands = [rung, *map(bench.ladder.rung, rung.on)]
+        lacking = next(filter(None, (ladder.missing(each.needs, bench.machine) for each in stands)), "")
+        if rung.noop:
+            row |= {"status": "no-op", "why": rung.noop}
+        elif lacking:
+            row |= {"status": "skipped", "why": lacking}
+        elif refused := refusal(bench, ladder.add(ladder.below(bench.ladder, rung), rung)):
+            row |= {"status": "refused", "why": refused}
+        rows.append(row)
+    return rows
+
+
+def refusal(bench: Bench, variant: Variant) -> str:
+    """Why `finetune check` refuses a variant; the empty string if it does not."""
+    try:
+        check.run(load_recipe(bench.asked.path, [*bench.asked.overrides, *variant.overrides]))
+    except UserError as error:
+        return "; ".join(": ".join(filter(None, (p.key, p.what))) for p in error.problems)
+    return ""
+
+
+def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) -> None:
+    """One more run of a variant, unless it is there."""
+    group = bench.groups.setdefault(key(variant), [])
+    number, setup = len(group) + 1, bench.ladder.measure
+    place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
+    held_out = bench.held_out if number == 1 else None
+    values = [*bench.asked.overrides, *measured.length(setup.steps, setup.warm_up), *variant.overrides]
+    values += measured.overrides({"data.validation": held_out})
+    folder = place / f"{stem(bench)}-{stage}-{number}"
+    job = measured.Job(bench.asked.path, values, folder, variant.mixed_precision)
+    fresh = measured.make(job, cpu=bench.machine.device == "cpu")
+    found = measured.figures(folder, setup.warm_up)
+    group.append(found)
+    base = bench.of(ladder.baseline(bench.ladder))[:1]
+    if not found["failed"] and base and not base[0]["failed"]:
+        apart = measured.not_comparable(found["machine"], base[0]["machine"])
+        if apart:
+            bench.strange[name] = "; ".join(apart)
+    said = f"FAILED: {found['failed']}" if found["failed"] else f"{found['tokens_per_second']:,.0f} tokens/s"
+    bench.screen.say(f"{folder.relative_to(bench.asked.folder)}: {'' if fresh else 'kept: '}{said}")
+
+
+def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
+    """The baseline and every rung on it, taking turns.
+
+    Raises:
+        UserError: the baseline fails (5), or is of another machine (2).
+    """
+    base = ladder.baseline(bench.ladder)
+    measure(bench, "baseline", "baseline", "baseline", base)
+    first = bench.of(base)[0]
+    if first["failed"]:
+        problem = Problem("the baseline can't be run", where=first["run"], found=first["failed"])
+        raise UserError(problem, code=Exit.TRAINING)
+    here = bench.machine
+    if here.name not in first["machine"]["hardware"]:
+        found, expected = first["machine"]["hardware"], f"{here.count} x {here.name}"
+        fix = "--output another folder"
+        raise UserError(
+            Problem(
+                "NOT COMPARABLE: these results are of other hardware",
+                where=str(bench.asked.folder),
+                found=found,
+                expected=expected,
+                fix=fix,
+            )
+        )
+    length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
+    bench.rows = max(1, round(first["tokens"] / length))
+    jobs = [("baseline", "baseline", base), ("as_is", "recipe", Variant(None, {}))]
+    for row in rows:
+        if not row["status"]:
+            rung = bench.ladder.rung(row["name"])
+            jobs.append(
+                (rung.name, rung.kind, ladder.add(ladder.below(bench.ladder, rung), rung, bench.rows))
+            )
+    for number in range(1, bench.ladder.measure.repeats + 1):
+        for name, kind, variant in jobs:
+            if len(bench.of(variant)) < number:
+                measure(bench, name, kind, "alone" if kind != "baseline" else "baseline", variant)
+    if len(bench.of(base)) < 2:  # else nothing would be known of noise
+        measure(bench, "baseline", "baseline", "baseline", base)
+    bench.choose_rate()
+    for row in rows:
+        if not row["status"]:
+            rung = bench.ladder.rung(row["name"])
+            under = ladder.below(bench.ladder, rung)
+            row["alone"] = judge(bench, rung, ladder.add(under, rung, bench.rows), under, base)
+
+
+def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]:
+    """The rungs one on top of another, less those that don't help; the stack, and its rungs' names."""
+    current, kept, last = ladder.baseline(bench.ladder), list[str](), "baseline"
+    others = False  # whether other rows meet in the stack's batches than in the baseline's
+    previous, repeats = key(current), bench.ladder.measure.repeats
+    for row in rows:
+        rung = bench.ladder.rung(row["name"])
+        if row["status"] or settled(bench, row, rung, kept):
+            continue
+        variant = ladder.add(current, rung, bench.rows)
+        if key(variant) == key(current):
+            row |= {"status": "dropped", "why": "the stack has it already"}
+            continue
+        if previous != key(current) and bench.of(variant) == []:
+            measure(
+                bench,
+                last,
+                bench.ladder.rung(last).kind if last != "baseline" else "baseline",
+                "again",
+                current,
+            )
+        while len(bench.of(variant)) < repeats:
+            measure(bench, rung.name, rung.kind, "stacked", variant)
+        gate = current if others else ladder.baseline(bench.ladder)
+        found = row["stacked"] = judge(bench, rung, variant, current, gate)
+        previous = key(variant)
+        row |= {"status": found["verdict"], "why": found["why"]}
+        if found["verdict"] == "kept":
+            current, last, others = variant, rung.name, others or rung.gate == "held_out"
+            kept.append(rung.name)
+    return current, kept
+
+
+def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> bool:
+    """Whether what a rung did alone is reason enough not to stack it."""
+    found, missing = row["alone"], [name for name in rung.on if name not in kept]
+    if rung.name in bench.strange:
+        row |= {"status": "NOT COMPARABLE", "why": bench.strange[rung.name]}
+    elif found["verdict"] in ("error", "failed") or found.get("worse"):
+        row |= {"status": found["verdict"], "why": f"alone: {found['why']}"}
+    elif missing:
+        row |= {"status": "dropped", "why": f"it stands on {', '.join(missing)}, which the stack has not"}
+    return bool(row["status"])
+
+
+def judge(bench: Bench, rung: Rung, variant: Variant, under: Variant, gate: Variant) -> dict[str, Any]:
+    """What a rung gained over what it stands on, whether its losses hold, and the verdict.
+
+    Args:
+        gate: whose losses are the measure.
+    """
+    runs, before = bench.of(variant), bench.of(under)
+    failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
+    if failed or not runs or not before:
+        return {"verdict": "error", "why": failed or "what it stands on was not measured"}
+    found = measured.summary(runs) | {"against": measured.summary(before)}
+    ratio = found[bench.rate] / found["against"][bench.rate]
+    sure, noise = bench.ladder.measure.min_gain, bench.noise(bench.rate)
+    if noise is not None:
+        sure = max(sure, 2 * noise * math.sqrt(1 / len(runs) + 1 / len(before)))
+    memory = found["memory_gib"] / found["against"]["memory_gib"]
+    found |= {
+        "speedup": ratio,
+        "noise": sure,
+        "memory_ratio": memory,
+        "worse": ratio < 1 - sure and rung.gain == "speed",
+    }
+    lost = outside(bench, rung, runs, gate, found)
+    if lost:
+        return found | {"verdict": "failed", "why": lost}
+    said = f"{ratio - 1:+.1%} {measured.UNITS[bench.rate]} (noise {sure:.1%})"
+    if rung.gain == "memory":
+        helps = memory < 1 - max(0.02, bench.ladder.measure.min_gain) and ratio >= 1 - sure
+        return found | {"verdict": "kept" if helps else "dropped", "why": f"{memory - 1:+.1%} memory, {said}"}
+    return found | {"verdict": "kept" if ratio > 1 + sure else "dropped", "why": said}
+
+
+def outside(
+    bench: Bench, rung: Rung, runs: list[dict[str, Any]], gate: Variant, found: dict[str, Any]
+) -> str:
+    """Why the loss gate is not passed; the empty string if it is. Leaves the measured distance in `found`."""
+    limits, base = bench.ladder.measure, measured.summary(bench.of(gate))
+    if rung.gate == "curve":
+        found["apart"] = measured.distance(runs[0]["losses"], base["losses"])
+        if found["apart"] > limits.loss_band:
+            return (
+                f"its losses are {found['apart']:.1%} from the baseline's, more than {limits.loss_band:.1%}"
+            )
+        return ""
+    if found["held_out"] is None or base["held_out"] is None:
+        half = len(base["losses"]) // 2
+        worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
+        name = "training loss over its second half (no held-out rows: data.validation)"
+    else:
+        worse, name = found["held_out"] / base["held_out"] - 1, "held-out loss"
+    found["worse_held_out"] = worse
+    if not worse <= limits.held_out_band:
+        return f"its {name} is {worse:.1%} higher, more than {limits.held_out_band:.1%}"
+    return ""
+
+
+def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> dict[str, Any]:
+    """What of the stack goes into the recipe: what was kept, and that nothing takes the place of what hurt.
+
+    Where a rung made no difference, or was not measured, the recipe's own value stays.
+    """
+    values = {}
+    for row in rows:
+        rung = bench.ladder.rung(row["name"])
+        keys = [*rung.set, *(["train.effective_batch_size"] if rung.same_tokens else [])]
+        hurt = row["status"] in ("failed", "error") or row.get("alone", {}).get("worse")
+        if row["status"] == "kept" or hurt:
+            values |= {k: variant.values[k] for k in keys if k in variant.values}
+    return values
+
+
+def collect(
+    bench: Bench, rows: list[dict[str, Any]], variant: Variant, kept: list[str], seconds: float
+) -> dict[str, Any]:
+    """The content of ladder.json."""
+    base, whole = (
+        measured.summary(bench.of(ladder.baseline(bench.ladder))),
+        measured.summary(bench.of(variant)),
+    )
+    as_is = [run for run in bench.of(Variant(None, {})) if not run["failed"]]
+    first = bench.of(ladder.baseline(bench.ladder))[0]
+    words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
+    words += ["--ladder", str(bench.asked.ladder)] * (bench.asked.ladder != default_ladder())
+    sources = {}
+    for row in rows:
+        rung = bench.ladder.rung(row["name"])
+        for k in (*rung.set, "train.effective_batch_size") if rung.same_tokens else rung.set:
+            if row["status"] == "kept" or k not in sources:
+                sources[k] = f"{rung.name}, {row['status']}: {row['why']}"
+    found = {
+        "recipe": bench.asked.path,
+        "command": shlex.join(words),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": first["machine"],
+        "measure": bench.ladder.measure.model_dump(),
+        "seconds": seconds,
+        "rate": bench.rate,
+        "noise": {rate: bench.noise(rate) for rate in measured.UNITS},
+        "baseline": base,
+        "as_is": measured.summary(as_is) if as_is else None,
+        "stack": whole | {"rungs": kept, "mixed_precision": variant.mixed_precision},
+        "speedup": whole[bench.rate] / base[bench.rate],
+        "rungs": rows,
+        "sources": sources,
+    }
+    RunFolder(bench.asked.folder / stem(bench)).write("ladder.json", found)
+    return found
+
+
+def default_ladder() -> Path:
+    return shipped.folder("recipes") / "ladder.yaml"

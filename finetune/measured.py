@@ -1,0 +1,277 @@
+"""A run that is measured: `finetune train` in a fresh process, an ordinary run folder, and its figures.
+
+Under an `ablate.json` that says what was run, a finished run is not made again. On a CPU the process is
+forked from a server that has imported the libraries and done nothing else, which saves ten seconds a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.differences import evaluation, step_lines
+from finetune.errors import Exit, Problem, UserError
+from finetune.recipe import load as load_recipe
+from finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MARK = "ablate.json"
+UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
+# What is the same in all runs: no checkpoint, no evaluation but that of a few held-out rows
+ALIKE = {
+    "train.logging_steps": 1,
+    "train.save_strategy": "no",
+    "train.report_to": "none",
+    "eval.every": None,
+    "eval.patience": None,
+    "eval.best": "loss",
+    "eval.tasks": [],
+    "eval.general": False,
+    "eval.samples": 0,
+    "eval.max_new_tokens": 1,
+    "data.validation_fraction": None,
+    "publish.repo": None,
+}
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    recipe: str
+    overrides: list[str]
+    """All but where it goes."""
+    folder: Path
+    mixed_precision: str | None = None
+    """The launch's; `None`: what the machine's is without one."""
+    accelerate: str | None = None
+    """An accelerate config, for several processes."""
+
+
+def length(steps: int, warm_up: int) -> list[str]:
+    """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
+    return overrides({**ALIKE, "train.max_steps": steps, "train.warmup_steps": warm_up})
+
+
+def overrides(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def identity(job: Job) -> str:
+    """A hash of all that decides a run's figures, but for the machine and the data's content."""
+    values = load_recipe(job.recipe, job.overrides).model_dump(mode="json", exclude_none=True)
+    values.pop("publish")
+    values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
+    values["train"].pop("output_dir", None)
+    launch = [job.mixed_precision, job.accelerate]
+    return hashlib.sha256(json.dumps([values, launch], sort_keys=True).encode()).hexdigest()
+
+
+def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
+    """The first held-out rows, as a file of their own; of a file of lines only."""
+    place.mkdir(parents=True, exist_ok=True)
+    if path is None or not rows or Path(path).suffix != ".jsonl":
+        return None
+    lines = Path(path).read_text(encoding="utf-8").splitlines()[:rows]
+    (place / "held_out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(place / "held_out.jsonl")
+
+
+def make(job: Job, *, cpu: bool) -> bool:
+    """Run it, unless it is there; returns whether it was run now.
+
+    Raises:
+        UserError: it was told to stop (75): the same command goes on.
+    """
+    own, place = identity(job), RunFolder(job.folder)
+    if (job.folder / MARK).exists():
+        if place.read(MARK)["identity"] == own:
+            return False
+        set_aside(job.folder)
+    elif job.folder.exists():  # was not finished
+        set_aside(job.folder)
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    log = job.folder.with_name(f"{job.folder.name}.log")
+    words = ["train", job.recipe, *job.overrides, f"train.output_dir={job.folder}", "--quiet"]
+    words += ["--accelerate", job.accelerate] if job.accelerate else []
+    environment = {"ACCELERATE_MIXED_PRECISION": job.mixed_precision} if job.mixed_precision else {}
+    if not cpu and not job.accelerate and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        environment["CUDA_VISIBLE_DEVICES"] = "0"  # the Trainer would spread one process over all GPUs
+    started = time.monotonic()
+    code = start(words, str(log), environment, cpu=cpu)
+    if code in (Exit.STOPPED, 130, -2, -15):
+        fix = "the same command again goes on; finished runs are kept"
+        raise UserError(Problem(f"{job.folder.name} was stopped", fix=fix), code=Exit.STOPPED)
+    job.folder.mkdir(exist_ok=True)
+    failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
+    mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}
+    place.write(MARK, mark)
+    return True
+
+
+def set_aside(folder: Path) -> None:
+    """What stands in a run's place and is not it."""
+    aside = folder.parent / "aside" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    aside.parent.mkdir(exist_ok=True)
+    folder.rename(aside)
+
+
+def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool) -> int:
+    """`python -m finetune WORDS` in a fresh process; its exit code (negative: the signal that ended it)."""
+    context: Any = multiprocessing.get_context("forkserver" if cpu else "spawn")
+    if cpu:
+        context.set_forkserver_preload(["finetune.train"])
+    process = context.Process(target=_command, args=(words, log, environment))
+    kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 2)  # what libraries say while they are imported
+    try:
+        process.start()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(file)
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.terminate()  # a run that is told to stop leaves at its next step
+        process.join()
+        raise
+    return process.exitcode
+
+
+def _command(words: list[str], log: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["finetune", *words]
+    runpy.run_module("finetune", run_name="__main__", alter_sys=True)
+
+
+def why(log: str, code: int) -> str:
+    """Why a run failed, in a line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("found:")]
+    if code < 0:
+        return f"ended by signal {-code}" + (", which the system sends where memory is short" * (code == -9))
+    text = ": ".join([*said[-1:], *found[-1:]]) or f"exit code {code}"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def figures(folder: Path, warm_up: int) -> dict[str, Any]:
+    """What a run measured: its steps after the warm-up.
+
+    Returns:
+        {"failed": why} or tokens_per_second and step_seconds (medians), first_step_seconds, memory_gib (the
+        allocator's peak; on the CPU the process's size after a step), mfu, losses, held_out, tokens (of a
+        step), tokens_per_cpu_second (where the CPU trains), seconds (of the whole process), machine.
+    """
+    place = RunFolder(folder)
+    mark = place.read(MARK)
+    lines = [] if mark["failed"] else step_lines(place)
+    steady = lines[warm_up:]
+    if not steady:
+        return {"run": str(folder), "failed": mark["failed"] or "no step after the warm-up"}
+    middle = {
+        key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
+        for key in ("tokens_per_second", "step_seconds", "mfu")
+    }
+    taken = [line["cpu_seconds"] for line in lines] if "cpu_seconds" in lines[0] else []
+    spent = (
+        statistics.median(b - a for a, b in zip(taken[warm_up - 1 :], taken[warm_up:], strict=False))
+        if taken
+        else None
+    )
+    tokens = lines[-1]["tokens"] / len(lines)
+    held = "gpu_memory_gib" if lines[0]["gpu_memory_gib"] is not None else "host_memory_gib"
+    return {
+        "run": str(folder),
+        "failed": "",
+        **middle,
+        "first_step_seconds": lines[0]["step_seconds"],
+        "memory_gib": max(line[held] for line in lines),
+        "losses": [line["loss"] for line in lines],
+        "held_out": evaluation(place).get("tuned", {}).get("loss"),
+        "tokens": tokens,
+        "tokens_per_cpu_second": tokens / spent if spent else None,
+        "seconds": mark["seconds"],
+        "machine": machine(place),
+    }
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over repeats; the losses of the first, which has the held-out rows."""
+    found = {
+        k: statistics.median(run[k] for run in runs)
+        for k in ("tokens_per_second", "step_seconds", "first_step_seconds", "memory_gib")
+    }
+    taken = [run["tokens_per_cpu_second"] for run in runs if run["tokens_per_cpu_second"]]
+    mfu = [run["mfu"] for run in runs if run["mfu"] is not None]
+    first = runs[0]
+    return found | {
+        "runs": len(runs),
+        "all": [run["tokens_per_second"] for run in runs],
+        "mfu": statistics.median(mfu) if mfu else None,
+        "tokens_per_cpu_second": statistics.median(taken) if taken else None,
+        "loss": statistics.mean(first["losses"][-2:]),
+        "held_out": first["held_out"],
+        "losses": first["losses"],
+    }
+
+
+def machine(place: RunFolder) -> dict[str, str]:
+    """What has to be equal for figures to be compared, and how often a run saved."""
+    found = place.read("environment.json")
+    here, launch = found["hardware"], found["launch"]
+    files = sorted(set(place.read("data_report.json")["train"]["sources"].values()))
+    size = f"{here['cpu_cores']} cores, {here['memory_gib']:.0f} GiB"
+    return {
+        "hardware": f"{here['count']} x {here['name']}, {size}",
+        "processes": str(launch["processes"]),
+        "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
+        "checkpoints": saves(place),
+        "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],
+        **{name: str(version) for name, version in found["packages"].items()},
+    }
+
+
+def saves(place: RunFolder) -> str:
+    """How often a run saved, as its recipe says it."""
+    train = load_recipe(place.recipe).train
+    return f"{train.save_strategy} {train.save_steps or ''}".strip()
+
+
+def not_comparable(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    """Why figures of two machines can't be compared; empty if they can."""
+    keys = dict.fromkeys([*a, *b])
+    return [f"{key}: {a.get(key)} against {b.get(key)}" for key in keys if a.get(key) != b.get(key)]
+
+
+def noise(groups: Sequence[Sequence[float]]) -> float | None:
+    """Relative standard deviation of one run's figure, pooled over groups of repeats; `None`: no repeats."""
+    squares, freedom = 0.0, 0
+    for group in groups:
+        if len(group) > 1:
+            mean = statistics.mean(group)
+            squares += sum((value / mean - 1) ** 2 for value in group)
+            freedom += len(group) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def distance(losses: Sequence[float], of: Sequence[float]) -> float:
+    """How far a loss curve is from another: mean distance at the same step over the mean loss."""
+    both = list(zip(losses, of, strict=False))
+    if not both or not all(math.isfinite(value) for pair in both for value in pair):
+        return math.inf
+    return sum(abs(a - b) for a, b in both) / max(1e-12, sum(abs(b) for _, b in both))

@@ -1,0 +1,80 @@
+"""Write docs/optimizations.md from recipes/ladder.yaml and what was measured; a test keeps it current."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune import ladder, measured
+
+if TYPE_CHECKING:
+    from finetune.ladder import Rung
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "optimizations.md"
+HEAD = """# Optimisations
+
+Made by `scripts/make_optimizations.py` from [recipes/ladder.yaml](../recipes/ladder.yaml) and from what was
+measured. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped, and
+writes the recipe with what did.
+
+**On a CPU**: {cpu}.
+Alone: times the {unit} of a baseline in fp32 with everything off, ± what noise explains; one run's noise
+was {noise} ([all of it](../benchmarks/ladder.md)). **On a GPU**: between rows of
+[benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
+{device}); the ladder itself has not run on a GPU yet.
+
+| | what it does | CPU: alone | verdict | GPU | cost | off |
+|---|---|---|---|---|---|---|
+"""
+NO_OPS = """
+## No-ops
+
+On lists of optimisations, and nothing to switch here:
+
+"""
+
+
+def page() -> str:
+    """The content of docs/optimizations.md."""
+    rungs = ladder.read(ROOT / "recipes" / "ladder.yaml").rungs
+    cpu = json.loads((ROOT / "benchmarks" / "ladder.json").read_text(encoding="utf-8"))
+    gpu = json.loads((ROOT / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row for row in cpu["rungs"]}
+    said = f"`{cpu['command']}`, {cpu['machine']['hardware']}, {cpu['date']}"
+    unit, noise = measured.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
+    text = HEAD.format(cpu=said, unit=unit, noise=noise, device=gpu["lora-bf16"]["gpu"])
+    for rung in rungs:
+        if not rung.noop:
+            cells = [rung.name, rung.what, *on_cpu(rows[rung.name]), on_gpu(rung, gpu), rung.cost or "-"]
+            text += f"| {' | '.join([*cells, f'`{rung.off}`'])} |\n"
+    return (
+        text
+        + NO_OPS
+        + "".join(f"- **{rung.name}**: {rung.what} {rung.noop}.\n" for rung in rungs if rung.noop)
+    )
+
+
+def on_cpu(row: dict[str, Any]) -> list[str]:
+    """What it was worth alone, and what became of it."""
+    alone = row.get("alone", {})
+    if "speedup" not in alone:
+        return ["not measured", f"{row['status']}: {row['why']}"]
+    memory = f", {alone['memory_ratio'] - 1:+.0%} memory" if abs(alone["memory_ratio"] - 1) > 0.02 else ""
+    return [f"{alone['speedup']:.2f} ±{alone['noise']:.2f}{memory}", f"{row['status']}: {row['why']}"]
+
+
+def on_gpu(rung: Rung, gpu: dict[str, Any]) -> str:
+    """Times the tokens/s, and the peak memory, of the row without it."""
+    if rung.gpu is None:
+        return "not measured on a GPU yet"
+    on, off = gpu[rung.gpu.on], gpu[rung.gpu.off]
+    speed = off["step_seconds"] / on["step_seconds"]
+    return f"{speed:.2f} times as fast, {off['peak_gib']:.1f} to {on['peak_gib']:.1f} GiB"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"wrote {PAGE}\n")
