@@ -108,7 +108,9 @@ def picture(found: dict[str, Any]) -> str:
             spread = [alone["noise"], stacked.get("noise", 0.0) * (ratios[1] or 0.0)]
             name = row["name"] if row["status"] == "kept" else f"{row['name']} ({row['status']})"
             bars.append(plots.Bar(name, ratios, spread))
-    return plots.bars(bars, ("alone", "on the stack so far"), f"times the baseline's {measured.UNITS[rate]}")
+    return plots.grouped_bars(
+        bars, ("alone", "on the stack so far"), f"times the baseline's {measured.UNITS[rate]}"
+    )
 
 
 def page(found: dict[str, Any]) -> str:

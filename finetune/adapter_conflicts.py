@@ -48,6 +48,8 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
     found += _offload(kind, adapter, speed, train)
+    if train.get("per_device_train_batch_size") == "auto":
+        found += _searched(data)
     flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
     if kind.prompt and flat:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
@@ -67,6 +69,14 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
         texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
         return [("speed.base", obstacle(name, base), texts)]
     return []
+
+
+def _searched(data: Mapping[str, Any]) -> Found:
+    """`per_device_train_batch_size: auto` tries the longest rows, which must be known."""
+    if not data.get("streaming"):
+        return []
+    what = "auto tries the longest rows, and of streamed data these are not known"
+    return [("train.per_device_train_batch_size", what, {"found": "auto", "fix": "a number, or null"})]
 
 
 def _offload(
@@ -189,7 +199,8 @@ def _rebasing(
 
 def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any) -> Found:
     """New tokens need rows that train."""
-    whole = "embed_tokens" in (adapter.get("modules_to_save") or ())
+    saved = adapter.get("modules_to_save")
+    whole = isinstance(saved, list) and "embed_tokens" in saved
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
     fix = "adapter.modules_to_save: [embed_tokens, lm_head], or adapter.type: lora"

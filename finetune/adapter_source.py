@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, hub
+from finetune import adapter_types, hub, untrusted
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 
@@ -58,6 +58,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
 
 def check_weights(folder: Path, source: str) -> None:
     """Whether a folder holds an adapter in safetensors, the one format that is read (exit 2)."""
+    untrusted.check_adapter(folder, "adapter.from")
     missing = [name for name in FILES if not (folder / name).exists()]
     if missing:
         raise UserError(Problem(f"has no {', '.join(missing)}", "adapter.from", found=source))
@@ -152,6 +153,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     config: Any = adapted.peft_config["default"]
     config.base_model_name_or_path, config.revision = model.name_or_path, commit  # what it stands on from now
     on_disk, live = load_peft_weights(str(folder), device="cpu"), get_peft_model_state_dict(adapted)
+    check_whole(adapted, list(on_disk), source)
     equal = sum(
         name in live and bool((live[name].float().cpu() == tensor.float()).all())
         for name, tensor in on_disk.items()
@@ -161,6 +163,22 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
         "adapter.from", f"all {len(on_disk)} of {source}", f"all {equal} of {source}", how, code=Exit.ARTEFACT
     )
     return adapted
+
+
+def check_whole(adapted: Any, names: Sequence[str], source: str) -> None:
+    """Every tensor of the adapter is in its file; PEFT leaves what is missing as it was drawn (exit 4).
+
+    Args:
+        names: of the file's tensors.
+    """
+    from peft import get_peft_model_state_dict
+
+    # without embeddings, of which PEFT saves those that were resized, and asks the Hub whether they were
+    live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if missing := sorted(live.keys() - set(names)):
+        what, found = f"its file lacks {len(missing)} of the adapter's tensors", ", ".join(missing[:3])
+        problem = Problem(what, where=source, found=found, fix="download it again")
+        raise UserError(problem, code=Exit.ARTEFACT)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class AdapterType:
     """PEFT keys that make it this type; a recipe can't set them."""
     decides: frozenset[str] = frozenset()
     """PEFT keys that the run decides, or that have no effect here."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    own_defaults: Mapping[str, Any] = field(default_factory=dict)
     build: Callable[[dict[str, Any], int, Shapes], dict[str, Any]] | None = None
     """The recipe's options, the run's optimizer steps and the model's shapes -> PEFT's options."""
     builds: tuple[str, ...] = ()
@@ -51,12 +51,18 @@ class AdapterType:
 
     @property
     def sources(self) -> tuple[upstream.Source, ...]:
-        return upstream.peft_types()[self.peft] if self.peft else ()
+        return upstream.peft_config(upstream.peft_types()[self.peft]) if self.peft else ()
 
     @property
     def keys(self) -> frozenset[str]:
         """PEFT's keys that a recipe may set."""
         return frozenset(upstream.fields(self.sources)) - self.decides - set(self.sets) - _BY_RUN - _NO_EFFECT
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a recipe that does not say gets: every linear layer, unless the type has layers of its own."""
+        targeted = self.peft not in OWN_TARGETS and "target_modules" in upstream.fields(self.sources)
+        return {**({"target_modules": "all-linear"} if targeted else {}), **self.own_defaults}
 
 
 def adalora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
@@ -127,10 +133,7 @@ def all_types() -> dict[str, AdapterType]:
     installed = upstream.peft_types()
     known = {name: kind for name, kind in _KNOWN.items() if not kind.peft or kind.peft in installed}
     others = {name: AdapterType(name) for name in sorted(installed) if name not in known}
-    return {
-        name: replace(kind, defaults={**_everywhere(kind), **kind.defaults})
-        for name, kind in {**known, **others}.items()
-    }
+    return {**known, **others}
 
 
 def obstacle(name: str, storage: str) -> str:
@@ -184,12 +187,6 @@ def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
     return scaled, f"the recipe's place in the usual range, {there[0]:g} to {there[1]:g}"
 
 
-def _everywhere(kind: AdapterType) -> dict[str, Any]:
-    """Every linear layer is adapted unless the type has layers of its own."""
-    targeted = kind.peft not in OWN_TARGETS and "target_modules" in upstream.fields(kind.sources)
-    return {"target_modules": "all-linear"} if targeted else {}
-
-
 def _common_divisor(shapes: Shapes, most: int) -> int:
     widths = gcd(*(width for shape in shapes.linear.values() for width in shape))
     return max(size for size in range(1, most + 1) if widths % size == 0)
@@ -235,7 +232,7 @@ _LORA_RATES = (1e-5, 1e-2)
 _LORA = AdapterType(
     "lora",
     decides=frozenset({"use_dora"}),
-    defaults={"r": 16, "lora_alpha": 32},
+    own_defaults={"r": 16, "lora_alpha": 32},
     learning_rate=_LORA_RATES,
 )
 _DORA = replace(_LORA, sets={"use_dora": True}, decides=frozenset())
@@ -259,7 +256,7 @@ _ADALORA = AdapterType(
             "kasa_config",
         ]
     ),
-    defaults={"r": 16, "lora_alpha": 32},
+    own_defaults={"r": 16, "lora_alpha": 32},
     build=adalora,
     builds=("target_r", "init_r", "tinit", "tfinal"),
     learning_rate=(1e-4, 3e-2),
@@ -267,7 +264,7 @@ _ADALORA = AdapterType(
 _PROMPT = AdapterType(
     "prompt_tuning",
     decides=frozenset({"token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers"}),
-    defaults={"num_virtual_tokens": 20},
+    own_defaults={"num_virtual_tokens": 20},
     learning_rate=(1e-3, 3e-1),
     prompt=True,
 )
@@ -287,7 +284,7 @@ _KNOWN = {
     "vblora": AdapterType("vblora", build=vblora, builds=("vector_length",)),
     "adamss": AdapterType("adamss", build=adamss),
     "adaption_prompt": AdapterType("adaption_prompt", refused="TRL 1.16 computes its loss past it"),
-    "frod": AdapterType("frod", defaults={"progressbar": False}),
+    "frod": AdapterType("frod", own_defaults={"progressbar": False}),
     "prompt_tuning": _PROMPT,
     "p_tuning": replace(_PROMPT, peft="p_tuning"),
     "prefix_tuning": replace(_PROMPT, peft="prefix_tuning"),

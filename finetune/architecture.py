@@ -168,7 +168,9 @@ def _on_meta(folder: Path) -> dict[str, tuple[int, ...]]:
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            )
     except (OSError, ValueError, KeyError) as error:
         problem = Problem(
             "not a model that transformers knows", "model.name", found=str(error).splitlines()[0]

@@ -212,3 +212,23 @@ ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
         {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
     ),
 )
+TUNE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--space", {"metavar": "FILE", "help": "what is searched: the shipped recipes/tune.yaml"}),
+    ("--trials", {"metavar": "N", "type": at_least_one, "help": "in all, over restarts and workers: 20"}),
+    (
+        "--hours",
+        {"metavar": "H", "type": at_least_zero, "help": "of this command: no trial goes on after it"},
+    ),
+    (
+        "--storage",
+        {
+            "metavar": "URL",
+            "help": "for several workers: postgresql://user@host/database, mysql+pymysql://..., journal:FILE;"
+            " $FINETUNE_STORAGE, which shows no password; else a file in the study's folder",
+        },
+    ),
+    ("--output", {"metavar": "DIR", "help": "runs/tune-RECIPE; its name is the study's"}),
+    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch trials with"}),
+    ("--final", {"action": "store_true", "help": "then train the best recipe, whole, into DIR/final"}),
+    ("--export-wandb", {"metavar": "FILE", "help": "write the space as a W&B sweep, and end"}),
+)

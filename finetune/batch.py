@@ -23,7 +23,11 @@ def split_batch(train: Train, processes: int) -> Batch:
     Raises:
         UserError: an effective batch that can't be split over the processes as stated (exit 2).
     """
-    effective, stated = train.effective_batch_size, train.per_device_train_batch_size
+    asked = train.per_device_train_batch_size
+    effective, stated = (
+        train.effective_batch_size,
+        1 if asked == "auto" else asked,
+    )  # `auto`: until it is found
     unit = processes * (stated or 1)
     if effective % unit:
         low, high = effective // unit * unit, (effective // unit + 1) * unit

@@ -1,4 +1,4 @@
-"""Between steps: metrics, the stop at a non-finite step, receipts of the first step."""
+"""Between steps: metrics, DoRA's norms, receipts of the first step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from finetune import attention_choice, optimizers, qat
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit
 from finetune.speed import offload
 
 if TYPE_CHECKING:
@@ -26,50 +25,6 @@ if TYPE_CHECKING:
     from finetune.screen import Screen
 
 DATA_WAIT = 0.05  # of the time of all steps, from which it is worth a word
-
-
-class StopOnNonFinite(TrainerCallback):
-    """Stop at a step whose gradients are not finite; ranks share gradients, so all stop.
-
-    On the CPU before its update. A GPU is not asked at once, for it would stand still until the next step is
-    queued: its norm is read one step later, or when the step is logged, evaluated or saved.
-    """
-
-    step: int | None = None
-    """Whose norm is on its way."""
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
-    ) -> None:
-        self.check()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of parts, under FSDP
-        self.norm, self.step = norm.to("cpu", non_blocking=True), state.global_step + 1
-        self.copied = torch.cuda.Event() if norm.is_cuda else None
-        if self.copied is None:
-            self.check()
-        else:
-            self.copied.record()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if control.should_log or control.should_evaluate or control.should_save:
-            self.check()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Read the norm that is on its way, if one is."""
-        if self.step is None:
-            return
-        if self.copied is not None:
-            self.copied.synchronize()
-        step, self.step = self.step, None
-        if not torch.isfinite(self.norm):
-            fix = "lower train.learning_rate, or look at the rows of this step; nothing was saved"
-            found = str(self.norm.item())
-            problem = Problem(f"gradients of step {step} are not finite", found=found, fix=fix)
-            raise UserError(problem, code=Exit.TRAINING)
 
 
 class RefreshNorms(TrainerCallback):
@@ -158,8 +113,7 @@ class Metrics(TrainerCallback):
             "data_wait": self.waited / (seconds * steps),
             **(held := memory(self.hardware)),
         }
-        if "orthogonality" in logs:
-            record["orthogonality"] = logs["orthogonality"]
+        record |= {name: logs[name] for name in ("orthogonality", "skipped_steps") if name in logs}
         ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *held)
         logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
         self.all_waited, self.all_seconds = self.all_waited + self.waited, self.all_seconds + seconds * steps

@@ -154,7 +154,7 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
 
 
 def _model(recipe: Recipe) -> list[str]:
-    model.check_exists(recipe.model)
+    model.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
         return []
     return [f"model.name: {recipe.model.name} is on the Hub; its modules are checked when it loads"]

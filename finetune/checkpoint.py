@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune import faults
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ FORMAT = 1  # of a checkpoint; only this one is read
 MANIFEST, CONTRACT = "manifest.json", "contract.json"
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"aside-(step-\d+)")  # newer ones of a run that was resumed before them
+_FAILED: set[faults.Fault] = set()
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
 
@@ -111,6 +113,7 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
         for name, value in content.items():
+            faults.in_save(step, _FAILED)
             path = staged / name
             if path.suffix == ".safetensors":
                 save_file(value, path)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import arguments, launch_env
+from finetune import arguments, launch_env, privacy
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.given import load, located, opened, writing
 
@@ -34,6 +34,9 @@ OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such a
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
+    privacy.switch_off_telemetry()
+    if given is None:  # the process is the command's: what ends it is shown masked too
+        sys.excepthook = privacy.excepthook
     options = parse(given)
     return guarded(options.command, options)
 
@@ -281,6 +284,14 @@ def compare(options: argparse.Namespace) -> None:
         comparing.run(comparing.Asked(*given, options.budget, folder), quiet=options.quiet)
 
 
+def tune(options: argparse.Namespace) -> None:
+    """Search recipe keys by Optuna: trials in processes of their own, poor ones ended early."""
+    from finetune import tune_command
+
+    with located(load(options)):
+        tune_command.run(options)
+
+
 def chat(options: argparse.Namespace) -> None:
     """Talk to a run's base and tuned model side by side."""
     from rich.console import Console
@@ -377,6 +388,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(report, RUN, ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}))
     add(compare, *arguments.COMPARE)
+    add(tune, RECIPE, OVERRIDES, *arguments.TUNE)
     add(chat, RUN, OVERRIDES, *arguments.CHAT)
     add(
         recipes,

@@ -27,7 +27,7 @@ EXTRAS = {  # extra -> what it brings, by import name
     "bnb": ("bitsandbytes",),
     "quantize": ("torchao",),
     "eval": ("lm_eval",),
-    "tune": ("optuna",),
+    "tune": ("optuna", "psycopg"),
     "deepspeed": ("deepspeed",),
     "fp8": ("transformer_engine",),
     "kernels": ("kernels", "liger_kernel"),
@@ -203,15 +203,18 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
     packing, flat = data.packing, data.packing or data.padding_free
     effective = f"effective batch {train.effective_batch_size}"
     stated = train.per_device_train_batch_size
-    split = f"{effective}, {stated} at once" if stated else f"{effective}, split to <= 8 at once"
+    at_once = {None: "split to <= 8 at once", "auto": "as many at once as memory has room for"}
+    split = f"{effective}, {at_once.get(stated, f'{stated} at once')}"
     bucketing = given.get("train_sampling_strategy") == "group_by_length"
     return [
         Optimisation("gradient accumulation", "train.effective_batch_size", "active", split),
         Optimisation(
             "automatic batch size",
-            "nowhere",
-            "off",
-            "not in this version: the split is derived, not searched",
+            "train.per_device_train_batch_size",
+            "active" if stated == "auto" else "off",
+            "searched with the longest rows"
+            if stated == "auto"
+            else "auto searches it; a step halves it anyway",
         ),
         Optimisation(
             "packing",

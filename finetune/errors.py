@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from finetune.privacy import masked
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -48,7 +50,7 @@ class Problem:
         for label, text in (("found", self.found), ("expected", self.expected), ("try", self.fix)):
             if text:
                 lines.append(f"  {label + ':':<10} {text}")
-        return "\n".join(lines)
+        return masked("\n".join(lines))
 
 
 class UserError(Exception):

@@ -18,11 +18,13 @@ from accelerate import PartialState
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 
 from finetune import (
+    adapter_source,
     attention_choice,
     fit,
     hardware,
     harness,
     model,
+    modules,
     qat,
     results,
     run_folder,
@@ -106,7 +108,10 @@ def measure(asked: Any, tokenizer: Any, rows: list[HeldOut], texts: list[str], r
     """Everything one model is asked."""
     started, settings = time.perf_counter(), recipe.eval
     with scoring.memory_errors():
-        score = scoring.score(asked, tokenizer, rows, recipe.data, settings) if rows else None
+        answers = settings.answers
+        score = (
+            scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=answers) if rows else None
+        )
         general = scoring.score_texts(asked, tokenizer, texts, settings) if texts else None
         by_harness = settings.tasks and settings.engine == "hf"
         found = harness.run(asked, tokenizer, settings) if by_harness else {}
@@ -258,8 +263,10 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     from peft import PeftModel
 
     base: Any = open_base(recipe)
-    tuned: Any = qat.follow(PeftModel.from_pretrained(base, str(folder.adapter)))
-    return tuned.eval()
+    tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
+    held = modules.tensors(folder.adapter)
+    adapter_source.check_whole(tuned, list(held), str(folder.adapter))
+    return qat.follow(tuned).eval()
 
 
 def release() -> None:

@@ -26,6 +26,38 @@ def prepare(adapted: torch.nn.Module, arguments: Any) -> None:
         arguments.ddp_bucket_cap_mb = trained_bytes(adapted) // MIB + 1
 
 
+def ours(model: Any) -> bool:
+    """Whether `average` exchanges this model's gradients: an adapter's, under data parallelism.
+
+    DDP would do it in the last backward, where a rank that runs out of memory leaves the others waiting. For
+    one bucket there is nothing to hide it under: it is the same bytes at the same moment.
+    """
+    return isinstance(model, DistributedDataParallel) and hasattr(model.module, "peft_config")
+
+
+@torch.no_grad()
+def average(model: Any) -> int:
+    """Each gradient, averaged over processes, in one piece for each dtype; returns its bytes.
+
+    Divided before it is summed, as DDP does.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    moved = 0
+    for dtype in sorted({p.dtype for p in trained}, key=str):
+        own = [p for p in trained if p.dtype == dtype]
+        for parameter in own:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads: list[Any] = [p.grad for p in own]
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(torch.distributed.get_world_size())
+        torch.distributed.all_reduce(flat)
+        pieces = flat.split([grad.numel() for grad in grads])
+        for grad, piece in zip(grads, pieces, strict=True):
+            grad.copy_(piece.view_as(grad))
+        moved += flat.nbytes
+    return moved
+
+
 def reduce_in_fp32(accelerator: Any) -> None:
     """Let FSDP add up gradients in fp32, and return what the model returns.
 
@@ -48,9 +80,14 @@ def trained_bytes(adapted: torch.nn.Module) -> int:
     return sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
 
 
-def add_receipt(wrapped: Any, ledger: Ledger) -> None:
-    """Bytes and buckets of gradients that DDP exchanged, by its own account after the last step."""
+def add_receipt(wrapped: Any, exchanged: int, ledger: Ledger) -> None:
+    """Bytes of gradients that were exchanged in the last step: `exchanged` by us, or by DDP's own account."""
     if not isinstance(wrapped, DistributedDataParallel):
+        return
+    if ours(wrapped):
+        ledger.add(
+            "gradients exchanged", f"{trained_bytes(wrapped)} bytes", f"{exchanged} bytes", "in one piece"
+        )
         return
     data = wrapped._get_ddp_logging_data()
     sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import Exit, Problem, UserError
+from finetune.privacy import masked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,12 +99,6 @@ def any_token() -> str:
     return get_token() or ""
 
 
-def masked(text: str) -> str:
-    """A text without the token."""
-    secret = any_token()
-    return text.replace(secret, "****") if secret else text
-
-
 def endpoint() -> str:
     """Address of the Hub (HF_ENDPOINT)."""
     from huggingface_hub import constants
@@ -118,7 +113,7 @@ def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, lis
         Its whole name, and notes.
 
     Raises:
-        UserError: it is public and a private one is wanted (exit 2); no token, or none that may (exit 3).
+        UserError: it is public and a private one is wanted; no token, or none that may (exit 3).
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -138,7 +133,8 @@ def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, lis
         if private and not info.private:
             fix = "--public (publish.private: false), another --repo, or make it private in its settings"
             what, expected = "this repository is public already", "a private one (publish.private: true)"
-            raise UserError(Problem(what, "publish.repo", found=repo, expected=expected, fix=fix))
+            problem = Problem(what, "publish.repo", found=repo, expected=expected, fix=fix)
+            raise UserError(problem, code=Exit.ENVIRONMENT)
         if info.private and not private:
             notes.append(f"{repo} is private and stays so: what is public is decided in its settings")
         patiently(api.auth_check, repo, write=True)
@@ -286,6 +282,33 @@ def explained(repo: str) -> Iterator[None]:
         yield
     except (http_error(), OSError, RuntimeError, ValueError) as error:
         raise UserError(_problem(error, repo), code=Exit.ENVIRONMENT) from error
+
+
+def unread(error: Exception, name: str, revision: str) -> Problem:
+    """Why a model can't be read, told apart by the Hub's answer, or by there being none."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    response, page = _response(error), f"{endpoint()}/{name}"
+    found = masked(next(iter(str(error).strip().splitlines()), ""))
+    if response is None:
+        files = ("config.json", "tokenizer.json", "model.safetensors")
+        cached = [file for file in files if try_to_load_from_cache(name, file, revision=revision)]
+        missing = ", ".join(file for file in files if file not in cached)
+        found = f"not in the Hub's cache: {missing or 'a part of its weights'}"
+        what, fix = "can't be had: the Hub can't be reached", "the network, or HF_ENDPOINT"
+        if constants.is_offline_mode():
+            what, fix = "can't be had: the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
+        fix += f"; or fetch it where there is a network: hf download {name} --revision {revision}"
+    elif response.headers.get("X-Error-Code") == "GatedRepo" or response.status_code == 403:
+        what = f"is gated, and {'this token has' if any_token() else 'without a token there is'} no access"
+        fix = f"accept its terms on {page}, then `hf auth login` or HF_TOKEN of that account"
+    elif response.status_code == 401:
+        what, fix = "the Hub does not know this token", REMEDIES[401]
+    elif response.status_code == 404:
+        what, fix = "no such model or revision, or not for this token", REMEDIES[404]
+    else:
+        what, fix = f"the Hub answers {response.status_code}", "try again later"
+    return Problem(what, "model.name", found=f"{name}@{revision}: {found}"[:300], fix=fix)
 
 
 def _problem(error: Exception, repo: str) -> Problem:

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import launch_env
+from finetune import hub, launch_env, untrusted
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import DTYPES, STORED
@@ -33,11 +33,20 @@ def check_exists(model: Model) -> None:
         raise UserError(Problem(f"local path not found: {model.name}", "model.name", found=found, fix=fix))
 
 
+def check_folder(model: Model) -> None:
+    """What a model's files must not say or hold, where they are here (exit 2)."""
+    check_exists(model)
+    if Path(model.name).is_dir():
+        untrusted.check_model(Path(model.name), "model.name")
+
+
 def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a padding token and, if given, another chat template (Jinja source)."""
     from transformers import AutoTokenizer
 
     check_exists(model)
+    if Path(model.name).is_dir():  # of a model, or of an adapter with its tokenizer
+        untrusted.check_files(Path(model.name), "model.name")
     tokenizer = _from_hub(AutoTokenizer.from_pretrained, model)
     if tokenizer.eos_token is None:
         fix = "name one in its tokenizer_config.json: the token that ends a turn"
@@ -70,7 +79,7 @@ def read_config(model: Model) -> Any:
     """The model's config, as transformers has it."""
     from transformers import AutoConfig
 
-    check_exists(model)
+    check_folder(model)
     return _from_hub(AutoConfig.from_pretrained, model)
 
 
@@ -99,7 +108,7 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
         loaded, missing = without_weights(config, options["dtype"]), []
     else:
         read = AutoModelForCausalLM.from_pretrained
-        loaded, found = _from_hub(read, model, output_loading_info=True, **options)
+        loaded, found = _from_hub(read, model, output_loading_info=True, use_safetensors=True, **options)
         missing = sorted(found["missing_keys"])
     if missing:  # transformers would make them up
         what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
@@ -249,14 +258,22 @@ def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any
 
 
 def _from_hub(load: Any, model: Model, **options: Any) -> Any:
-    """Call `from_pretrained`; its errors become ours, with the remedy."""
+    """Call `from_pretrained`; its errors become ours, with the remedy. The model's own code never runs."""
+    revision = model.revision or "main"
     try:
-        return load(model.name, revision=model.revision or "main", **options)
+        if not local_path(model.name):
+            untrusted.check_hub(model.name, revision, "model.name")
+        # said, not left out: without it transformers asks at the terminal whether it may run the code
+        return load(model.name, revision=revision, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "trust_remote_code" in str(error):
+            what = "needs code of its own to be run, which this program does not do"
+            fix = "a model that transformers knows by itself, or one converted to such"
+            raise UserError(Problem(what, "model.name", found=reason, fix=fix)) from error
+        if "model.safetensors" in reason and "use_safetensors=True" in str(error):
+            raise UserError(untrusted.only_pickles("model.name", model.name)) from error
         if local_path(model.name):
             problem = Problem("the folder does not hold a model that loads", "model.name", found=reason)
             raise UserError(problem) from error
-        fix = "check name, revision and network; a gated model needs its terms accepted and `hf auth login`"
-        problem = Problem(f"{model.name} can't be loaded from the Hub", "model.name", found=reason, fix=fix)
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(hub.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
 
@@ -66,7 +66,7 @@ class Point(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A row of `bars`."""
+    """A row of `grouped_bars`."""
 
     label: str
     values: Numbers
@@ -142,7 +142,7 @@ def scatter(
     return _svg(figure, alt or f"{ylabel} against {xlabel}")
 
 
-def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = "") -> str:
+def grouped_bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = "") -> str:
     """Horizontal bars, a row for each label from the top down, one bar of each series in it."""
     figure, axes = _axes(xlabel, "")
     thick = 0.8 / len(series)
@@ -167,6 +167,62 @@ def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = 
     _finish(axes, rows, named=True, height=figure.get_figheight())
     figure.subplots_adjust(left=0.36)
     return _svg(figure, alt or f"{xlabel}, by {', '.join(series)}")
+
+
+def dots(
+    x: Sequence[float | str],
+    y: Sequence[float],
+    xlabel: str,
+    ylabel: str,
+    *,
+    best: int | None = None,
+    line: Curve | None = None,
+    alt: str = "",
+) -> str:
+    """Points that have no names, over numbers (a log axis where they span LOG_FROM times or more) or words.
+
+    Args:
+        best: the place of the point that is shown large.
+        line: drawn with them.
+    """
+    figure, axes = _axes(xlabel, ylabel)
+    words = list(dict.fromkeys(x)) if any(isinstance(value, str) for value in x) else []
+    places = [float(words.index(value)) if words else float(value) for value in x]
+    shown = [i for i, pair in enumerate(zip(places, y, strict=True)) if all(map(_drawable, pair))]
+    if _is_wide([np.array([y[i] for i in shown])]):
+        _log(axes.yaxis, axes.set_yscale)
+    if words:
+        axes.set_xticks(range(len(words)), [_short(str(word)) for word in words])
+        axes.set_xlim(-0.5, len(words) - 0.5)
+    elif _is_wide([np.array([places[i] for i in shown])]):
+        _log(axes.xaxis, axes.set_xscale)
+    look: dict[str, Any] = {"linestyle": "", "marker": "o", "color": SERIES[1]}
+    axes.plot([places[i] for i in shown], [y[i] for i in shown], markersize=4.5, alpha=0.75, **look)
+    if line:
+        axes.plot(*_finite(line.x, line.y), color=SERIES[0], linewidth=1.7, label=line.label)
+    if best in shown:
+        look |= {"marker": "*", "color": SERIES[2], "label": "best"}
+        axes.plot([places[best]], [y[best]], markersize=12, **look)
+    _finish(axes, shown, named=best in shown or bool(line))
+    return _svg(figure, alt or f"{ylabel} against {xlabel}")
+
+
+def bars(values: Mapping[str, float], xlabel: str, *, alt: str = "") -> str:
+    """Horizontal bars from zero, the first one at the top."""
+    figure, axes = _axes(xlabel, "")
+    names = list(values)
+    axes.barh(range(len(names)), list(values.values()), color=SERIES[0], height=0.6)
+    axes.set_yticks([])
+    for place, name in enumerate(names):  # above its bar: names are longer than a margin
+        axes.text(0, place - 0.34, name, color=STAND_INS["ink"], fontsize=9, va="bottom", parse_math=False)
+    axes.set_ylim(len(names) - 0.5, -0.9)
+    axes.grid(visible=False)
+    _finish(axes, names, named=False)
+    return _svg(figure, alt or xlabel)
+
+
+def _short(word: str) -> str:
+    return word if len(word) <= 14 else word[:12] + ".."
 
 
 def smoothed(values: Numbers) -> list[float]:

@@ -124,7 +124,7 @@ def reopened(
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), output_loading_info=True, **placed(setup)
+            str(folder), output_loading_info=True, use_safetensors=True, **placed(setup)
         )
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):

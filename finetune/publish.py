@@ -19,8 +19,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import card, hub, recipe_errors, run_folder
+from finetune import card, hub, recipe_errors, run_folder, untrusted
 from finetune.errors import Exit, Problem, UserError
+from finetune.privacy import masked
 from finetune.receipts import Ledger
 from finetune.recipe import load as load_recipe
 from finetune.recipe import local_path
@@ -65,8 +66,8 @@ def check(section: Publish, model: str) -> list[str]:
         Notes.
 
     Raises:
-        UserError: a name that can't be, or a public repository in place of a private one (exit 2); no token,
-            one that may not write there, no network (3).
+        UserError: a name that can't be (exit 2); a public repository in place of a private one, no token, one
+            that may not write there, no network (3).
     """
     if section.repo is None:
         return []
@@ -91,7 +92,7 @@ def after_training(recipe: Recipe, folder: RunFolder, screen: Screen) -> None:
         run(folder.path, screen)
     except Exception as error:  # of whatever kind: the run is whole
         again = f"finetune publish {shlex.quote(str(folder.path))}"
-        said = hub.masked(f"not published: {error}\nthe run is whole; to try again:\n  {again}")
+        said = masked(f"not published: {error}\nthe run is whole; to try again:\n  {again}")
         print(said, file=sys.stderr)
         with (folder.path / "log.txt").open("a", encoding="utf-8") as log:
             log.write(f"{said}\n")
@@ -115,8 +116,8 @@ def run(
         The content of publish.json; of a dry run nothing.
 
     Raises:
-        UserError: no repository, a secret in a file, a public repository in place of a private one (exit 2);
-            the token, the network or the Hub (3); files there that are not those sent (4).
+        UserError: no repository, a secret in a file, a link to elsewhere (exit 2); a public repository in
+            place of a private one, the token, the network or the Hub (3); files there that are others (4).
     """
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
@@ -176,16 +177,17 @@ def stage(
     """What goes up but for the card: links to the run's files, and copies of those that name local paths."""
     known = local_names(folder, recipe, base)
     patterns = (*(ADAPTER if kind == "adapter" else MODEL), *TOKENIZER)
-    for file in sorted(weights.iterdir()):
-        if any(fnmatch(file.name, pattern) for pattern in patterns):
-            (staged / file.name).symlink_to(file.resolve())
+    names = [name for name in run_folder.PUBLISHED if (folder.path / name).exists()]
+    sent = [file for file in sorted(weights.iterdir()) if any(fnmatch(file.name, one) for one in patterns)]
+    untrusted.check_links([*sent, *(folder.path / name for name in names)], "")
+    for file in sent:
+        (staged / file.name).symlink_to(file.resolve())
     for name in CONFIGS:
         if (staged / name).exists():
             content = json.loads((weights / name).read_text(encoding="utf-8"))
             named = {key: base.name for key in content if key in NAMES_BASE and content[key]}
             (staged / name).unlink()
             write_json(staged / name, content | named, indent=2)
-    names = [name for name in run_folder.PUBLISHED if (folder.path / name).exists()]
     for name in names:
         if name == "merge.json" and kind != "merged":
             continue

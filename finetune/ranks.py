@@ -44,6 +44,23 @@ def any_of(*flags: bool) -> list[bool]:
     return raised.bool().tolist()
 
 
+def all_of(flag: bool) -> bool:
+    """Whether it is so on every rank."""
+    return not any_of(not flag)[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each rank has, by rank."""
+    found: list[Any] = [value] * PartialState().num_processes
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, value, group=steps())
+    return found
+
+
+def index() -> int:
+    return PartialState().process_index
+
+
 def shared(reason: str) -> bool:
     """Whether the run failed on all processes for this reason, so that none still waits in the training."""
     processes = PartialState().num_processes

@@ -9,6 +9,7 @@ both are checked against the installed classes (`upstream.py`). `sections.py` ho
 from __future__ import annotations
 
 import glob
+import inspect
 import os
 from dataclasses import dataclass, field
 from functools import cache
@@ -149,11 +150,32 @@ def json_schema() -> dict[str, Any]:
     types = tuple(_adapter_section(name) for name in offered)
     union = Annotated[Union[types], Field(discriminator="type")]  # noqa: UP007 (from a tuple)
     recipe = _create("Recipe", __base__=sections()["recipe"], adapter=(union, ...))
+    schema = recipe.model_json_schema()
+    for name, described in schema["$defs"].items():
+        texts = _texts_beside_keys(name)
+        for key in texts.keys() & described.get("properties", {}).keys():
+            described["properties"][key].setdefault("description", texts[key])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **recipe.model_json_schema(),
+        **schema,
         "title": "finetune recipe",
     }
+
+
+def _texts_beside_keys(name: str) -> dict[str, str]:
+    """Key -> the docstring that stands under it in sections.py, for a section or one made from it.
+
+    Pydantic reads them too (`use_attribute_docstrings`), in 0.1 s that every command would pay.
+    """
+    made, todo = {}, [Section]
+    while todo:
+        made |= {kind.__name__: kind for kind in todo}
+        todo = [below for kind in todo for below in kind.__subclasses__()]
+    texts: dict[str, str] = {}
+    for kind in reversed(made[name].__mro__):
+        if kind.__module__ == Section.__module__:
+            texts |= upstream.texts_beside_fields(Path(inspect.getfile(kind)), kind.__name__)
+    return texts
 
 
 @cache
@@ -207,8 +229,17 @@ def _known_keys() -> dict[str, frozenset[str]]:
         ours
         | {"speed.qat": frozenset(Qat.model_fields)}
         | inner
-        | {f"adapter.{name}": types[name].keys | {"type", *_ours(types[name])} for name in types}
+        | {f"adapter.{name}": _adapter_keys(name) for name in types}
     )
+
+
+def _adapter_keys(name: str) -> frozenset[str]:
+    kind = adapter_types.find(name)
+    return kind.keys | {"type", *_ours(kind)}
+
+
+def _of_another_type(key: str) -> bool:
+    return any(key in keys for name, keys in _known_keys().items() if name.startswith("adapter."))
 
 
 def _read(path: Path) -> strict_yaml.Document:
@@ -277,7 +308,7 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
             return "", [Problem("is required", "adapter.type", where, fix="type: lora")]
         return "", []  # explained with the other sections
     name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
-    if name not in types or not isinstance(name, str):
+    if not isinstance(name, str) or name not in types:
         offered = [name for name, kind in types.items() if not kind.refused]
         found, near = recipe_errors.show(name), nearest(str(name).lower().replace("-", "_"), offered)
         return "", [Problem("no such type", "adapter.type", where, found, ", ".join(offered), near)]
@@ -289,9 +320,7 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
 
 def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> None:
     """Leave out keys that only other types have, and add our defaults, both on record."""
-    known, own = _known_keys(), _known_keys()[f"adapter.{kind}"]
-    of_any_type = {key for name, keys in known.items() if name.startswith("adapter.") for key in keys}
-    for key in [key for key in adapter if key not in own and key in of_any_type]:
+    for key in [key for key in adapter if key not in _adapter_keys(kind) and _of_another_type(key)]:
         origin.notices.append(f"adapter.{key}: {kind} has no such key; left out ({adapter.pop(key)})")
         origin.set_by[f"adapter.{key}"] = f"left out: {kind} has no such key"
     if kind in adapter_types.NOT_LINEAR and adapter.get("target_modules") == "all-linear":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_conflicts, qat
+from finetune import adapter_conflicts, privacy, qat
 from finetune.errors import Problem, nearest
+from finetune.privacy import SECRET, masked
 from finetune.renames import RENAMED, owner_of
 
 if TYPE_CHECKING:
@@ -24,12 +25,6 @@ RIVALS = {  # an override of one displaces the other; both in one file is an err
     "data.validation": ("data.validation_fraction",),
     "data.validation_fraction": ("data.validation",),
 }
-_SECRET_VALUE = re.compile(
-    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|github_pat_[A-Za-z0-9_]{22,}|A[KS]IA[A-Z0-9]{16}(?![A-Za-z0-9]))"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|(?i:wandb_?api_?key\W{1,6})[0-9a-f]{40}|(?i:aws_?secret_?access_?key\W{1,6})[A-Za-z0-9/+=]{40}"
-)
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
 _EXPECTED = {  # pydantic's error types in a recipe writer's words
@@ -68,28 +63,34 @@ def explain(
     return [_problem(path, items, raw, where, known) for path, items in grouped.items()]
 
 
-def secrets(raw: Any, where: Where, path: tuple[str, ...] = ()) -> list[Problem]:
-    """Recipes are shared and pushed: a secret is refused, masked in the message, and removed from `raw`."""
-    found = []
+def secrets(
+    raw: Any, where: Where, path: tuple[str, ...] = (), known: list[str] | None = None
+) -> list[Problem]:
+    """Recipes are shared and pushed: a secret is refused, masked in the message, and removed from `raw`.
+
+    Args:
+        known: secrets of this process; `None`: asked for here.
+    """
+    found, known = [], privacy.secrets() if known is None else known
     items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
     for key, value in list(items):
         here = (*path, str(key))
         named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
-        if named or (isinstance(value, str) and _SECRET_VALUE.search(value)):
+        if named or (isinstance(value, str) and masked(value, known) != value):
             fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
-            place = _SECRET_VALUE.sub("****", _at(here, where))  # an override is its own place
+            place = masked(_at(here, where), known)  # an override is its own place
             found.append(Problem("a secret in a recipe", ".".join(here), place, "****", fix=fix))
             raw[key] = None  # no later message shows it
         else:
-            found += secrets(value, where, here)
+            found += secrets(value, where, here, known)
     return found
 
 
 def secrets_in(text: str, token: str) -> list[tuple[int, str]]:
-    """Line of each secret in a text, and the secret's first characters; `token` is one that is known."""
-    found = [match.span() for match in _SECRET_VALUE.finditer(text)]
-    if token:
-        found += [match.span() for match in re.finditer(re.escape(token), text)]
+    """Line of each secret in a text, and its first characters; `token` is known beside the environment's."""
+    found = [match.span() for match in SECRET.finditer(text)]
+    for value in {token, *privacy.secrets()} - {""}:
+        found += [match.span() for match in re.finditer(re.escape(value), text)]
     return [(text.count("\n", 0, start) + 1, f"{text[start : start + 3]}****") for start, _ in sorted(found)]
 
 
@@ -182,7 +183,8 @@ def _unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) ->
     section, name, at = path[0], path[-1], _at(path, where)
     if len(path) == 1:
         return _unknown_section(section, raw, at, known)
-    kind = f"adapter.{(raw.get('adapter') or {}).get('type')}"
+    adapter = raw.get("adapter")
+    kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
     own = known.get(".".join(path[:-1])) or known.get(section) or known.get(kind) or frozenset()
     homes = [s.split(".")[0] for s, names in known.items() if name in names and s not in ("recipe", section)]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")

@@ -42,7 +42,7 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "per_device_eval_batch_size": "eval.batch_size",
     "push_to_hub": "publish",
     "resume_from_checkpoint": "the command line (--resume)",
-    "auto_find_batch_size": "train.effective_batch_size and train.per_device_train_batch_size",
+    "auto_find_batch_size": "train.per_device_train_batch_size: auto",
     "model_init_kwargs": "model",
     "trust_remote_code": "model",
     "loss_type": "train (only the default, nll, is offered)",

@@ -367,8 +367,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
 
 
 @functools.cache
-def template() -> Any:
-    """The page's template, which a comparison of many runs compiles once."""
+def template(name: str = "report.html.jinja") -> Any:
+    """A page's template, which a comparison of many runs compiles once."""
     import jinja2
 
     here = Path(__file__).parent
@@ -380,7 +380,7 @@ def template() -> Any:
         undefined=jinja2.StrictUndefined,
     )
     pages.filters |= {"shown": shown, "share": share, "value": number, "duration": duration}
-    return pages.get_template("report.html.jinja")
+    return pages.get_template(name)
 
 
 def render(run: Run, verdict: Verdict) -> str:

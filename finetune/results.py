@@ -49,9 +49,12 @@ def content(
         base, tuned = before.held_out, after.held_out
         result |= {"base": base.as_json(), "tuned": tuned.as_json(), "difference": differences(base, tuned)}
         result["sources"] = by_source(rows, base, tuned)
-        shown = [index for index, row in enumerate(rows) if scoring.asks(row)][: settings.samples]
+        asked = [index for index, row in enumerate(rows) if scoring.asks(row)]
+        shown = asked[: settings.samples if settings.answers else 0]
         result["samples"] = [_sample(rows, base, tuned, index) for index in shown]
         result["worst"] = worst(rows, base, tuned)
+        for row in result["worst"] if not settings.answers else ():
+            del row["base"], row["tuned"]  # they were not asked
     if before.general and after.general:
         result["tasks"][GENERAL] = _general(before.general, after.general)
     forgetting = {

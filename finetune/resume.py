@@ -46,6 +46,8 @@ MAY_CHANGE = (
     "train.save_steps",
     "train.save_strategy",
     "train.save_total_limit",
+    "train.skip_nonfinite",
+    "train.stop_at_spike",
     "train.trackio_space_id",
     "versions.",
 )

@@ -26,8 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel
 
-from finetune import hub
-from finetune.errors import Problem, UserError
+from finetune import hub, untrusted
+from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.recipe import local_path
 from finetune.sections import Source, Train
@@ -192,7 +192,7 @@ def _locked(path: Path) -> IO[str]:
             file = path.open("a+", encoding="utf-8")
         except OSError as error:
             what = f"can't write in {path.parent}: {error.strerror}"
-            raise UserError(Problem(what, "train.output_dir")) from None
+            raise UserError(Problem(what, "train.output_dir"), code=Exit.ENVIRONMENT) from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -214,11 +214,12 @@ def _locked(path: Path) -> IO[str]:
 
 
 def create(path: str) -> RunFolder:
-    """Make the folder (exit 2 if that can't be)."""
+    """Make the folder (exit 3 if that can't be)."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(Problem(f"can't make {path}: {error.strerror}", "train.output_dir")) from None
+        problem = Problem(f"can't make {path}: {error.strerror}", "train.output_dir")
+        raise UserError(problem, code=Exit.ENVIRONMENT) from None
     return RunFolder(Path(path))
 
 
@@ -231,6 +232,8 @@ def open_run(path: str | Path) -> RunFolder:
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
         fix = "" if run.path.exists() else "a run folder, or organisation/name@revision for one on the Hub"
         raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}", fix=fix))
+    check = untrusted.check_adapter if run.weights == run.adapter else untrusted.check_model
+    check(run.weights, "")
     return run
 
 
@@ -328,10 +331,10 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
                 recipe.origin.set_by.get(dotted, "default"),
             )
             value, who = chosen.pop(dotted, default)
-            lines.append(f"  {key}: {_flow(value)}  # {who}")
+            lines.append(f"  {key}: {flow(value)}  # {who}")
         for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
             value, who = chosen.pop(dotted)
-            lines.append(f"  # {dotted.partition('.')[2]}: {_flow(value)}  ({who})")
+            lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({who})")
     lines += [f"# left out: {notice}" for notice in recipe.origin.notices]
     return "\n".join(lines) + "\n"
 
@@ -350,10 +353,10 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
     return list(type(content).model_fields)
 
 
-def _flow(value: Any) -> str:
+def flow(value: Any) -> str:
     """A value on one line, such that strict YAML 1.2 reads the same value back."""
     if isinstance(value, BaseModel):
-        return _flow(value.model_dump(exclude_none=True))
+        return flow(value.model_dump(exclude_none=True))
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):
@@ -361,9 +364,9 @@ def _flow(value: Any) -> str:
     if value is None or isinstance(value, (bool, int)):
         return json.dumps(value)
     if isinstance(value, (list, tuple, set)):
-        return "[" + ", ".join(_flow(item) for item in value) + "]"
+        return "[" + ", ".join(flow(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(str(k))}: {_flow(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
     return yaml.safe_dump(value, default_flow_style=True).strip()
 
 

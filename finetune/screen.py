@@ -15,12 +15,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from finetune.privacy import masked, switch_off_telemetry
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
 PLAIN_WIDTH = 120
 PLAIN_LINES = 20  # about so many progress lines in a run when there is no terminal
+
+
+class Masked(logging.Formatter):
+    """Records of libraries without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
 
 
 class Screen:
@@ -37,31 +46,32 @@ class Screen:
 
     def say(self, *renderables: Any) -> None:
         """Print, and write to log.txt once there is one."""
-        for renderable in renderables:
+        for given in renderables:
+            renderable = masked(given) if isinstance(given, str) else given
             plain: Any = {"soft_wrap": isinstance(renderable, str), "markup": False}
             self.console.print(renderable, **plain)
             if self._log:
                 self._log.print(renderable, **plain)
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table = Table(title=masked(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for index, column in enumerate(columns):
-            table.add_column(column, overflow="fold", header_style="dim", no_wrap=index == 0)
+            table.add_column(masked(column), overflow="fold", header_style="dim", no_wrap=index == 0)
         for row in rows:
-            table.add_row(*(Text(str(cell)) for cell in row))
+            table.add_row(*(Text(masked(str(cell))) for cell in row))
         self.say("", table)
 
     def log(self, text: str) -> None:
         """Into log.txt only."""
         if self._log:
-            self._log.print(text, markup=False)
+            self._log.print(masked(text), markup=False)
 
     def log_to(self, path: Path, *, again: bool = False) -> None:
         """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
         file = path.open("a" if again else "w", encoding="utf-8")
         self._log = Console(file=file, width=140, highlight=False)
         handler = logging.StreamHandler(file)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(Masked("%(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
 
     def start(self, total: int, done: int = 0) -> None:
@@ -105,7 +115,7 @@ class Screen:
 
 def quieten_libraries() -> None:
     """Send warnings and log records of libraries to the root logger, and their progress bars nowhere."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL reports each run to the Hub otherwise
+    switch_off_telemetry()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own prints
     logging.captureWarnings(True)
     root = logging.getLogger()

@@ -14,7 +14,7 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         strict=True,
-        use_attribute_docstrings=True,
+        defer_build=True,  # the validator that is used is the whole recipe's
         protected_namespaces=(),
     )
 
@@ -227,8 +227,9 @@ class Train(Section):
     """The run folder; `null`: runs/<recipe>-<time>."""
     effective_batch_size: int = Field(default=32, ge=1)
     """Sequences in one optimizer step, over all processes."""
-    per_device_train_batch_size: int | None = Field(default=None, ge=1)
-    """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8."""
+    per_device_train_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
+    """Sequences in one forward pass; `null`: the largest divisor of each process's share that is <= 8;
+    `auto`: the largest that memory has room for, tried with the longest rows before training."""
     learning_rate: float = Field(default=2e-4, ge=0, allow_inf_nan=False)
     """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -245,6 +246,13 @@ class Train(Section):
     """Optimizer steps from one checkpoint to the next; below 1: a share of the run."""
     save_total_limit: int | None = Field(default=2, ge=1)
     """Checkpoints that are kept, the newest; `null`: all."""
+
+    skip_nonfinite: int = Field(default=0, ge=0)
+    """Steps in a row that may be left out because their gradients are not finite: no update, and the
+    schedule waits; 0: the first one ends the run (exit 5)."""
+    stop_at_spike: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """End the run (exit 5) where three logged losses in a row are over so many times the median of the 32
+    before them; `null`: say so once, at 2 times."""
 
     def passed_on(self) -> dict[str, Any]:
         """The SFTConfig keys the recipe set, to be handed over as they are."""
@@ -265,6 +273,9 @@ class Eval(Section):
     """What answers `tasks`: transformers, or vLLM where it is installed."""
     general: bool | str = True
     """Text on which forgetting is measured: the shipped one, or a file with a `text` in each row."""
+    answers: bool = True
+    """Whether base and tuned also answer the held-out rows at the end, for exact match and samples; `false`:
+    their loss alone, which takes a fraction of the time."""
     samples: int = Field(default=5, ge=0)
     """Held-out rows whose answers of base and tuned are shown side by side."""
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"

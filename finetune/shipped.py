@@ -11,8 +11,8 @@ from finetune import strict_yaml
 from finetune.errors import Problem, UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parent
-NOT_RECIPES = ("ladder", "tune")  # of the recipes' folder: what a command does with a recipe
 SCHEMA = PACKAGE / "recipe.schema.json"
+NOT_RECIPES = ("tune", "ladder")  # what `finetune tune` and `finetune ablate` read, which lies beside them
 
 
 def folder(name: str) -> Path:
@@ -24,8 +24,8 @@ def folder(name: str) -> Path:
 def recipes() -> dict[str, Path]:
     """Every shipped recipe by its name: `quickstart`, `llama3_8b/dora`."""
     root = folder("recipes")
-    named = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
-    return {name: path for name, path in named.items() if name not in NOT_RECIPES}
+    found = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {name: path for name, path in found.items() if name not in NOT_RECIPES}
 
 
 def purpose(path: Path) -> str:

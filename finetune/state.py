@@ -33,10 +33,7 @@ def save(trainer: Trainer) -> None:
     """
     state = PartialState()
     own = {name: PARTS[name][0](trainer) for name in RANKS}
-    gathered: list[Any] = [own]
-    if state.num_processes > 1:
-        gathered = [None] * state.num_processes
-        torch.distributed.all_gather_object(gathered, own, group=ranks.steps())
+    gathered = ranks.gathered(own)
     if not state.is_main_process:
         return
     shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in RANKS}
@@ -194,7 +191,8 @@ def _callbacks(trainer: Any) -> dict[str, Any]:
 
 def _set_callbacks(trainer: Any, kept: dict[str, Any]) -> None:
     for name, callback in trainer.remembering.items():
-        callback.load_state_dict(kept[name])
+        if name in kept:  # one of an older version may lack it, and goes on as if it had just begun
+            callback.load_state_dict(kept[name])
 
 
 def _log(trainer: Any) -> dict[str, Any]:

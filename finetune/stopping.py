@@ -10,8 +10,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import PartialState
 from transformers import TrainerCallback
 
 from finetune import ranks
@@ -145,7 +143,7 @@ class Schedule(TrainerCallback):
         minutes = self.strategy == "auto" and now - self.saved_at > 60 * MINUTES
         asked, minutes = ranks.any_of(bool(reason), minutes)
         if asked:
-            self.stopped = next(filter(None, _of_all(reason)))
+            self.stopped = next(filter(None, ranks.gathered(reason)))
             control.should_training_stop = True
         if (asked and not self.sharded) or minutes or self.planned(step, state):
             control.should_save = self.saved = True
@@ -164,15 +162,6 @@ class Schedule(TrainerCallback):
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         self.complete = kept["complete"]
-
-
-def _of_all(reason: str) -> list[str]:
-    """Each rank's."""
-    reasons = [reason]
-    if (count := PartialState().num_processes) > 1:
-        reasons *= count
-        torch.distributed.all_gather_object(reasons, reason, group=ranks.steps())
-    return reasons
 
 
 def deaf(prepare: Any, worker: int) -> None:

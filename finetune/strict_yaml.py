@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
+LONGEST_NUMBER = 400  # characters
 Path = tuple[str, ...]
 
 # The core schema of YAML 1.2.2, section 10.3.2.
@@ -77,8 +78,10 @@ def scalar(text: str) -> Any:
         return True
     if _FALSE.fullmatch(text):
         return False
+    if len(text) > LONGEST_NUMBER:
+        return text  # Python neither reads nor prints whole numbers without end
     if _INT.fullmatch(text):
-        return int(text) if len(text) < 400 else text
+        return int(text)
     if _OCT.fullmatch(text):
         return int(text[2:], 8)
     if _HEX.fullmatch(text):

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from trl.trainer.sft_config import SFTConfig
@@ -31,13 +29,14 @@ from finetune import (
     launch_receipts,
     loraplus,
     model,
-    qat,
+    nonfinite,
     ranks,
     report,
+    rescue,
     resume,
     run_folder,
     shards,
-    state,
+    stages,
     stopping,
     summary,
     trackers,
@@ -52,7 +51,7 @@ from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen, quieten_libraries
 from finetune.speed import apply as speed
-from finetune.speed import attention, attention_kernels, head
+from finetune.speed import attention_kernels
 from finetune.trainer import Trainer, build
 
 if TYPE_CHECKING:
@@ -68,8 +67,6 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
     from finetune.sections import Adapter, Data, Train
     from finetune.stopping import Stop
-
-PROOF_TOKENS = 128  # of the row that proves documents apart
 
 
 def run(
@@ -121,17 +118,16 @@ def _run(
     contract = contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
-    base = model.load(recipe.model, setup, str(arguments.device), ledger)
-    base = qat.prepare(base, recipe.speed.qat, ledger)
-    batches = partial(adapter_init.calibration, dataset, base.device)
-    added = model.added_tokens(recipe.model, tokenizer)
-    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
-    exchange.prepare(adapted, arguments)
+    adapted = stages.adapted_model(recipe, setup, arguments, dataset, tokenizer, steps, ledger)
     tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
-    work = work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
-    fast = make_fast(adapted, recipe, setup, arguments, work, ledger)
+    work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
+    fast = stages.make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
-    contract["base"] = base_of(adapted, found, ledger)  # nothing in the folder is changed before
+    contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before
+    if recipe.train.per_device_train_batch_size == "auto":
+        batch = stages.search_batch(
+            adapted, recipe, setup, batch, found, dataset, tokenizer, fast, arguments, ledger
+        )
 
     folder = start_folder(where, setup, arguments)
     with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
@@ -147,16 +143,17 @@ def _run(
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
         schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.sharded)
-        watching = [first_step, metrics, *validating, schedule, *watchers]
+        unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen)
+        watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += callbacks.refreshing(adapted, ledger)
-        parts = recipe.adapter, recipe.speed, arguments, dataset, tokenizer
-        trainer = build(adapted, *parts, watching)
+        trainer = build(adapted, recipe.adapter, recipe.speed, arguments, dataset, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        trainer.remembers(schedule, contract, metrics, *validating)
+        length, kind = recipe.data.max_length, recipe.adapter.type
+        again = rescue.of(recipe.speed, kind, length, batch.per_device, screen, ledger)
+        trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
-            documents = batch.per_device * max(map(len, dataset["where"])) + 1
-            trainer.shape = (tokens, documents, recipe.data.max_length)
+            trainer.shape = stages.one_shape(batch, dataset, length)
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         with stop.later(), contextlib.closing(writer):
@@ -165,7 +162,7 @@ def _run(
             save(adapted, tokenizer, folder, initial)
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
-        del trainer, adapted, base
+        del trainer, adapted
         evaluate.release()
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
@@ -213,45 +210,6 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
 
 
-def make_fast(
-    adapted: Any, recipe: Recipe, setup: Setup, arguments: SFTConfig, work: speed.Work, ledger: Ledger
-) -> dict[str, hardware.Choice]:
-    """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
-    kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
-    proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
-    with precision(setup):  # before layers are compiled: they see no other shapes than training's
-        attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
-    fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
-    fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))
-    if flat:
-        with precision(setup):
-            attention.prove_apart(proved, PROOF_TOKENS, kernel, ledger)
-    return fast
-
-
-def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
-    """What a process is to do, and what FSDP brings to its GPU at the start: its part, and two layers."""
-    sharded, awaited = setup.launch.sharded, 0
-    if launch_env.read_by_rank_0():
-        awaited = sum(p.nbytes for p in adapted.parameters()) // setup.launch.processes
-        awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
-    return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30)
-
-
-def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
-    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused."""
-
-    def look() -> str:
-        return model.fingerprint(adapters.frozen(adapted))
-
-    frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
-    if found:
-        ledger.check()
-        resume.check_base(found.contract, frozen, found.path)
-        state.structure(found.path)
-    return frozen
-
-
 def train(
     trainer: Trainer,
     section: Adapter,
@@ -265,7 +223,7 @@ def train(
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
     before = verify.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
-    exchange.add_receipt(trainer.model_wrapped, ledger)
+    exchange.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
         trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again
@@ -335,6 +293,8 @@ def contract_of(
 ) -> dict[str, Any]:
     """What a run that goes on from a checkpoint of this one must have in common with it."""
     counts = {"steps": steps, "rows": prepared.report["train"].kept, **batch._asdict()}
+    if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen
+        counts = {name: counts[name] for name in ("steps", "rows", "effective")}
     if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
         counts["train.dataloader_num_workers"] = arguments.dataloader_num_workers
     return resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content)
@@ -369,13 +329,6 @@ def add_data_receipts(data: Data, report: Report, ledger: Ledger) -> None:
         got = f"{report.packing['rows']:.0f} rows, {report.packing['fill']:.2%} full"
         how = f"tokens of the packed rows over rows x {data.max_length}"
         ledger.add("data.packing", f"rows of {data.max_length} tokens", got, how, ok=True)
-
-
-def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:
-    """Autocast as the launch has it."""
-    on = setup.launch.precision != "no"
-    dtype = getattr(torch, hardware.DTYPES[setup.launch.precision])
-    return torch.autocast(setup.hardware.device, dtype, enabled=on)
 
 
 @contextlib.contextmanager

@@ -6,13 +6,26 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PrinterCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
-from finetune import adalora, adapters, callbacks, exchange, loraplus, optimizers, ranks, state, stopping
+from finetune import (
+    adalora,
+    adapters,
+    callbacks,
+    exchange,
+    faults,
+    loraplus,
+    nonfinite,
+    optimizers,
+    ranks,
+    rescue,
+    state,
+    stopping,
+)
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.speed import attention, head, loss, offload
 
@@ -45,6 +58,13 @@ class Trainer(SFTTrainer):
     batches: Any = 0
     """Digest of all batches of this process so far."""
     epoch_rng: Any = None
+    sums: dict[str, Any]
+    """What the loss has counted since the last log: tensors that are read then, not before."""
+    micro_batches: rescue.MicroBatches
+    exchanged = 0
+    """Bytes of gradients in the last step, where we exchange them."""
+    ends_step = False
+    """Whether this forward is the last of its step."""
 
     first_step: callbacks.FirstStep
     orthogonality_weight = 0.0
@@ -61,11 +81,72 @@ class Trainer(SFTTrainer):
         """Use the loss that `head.choose` has chosen."""
         self.chunked = head.install(self.model, compiled=compiled) if chosen == "chunked" else None
         self.first_step.add_loss = partial(head.add_receipt, chosen, self.chunked)
-        self.sums: dict[str, Any] = defaultdict(int)  # tensors are read when they are logged, not before
         if self.chunked and isinstance(
             self.train_dataset, Sized
         ):  # streamed batches are joined, which takes tensors alone
             self.data_collator = partial(loss.counted, self.data_collator)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """One micro-batch, or the whole step again in smaller ones (see `rescue`)."""
+        step, last = self.state.global_step + 1, self.accelerator.sync_gradients
+        batches = self.micro_batches.keep(step, inputs)
+        if len(batches) == 1:
+            faults.before_step(step, partial(adapters.trainable, model))
+            self.before, self.returned = rescue.Before(self), 0.0
+        value = self.attempt(model, batches[-1:], num_items_in_batch, last=last)
+        if not last:
+            self.returned = self.returned + value
+            return value
+        while self.micro_batches.again(step):
+            self.before.put_back(self)
+            value = self.attempt(model, batches, num_items_in_batch, last=True) - self.returned
+        if exchange.ours(model):
+            self.exchanged = exchange.average(model)
+        faults.before_update(step, partial(adapters.trainable, model))
+        return value
+
+    def attempt(self, model: Any, batches: Any, items: Any, *, last: bool) -> Any:
+        """The gradients of some micro-batches, unless memory runs out, or has before; their summed loss.
+
+        Args:
+            last: whether they end the step.
+        """
+        total, parts = torch.zeros((), device=self.args.device), self.micro_batches
+        if parts.error:
+            return total
+        divided = list(parts.divided(batches, getattr(self.args, "pad_to_multiple_of", None)))
+        try:
+            for number, inputs in enumerate(divided, start=1):
+                self.ends_step = last and number == len(divided)
+                apart = exchange.ours(model) or last != self.ends_step
+                with self.accelerator.no_sync(model) if apart else contextlib.nullcontext():
+                    total = total + super().training_step(model, inputs, items)
+                faults.in_backward(self.state.global_step + 1, len(inputs["input_ids"]), parts.struck)
+        except torch.OutOfMemoryError as error:
+            parts.error = str(error)
+            if not self.repeats(model, items):
+                raise rescue.too_large(self.state.global_step + 1, parts.error, parts.fixes) from error
+        if parts.error:
+            rescue.free()
+        return total
+
+    def repeats(self, model: Any, items: Any) -> bool:
+        """Whether a step can be made again: no other process waits in the middle of it, for its gradients."""
+        alone = self.accelerator.num_processes == 1 and not hasattr(model, "backward")  # DeepSpeed's engine
+        return items is not None and (alone or exchange.ours(model))
+
+    def look_again(self, step: int) -> tuple[str, list[dict[str, Any]]]:
+        """What is not finite in a step that was not; and its micro-batches, as they are for the model."""
+        batches, model = self.micro_batches.kept.get(step, []), cast("Any", self.model)
+        if self.schedule.sharded:
+            return f"not looked for: {self.schedule.sharded} splits the weights", batches
+        found = [nonfinite.first_not_finite(model, partial(self.loss_of, batch)) for batch in batches]
+        said = [f"{what} (micro-batch {n} of {len(found)})" for n, what in enumerate(found, start=1) if what]
+        return next(iter(said), "finite when the step was made again: what was not has passed"), batches
+
+    def loss_of(self, inputs: Any) -> Any:
+        with self.compute_loss_context_manager():
+            return self.compute_loss(self.model, self._prepare_inputs(inputs))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -74,14 +155,15 @@ class Trainer(SFTTrainer):
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
         self.batches = state.digest(self.batches, inputs)
         if self.shape:
-            inputs = attention.fixed_shape(inputs, *self.shape)
+            tokens, *rest = self.shape
+            inputs = attention.fixed_shape(inputs, tokens // self.micro_batches.parts, *rest)
         first = self.state.global_step + 1 == self.first_step.first
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             if self.chunked and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
             else:
                 value = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        step_ends = self.accelerator.sync_gradients and model.training  # not each micro-batch: `adalora`
+        step_ends = self.ends_step and model.training  # not each micro-batch: `adalora`
         due = (self.state.global_step + 1) % self.orthogonality_every == 0
         if self.orthogonality_weight and step_ends and due:
             regulariser = adalora.orthogonality(self.singular_vectors)
@@ -125,10 +207,13 @@ class Trainer(SFTTrainer):
             metrics[name] = torch.stack(metrics[name]).tolist()
         super().log(logs, start_time)
 
-    def remembers(self, schedule: Schedule, contract: dict[str, Any], *callbacks: Any) -> None:
+    def remembers(
+        self, schedule: Schedule, contract: dict[str, Any], again: rescue.MicroBatches, *callbacks: Any
+    ) -> None:
         """What checkpoints hold beside the training itself: who makes them, for which run, callbacks."""
         self.schedule, self.writer, self.contract = schedule, schedule.writer, contract
-        self.remembering = {type(one).__name__: one for one in (schedule, *callbacks)}
+        self.micro_batches = again
+        self.remembering = {type(one).__name__: one for one in (schedule, again, *callbacks)}
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train, from the beginning or from where a checkpoint was taken.
@@ -206,8 +291,6 @@ def build(
     """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     allocates: bool = config is not None and config.peft_type == "ADALORA"
-    if not arguments.fp16:  # there the loss scaler skips such steps
-        watching = [*watching, callbacks.StopOnNonFinite()]
     if allocates:
         watching = [*watching, adalora.AllocateRanks()]
     ratio = section.ours("loraplus_lr_ratio")
@@ -229,6 +312,11 @@ def build(
     )
     exchange.reduce_in_fp32(trainer.accelerator)
     trainer.remove_callback(PrinterCallback)
+    trainer.micro_batches = rescue.MicroBatches(arguments.per_device_train_batch_size)
+    trainer.sums = defaultdict(int)
+    for one in watching:
+        if isinstance(one, nonfinite.NonFinite):
+            one.trainer = trainer
     (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
     trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
     for name, parameter in adapters.trainable(adapted).items():

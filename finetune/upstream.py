@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
+import re
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
@@ -60,28 +63,32 @@ def fields(sources: tuple[Source, ...]) -> dict[str, UpstreamField]:
 
 
 @cache
-def peft_types() -> dict[str, tuple[Source, ...]]:
-    """Every adapter type of the installed PEFT, by PEFT's own name -> its config class, bases first."""
-    root = source_of("peft", "tuners")
-    homes = {
-        node.name: ("peft", str(path.relative_to(root.parent)), node)
-        for path in (root.parent / "config.py", *sorted(root.glob("*.py")), *sorted(root.glob("*/config.py")))
-        for node in _tree("peft", str(path.relative_to(root.parent))).body
-        if isinstance(node, ast.ClassDef)
-    }
-
-    def lineage(name: str) -> tuple[Source, ...]:
-        if name not in homes or name == "PeftConfig":  # PeftConfig's own fields are the run's
-            return ()
-        package, file, node = homes[name]
-        bases = (source for base in node.bases for source in lineage(ast.unparse(base)))
-        return (*bases, (package, file, name))
-
+def peft_types() -> dict[str, str]:
+    """Every adapter type of the installed PEFT, by PEFT's own name -> its config class."""
     return {
-        ast.literal_eval(options["name"]): lineage(ast.unparse(options["config_cls"]))
-        for path in sorted(root.glob("*/__init__.py"))
+        ast.literal_eval(options["name"]): ast.unparse(options["config_cls"])
+        for path in sorted(source_of("peft", "tuners").glob("*/__init__.py"))
         for options in _registrations(path)
     }
+
+
+@cache
+def peft_config(class_name: str) -> tuple[Source, ...]:
+    """A config class of PEFT's and its bases, bases first, but `PeftConfig`: its fields are the run's."""
+    stands = re.compile(rf"^class {class_name}\b", re.MULTILINE)
+    file = next((file for file, text in _peft_configs().items() if stands.search(text)), "")
+    if not file or class_name == "PeftConfig":
+        return ()
+    bases = _class("peft", file, class_name).bases
+    return (*(s for base in bases for s in peft_config(ast.unparse(base))), ("peft", file, class_name))
+
+
+@cache
+def _peft_configs() -> dict[str, str]:
+    """The files in which PEFT's config classes stand, as text: to parse them all takes 0.1 s."""
+    root = source_of("peft", "")
+    files = (root / "config.py", *sorted(root.glob("tuners/*.py")), *sorted(root.glob("tuners/*/config.py")))
+    return {str(file.relative_to(root)): file.read_text(encoding="utf-8") for file in files}
 
 
 @cache
@@ -92,6 +99,21 @@ def trackers() -> frozenset[str]:
             assert isinstance(node.value, ast.Dict)
             return frozenset(ast.literal_eval(key) for key in node.value.keys if key)
     raise AssertionError("transformers has no INTEGRATION_TO_CALLBACK: upstream.py must follow it")
+
+
+def texts_beside_fields(file: Path, class_name: str) -> dict[str, str]:
+    """The string that follows each annotated field of a class, by the field's name."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 def installed(package: str) -> bool:

@@ -218,3 +218,26 @@ def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
 def metrics(run: RunFolder) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def weightless(tmp_path: Path) -> Path:
+    """A model with a config and a tokenizer and no weights: what errs here errs before they load."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+@pytest.fixture
+def saved_lora(tmp_path: Path) -> Path:
+    """A LoRA as PEFT saves it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(MODEL)
+    config.num_hidden_layers = 1
+    base = AutoModelForCausalLM.from_config(config)
+    base.name_or_path = base.config.name_or_path = str(MODEL)
+    made = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    made.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    return tmp_path / "adapter"

@@ -137,9 +137,8 @@ class Handler(BaseHTTPRequestHandler):
                 if fault["answer"] in ("cut", "silence"):
                     raise Cut
                 if isinstance(fault["answer"], int):
-                    raise Answer(
-                        fault["answer"], {"error": f"told to say {fault['answer']}"}, **fault["headers"]
-                    )
+                    said = f"told to say {fault['answer']} to {self.headers.get('Authorization')}"
+                    raise Answer(fault["answer"], {"error": said}, **fault["headers"])
             self.route(line.partition(" ")[2], body)
         except Cut:
             self.close_connection = True

@@ -250,7 +250,7 @@ def test_a_wrong_ladder_is_exit_2(text: str, said: str, tmp_path, capsys) -> Non
 
 
 def test_bars_of_a_rung_that_was_not_stacked() -> None:
-    drawn = plots.bars([plots.Bar("a", [1.0, None], [0.1, 0.0])], ("alone", "stacked"), "times")
+    drawn = plots.grouped_bars([plots.Bar("a", [1.0, None], [0.1, 0.0])], ("alone", "stacked"), "times")
     assert drawn.startswith("<svg") and "alone" in drawn
 
 

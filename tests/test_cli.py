@@ -9,6 +9,8 @@ from conftest import QUICKSTART, ROOT
 
 from finetune import cli
 
+TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
+
 
 def fastest(command: list[str], times: int = 3) -> float:
     seconds = []
@@ -45,6 +47,9 @@ def test_the_surface() -> None:
         "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),
         "compare": sorted(
             [*common, "what", "overrides", "--adapters", "--seeds", "--budget", "--output", "--assert-equal"]
+        ),
+        "tune": sorted(
+            [*common, "recipe", "overrides", *(f"--{name}" for name in TUNE)],
         ),
         "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
         "report": sorted([*common, "--output", "run"]),

@@ -36,6 +36,8 @@ def test_a_finetune_command_runs(command: str, trained, small, two_layers, tmp_p
             "--output",
             str(tmp_path / "compare"),
         ]
+    elif words[0] == "tune":  # test_tune.py has a study
+        words += ["--export-wandb", str(tmp_path / "sweep.yaml")]
     elif words[0] == "profile":
         words += [*small, "eval.general=false", f"model.name={two_layers}", "--output", str(tmp_path / "out")]
     elif words[0] == "ablate":  # test_ablate.py climbs a ladder; this one has too many runs for a test

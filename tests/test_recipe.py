@@ -213,5 +213,5 @@ def test_a_word_that_only_looks_like_a_secret_is_fine(recipe_file, tmp_path) -> 
 def test_what_is_written_reads_back(value: object) -> None:
     from finetune import strict_yaml
 
-    document = strict_yaml.parse(f"key: {run_folder._flow(value)}", "-")
+    document = strict_yaml.parse(f"key: {run_folder.flow(value)}", "-")
     assert document.value["key"] == value and not document.problems

@@ -23,7 +23,7 @@ from conftest import MODEL, QUICKSTART, ROOT, in_four_bits
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from finetune import adapter_init, adapters, exchange, ranks, shards, verify
+from finetune import adapter_init, adapters, exchange, faults, ranks, shards, verify
 from finetune.errors import UserError
 from finetune.model import fingerprint
 from finetune.speed import head
@@ -42,25 +42,28 @@ class Keep(TrainerCallback):
 
     trainer: Any
     sent: list[int]
+    by_ddp: list[int]
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         def counted(group, bucket):
-            self.sent.append(bucket.buffer().nbytes)
+            self.by_ddp.append(bucket.buffer().nbytes)
             return allreduce_hook(group, bucket)
 
-        self.sent = []
+        self.sent, self.by_ddp = [], []
         if hasattr(self.trainer.model_wrapped, "register_comm_hook"):
             self.trainer.model_wrapped.register_comm_hook(None, counted)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
+        self.sent.append(self.trainer.exchanged)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.gradients = {f"gradient.{name}": p.grad.clone() for name, p in trained.items()}
 
 
-def step(folder: Path, data: str, base: str, rows: int) -> Keep:
+def step(folder: Path, data: str, base: str, rows: int, fault: str = "") -> Keep:
     """What one optimizer step of eight rows in float64 made of them, `rows` in a pass."""
+    os.environ[faults.VARIABLE] = fault
     from transformers import set_seed
 
     from finetune import callbacks, check, hardware, model, recipe, train
@@ -96,7 +99,8 @@ def step(folder: Path, data: str, base: str, rows: int) -> Keep:
 
     trainer.compute_loss = compute_loss
     trainer.train()
-    keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses]).sum()
+    counted = batch.accumulation * trainer.micro_batches.parts  # not those of an attempt that was given up
+    keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses[-counted:]]).sum()
     return keep
 
 
@@ -208,7 +212,11 @@ def one_rank(folder: str, data: str, base: str) -> None:
         kept = step(Path(folder) / "trainer", data, base, rows)
         found[f"sent {rows}"] = kept.sent
         found["unused"] = kept.trainer.model_wrapped.find_unused_parameters
+        found["by DDP"] = kept.by_ddp
         save_file(kept.gradients, Path(folder) / f"rank{rank}-{rows}.safetensors")
+    kept = step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:oom")
+    found["parts"] = kept.trainer.micro_batches.parts
+    save_file(kept.gradients, Path(folder) / f"rank{rank}-oom.safetensors")
     said = []
     for facts in ({"seed": "1"}, {"seed": rank, "torch": "2", **({"extra": "x"} if rank == "1" else {})}):
         try:
@@ -239,11 +247,12 @@ def both(small, two_layers, tmp_path_factory) -> Iterator[tuple[Path, list[dict[
 
 
 def test_one_step_however_its_rows_are_split(both, small, two_layers, tmp_path) -> None:
-    """1 x 8, accumulation 8, 2 x 4, 2 x 1 x 4: loss and every gradient, in float64."""
-    folder, _ = both
+    """1 x 8, accumulation 8, 2 x 4, 2 x 1 x 4, and 2 x 4 where one runs out of memory: all in float64."""
+    folder, found = both
+    assert [each["parts"] for each in found] == [2, 2], "both halve what one can't hold"
     whole = step(tmp_path, small[0], str(two_layers), 8).gradients
     made = {"1 x 1 x 8": step(tmp_path, small[0], str(two_layers), 1).gradients}
-    for rows in ROWS:
+    for rows in (*ROWS, "oom"):
         two = [load_file(folder / f"rank{rank}-{rows}.safetensors") for rank in (0, 1)]
         mean = sum(found["loss"] for found in two) / 2  # of what each rank has of it
         made |= {f"rank {rank}, {rows}": {**found, "loss": mean} for rank, found in enumerate(two)}
@@ -259,6 +268,7 @@ def test_an_adapters_gradients_are_sent_once_a_step_in_one_bucket(both) -> None:
     bytes_of_all = sum(p.numel() * 8 for p in adapters.trainable(small_model("lora")).values())
     assert found["sent 4"] == found["sent 1"] == other["sent 1"] and len(found["sent 1"]) == 1
     assert found["sent 1"][0] == 2 * bytes_of_all, "r = 16, in float64"
+    assert found["by DDP"] == [], "which sends nothing by itself"
     assert found["unused"] is False, "transformers' default for a PeftModel is True"
 
 

@@ -18,7 +18,7 @@ def test_fields_are_those_of_the_imported_classes() -> None:
     of_every_peft_config |= {"base_model_name_or_path", "revision", "inference_mode"}
     for sources, imported in (
         (upstream.SFT_CONFIG, SFTConfig),
-        *((read[name], imported) for name, imported in classes.items()),
+        *((upstream.peft_config(read[name]), imported) for name, imported in classes.items()),
     ):
         real = {field.name for field in dataclasses.fields(imported) if field.init}
         found = set(upstream.fields(sources))

@@ -1,0 +1,133 @@
+"""`train.per_device_train_batch_size: auto`: as many rows at once as memory has room for."""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from finetune import faults, ranks, rescue, state
+from finetune.batch import Batch
+from finetune.errors import Exit, Problem, UserError
+from finetune.speed import attention, head, loss
+
+if TYPE_CHECKING:
+    from finetune.receipts import Ledger
+    from finetune.sections import Data
+
+MARGIN = 0.9  # of all memory that may be in use: what is not seen here (fragments, evaluation) has a tenth
+MOST = 64  # rows at once: beyond it a GPU has long been full
+
+
+class Trial(NamedTuple):
+    rows: int
+    peak: float
+    """Bytes in use at most; infinity: memory ran out."""
+
+
+def search(
+    model: Any, rows: Any, data: Data, batch: Batch, pad_token: int, compiled: bool | None, ledger: Ledger
+) -> Batch:
+    """The largest divisor of each process's share that fits, found with the longest rows.
+
+    Forward, loss and backward of more and more rows, with the optimizer's two moments stood in for; no
+    weight is changed, and random numbers go on as if nothing had been drawn. The next size is tried only if
+    what the last two took lets it fit: running out of memory is the exception, and ends the search.
+
+    Args:
+        rows: the training data.
+        batch: as it is split so far; only its effective size and share are used.
+        compiled: whether our loss is; `None`: it is not ours, and has all logits.
+
+    Raises:
+        UserError: not even one row fits (exit 5).
+    """
+    share = batch.per_device * batch.accumulation
+    lengths = torch.tensor([len(ids) for ids in rows["input_ids"]])
+    longest = lengths.argsort(descending=True, stable=True).tolist()
+    most = min(share, MOST, len(longest))
+    total, trials = _total(model.device), list[Trial]()
+    random = state.random_state()
+    for size in (n for n in range(1, most + 1) if share % n == 0):
+        if len(trials) > 1 and not ranks.all_of(_next(trials, size) <= MARGIN * total):
+            break
+        chosen = [rows[number] for number in longest[:size]]
+        inputs = _collated(chosen, data, pad_token, model.device)
+        trials.append(Trial(size, _peak(model, inputs, size, compiled)))
+        if not ranks.all_of(trials[-1].peak <= MARGIN * total):
+            break
+    state.set_random_state(random)
+    fit = [trial for trial in trials if trial.peak <= MARGIN * total]
+    size = min(ranks.gathered(fit[-1].rows if fit else 0))
+    said = ", ".join(f"{t.rows}: {t.peak / 2**30:.2f} GiB" for t in trials)
+    if not size:
+        what = "not even one of the longest rows fits into memory, with a tenth of it to spare"
+        found = f"{said} of {total / 2**30:.1f}"
+        problem = Problem(what, "train.per_device_train_batch_size", found=found, fix="finetune plan")
+        raise UserError(problem, code=Exit.TRAINING)
+    how = f"forward and backward of the longest rows, by rows at once: {said} of {total / 2**30:.1f}"
+    ledger.add("train.per_device_train_batch_size", "auto", size, how, ok=True)
+    return Batch(batch.effective, size, share // size)
+
+
+def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
+    """As the run of a checkpoint was split."""
+    size = contract["chosen"]["train.per_device_train_batch_size"]
+    return Batch(batch.effective, size, batch.per_device * batch.accumulation // size)
+
+
+def _next(trials: list[Trial], size: int) -> float:
+    """Bytes that `size` rows would take, as memory has grown so far."""
+    (a, first), (b, last) = trials[-2:]
+    return last + (last - first) / (b - a) * (size - b)
+
+
+def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[str, Any]:
+    flat = data.packing or data.padding_free
+    inputs = DataCollatorForLanguageModeling(pad_token_id=pad_token, padding_free=flat)(rows)
+    if flat:
+        documents = max(len(inputs["cu_seq_lens_q"]), 2)
+        inputs = attention.fixed_shape(inputs, len(rows) * data.max_length, documents, data.max_length)
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None) -> float:
+    """Bytes in use at most while a step of these rows is made, without its update."""
+    installed = head.install(model, compiled=compiled) if compiled is not None else None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _reset(model.device)
+    try:
+        moments = [torch.zeros_like(p) for p in trained for _ in range(2)]
+        found = model(**inputs, num_labels=loss.numbers(inputs)[0]).nll if installed else model(**inputs).loss
+        found.backward()
+        faults.in_backward(1, rows, set())
+        del moments, found
+    except torch.OutOfMemoryError:
+        peak = float("inf")
+    else:
+        peak = _used(model.device)
+    if installed:
+        installed.undo()
+    model.zero_grad()
+    rescue.free()
+    return peak
+
+
+def _reset(device: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _used(device: Any) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_reserved(device))
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _total(device: Any) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(psutil.Process().memory_info().rss + state.available())

@@ -1,0 +1,239 @@
+"""Steps that can't be used: gradients that are not finite, and losses far from those before them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from finetune import adapters, ranks
+from finetune.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.run_folder import RunFolder
+    from finetune.screen import Screen
+    from finetune.sections import Train
+
+WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and those that make one
+WORTH_A_WORD = 2.0  # times the median
+
+
+class NonFinite(TrainerCallback):
+    """Stop before the update of a step whose gradients are not finite, or leave the step out.
+
+    Ranks share gradients, so all see the same. A GPU is not asked at once, for it would stand still until the
+    next step is queued: a fused optimizer leaves its update out by itself (`found_inf`, as a loss scaler
+    tells it), and the norm is read one step later, or when the step is logged, evaluated or saved. Where
+    steps may be left out, or the optimizer can't, it is asked at once.
+    """
+
+    trainer: Any = None
+    """Whose micro-batches are looked at again."""
+
+    def __init__(self, allowed: int, folder: Path, screen: Screen) -> None:
+        """Args: allowed: steps in a row that may be left out; 0: the first one ends the run."""
+        self.allowed, self.folder, self.screen = allowed, folder, screen
+        self.step: int | None = None  # whose norm is on its way
+        self.in_a_row = self.skipped = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        self.check()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+        parts = isinstance(norm, DTensor)  # under FSDP
+        norm = norm.full_tensor() if parts else norm
+        fused = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False) and not parts
+        if fused:
+            optimizer.optimizer.found_inf = (~torch.isfinite(norm)).float()
+        self.norm, self.step = norm.detach().to("cpu", non_blocking=True), state.global_step + 1
+        self.copied = torch.cuda.Event() if norm.is_cuda else None
+        if self.copied is not None:
+            self.copied.record()
+        if self.copied is None or self.allowed or not fused:
+            left_out = self.check()
+            optimizer._is_overflow = (
+                left_out  # so that the schedule and AdaLoRA wait, as after fp16's overflow
+            )
+            if left_out and not fused:
+                optimizer.zero_grad()  # none: nothing to update with
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.check()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.check()
+        self.trainer, self.trained = None, []  # which hold the model
+        if self.skipped:
+            self.screen.say(f"note: {self.skipped} steps were left out: their gradients were not finite")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.allowed:
+            logs["skipped_steps"] = self.skipped
+
+    def check(self) -> bool:
+        """Read the norm that is on its way, if one is; whether its step is left out.
+
+        Raises:
+            UserError: it is not finite, and no step (more) may be left out (exit 5).
+        """
+        if self.step is None:
+            return False
+        if self.copied is not None:
+            self.copied.synchronize()
+        step, self.step = self.step, None
+        if torch.isfinite(self.norm):
+            self.in_a_row = 0
+            return False
+        self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
+        if self.in_a_row <= self.allowed:
+            self.screen.say(f"step {step} is left out: its gradients are not finite")
+            return True
+        self.stop(step)
+        raise AssertionError
+
+    def stop(self, step: int) -> None:
+        """End the run, with what was in the step kept for another look."""
+        place = self.folder / f"nonfinite-step-{step}"
+        finding, batches = self.trainer.look_again(step)
+        rank = ranks.index()
+        keep(place, rank, batches)
+        findings = [f"rank {number}: {said}" for number, said in enumerate(ranks.gathered(finding))]
+        if rank == 0:
+            told = {"step": step, "norm": str(self.norm.item()), "first_not_finite": findings}
+            (place / "finding.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        what = f"gradients of step {step} are not finite"
+        if self.in_a_row > 1:
+            what += f", nor were those of {self.in_a_row - 1} steps before it"
+        found = "; ".join([str(self.norm.item()), *findings])
+        fix = "lower train.learning_rate, or look at that module and these rows; nothing was saved after it"
+        raise UserError(Problem(what, where=str(place), found=found, fix=fix), code=Exit.TRAINING)
+
+
+def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen) -> list[Any]:
+    """The callbacks of this file; fp16's loss scaler leaves out steps that are not finite by itself."""
+    steps = [] if precision == "fp16" else [NonFinite(section.skip_nonfinite, folder.path, screen)]
+    return [*steps, Spikes(section.stop_at_spike, screen)]
+
+
+def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
+    """The micro-batches of a step, as they went into the model: <name>.<micro-batch> in one file a rank."""
+    from safetensors.torch import save_file
+
+    place.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{name}.{number}": value.detach().cpu().contiguous().clone()
+        for number, batch in enumerate(batches)
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor)
+    }
+    save_file(tensors, place / f"batches-rank{rank}.safetensors")
+
+
+def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
+    """Where numbers first stop being finite when `forward()` runs and its result goes backward.
+
+    Args:
+        forward: computes the loss of one micro-batch by `model`.
+    """
+    bad = [name for name, p in adapters.trainable(model).items() if not torch.isfinite(p).all()]
+    if bad:
+        return f"trained weights are not finite themselves ({len(bad)} tensors, {bad[0]} the first)"
+    model.zero_grad()
+    found: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        tensors = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if _real(t)]
+        if not found and not all(torch.isfinite(t).all() for t in tensors):
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            value = forward()
+            value.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        return f"the output of {found[0]}"
+    if not torch.isfinite(value):
+        return "the loss, of outputs that are finite"
+    trained = adapters.trainable(model).items()
+    bad = [name for name, p in trained if p.grad is not None and not torch.isfinite(p.grad).all()]
+    return f"the gradient of {bad[-1]}" if bad else ""
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class Spikes(TrainerCallback):
+    """Losses far over those before them: said once, and the end of the run where the recipe says so.
+
+    A spike: `IN_A_ROW` logged losses in a row, each over `factor` times the median of the `WINDOW` logged
+    ones before them. One high loss is a hard batch; a median does not follow a few of them, as a mean does.
+    """
+
+    def __init__(self, stop_at: float | None, screen: Screen) -> None:
+        self.stop_at, self.screen = stop_at, screen
+        self.losses: deque[float] = deque(maxlen=WINDOW + IN_A_ROW)
+        self.said = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses), "said": self.said}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.losses.extend(kept["losses"])
+        self.said = kept["said"]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        self.losses.append(logs["loss"])
+        factor = spike(list(self.losses))
+        if self.stop_at is not None and factor > self.stop_at:
+            what = (
+                f"the loss is {factor:.1f} times the median of the {WINDOW} before, {IN_A_ROW} times in a row"
+            )
+            fix = (
+                "lower train.learning_rate, longer warmup_steps; or go on from the last checkpoint: --resume"
+            )
+            found = f"{logs['loss']:.4g} after step {state.global_step}"
+            problem = Problem(what, "train.stop_at_spike", found=found, fix=fix)
+            raise UserError(problem, code=Exit.TRAINING)
+        if factor > WORTH_A_WORD and not self.said:
+            self.said = True
+            self.screen.say(f"note: the loss is {factor:.1f} times what it was (see train.stop_at_spike)")
+
+
+def spike(losses: list[float]) -> float:
+    """How many times the median of those before them the least of the last few losses is; 0: too few."""
+    if len(losses) < WINDOW + IN_A_ROW:
+        return 0.0
+    before, last = losses[-WINDOW - IN_A_ROW : -IN_A_ROW], losses[-IN_A_ROW:]
+    median = statistics.median(before)
+    least = min(math.inf if math.isnan(value) else value for value in last)
+    return least / median if median > 0 else 0.0

@@ -1,0 +1,204 @@
+"""When memory runs out in a step: smaller micro-batches, and the same step again."""
+
+from __future__ import annotations
+
+import gc
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune import faults, ranks, state
+from finetune.errors import Exit, Problem, UserError
+from finetune.speed import loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from finetune.receipts import Ledger
+    from finetune.screen import Screen
+
+
+class MicroBatches:
+    """Those of the last two steps, and into how many parts each is divided.
+
+    A step that runs out of memory is made again from its beginning (the same rows, the same random numbers)
+    with twice the parts: the gradients are those of a run whose micro-batches had that size. Nothing but
+    `torch.OutOfMemoryError` is taken for it.
+    """
+
+    parts = 1
+
+    def __init__(self, rows: int, fixes: Sequence[str] = (), tell: Callable[[int, int], None] | None = None):
+        """Args:
+        rows: of a whole micro-batch.
+        fixes: what the user may change when one row is too much.
+        tell: is called with the step that is made again, and the rows it now takes at once.
+        """
+        self.rows, self.fixes, self.tell = rows, fixes, tell
+        self.struck: set[int] = set()  # steps in which a fault on purpose has been met
+        self.kept: dict[int, list[dict[str, Any]]] = {}
+        self.error = ""  # of the attempt that ran out of memory; one that follows it is not made
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self.parts}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.parts = kept["parts"]
+
+    def keep(self, step: int, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """All micro-batches of the step so far, with this one."""
+        self.kept = {number: found for number, found in self.kept.items() if number >= step - 1}
+        self.kept.setdefault(step, []).append(inputs)
+        return self.kept[step]
+
+    def divided(self, batches: list[dict[str, Any]], multiple: int | None) -> Iterator[dict[str, Any]]:
+        """Args: multiple: of which number a row's length is, as the collator pads it."""
+        for batch in batches:
+            if self.parts == 1:
+                yield batch
+            elif "attention_mask" in batch:
+                yield from rows_apart(batch, math.ceil(self.rows / self.parts), multiple or 1)
+            else:
+                yield from documents_apart(batch, self.parts)
+
+    def again(self, step: int) -> bool:
+        """Whether a rank ran out of memory; then all make the step again, in smaller parts.
+
+        Raises:
+            UserError: there is no smaller part (exit 5).
+        """
+        (spoilt,) = ranks.any_of(bool(self.error))
+        if not spoilt:
+            return False
+        said = next(filter(None, ranks.gathered(self.error)))
+        if self.parts >= self.rows:
+            raise too_large(step, said, self.fixes)
+        self.parts, self.error = self.parts * 2, ""
+        rows = math.ceil(self.rows / self.parts)
+        if self.tell:
+            self.tell(step, rows)
+        return True
+
+
+def of(speed: Any, adapter: str, max_length: int, rows: int, screen: Screen, ledger: Ledger) -> MicroBatches:
+    """Of a run; and whether faults are planned on purpose is said here."""
+    if planned := faults.planned():
+        ledger.add(faults.VARIABLE, "", str(planned), "the environment", ok=True)
+        screen.say(f"{faults.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
+    return MicroBatches(rows, fixes(speed, adapter, max_length), partial(tell, rows, screen, ledger))
+
+
+def tell(whole: int, screen: Screen, ledger: Ledger, step: int, rows: int) -> None:
+    """Say that steps take `rows` rows at once from here on, in place of `whole`."""
+    screen.say(f"out of memory in step {step}: again, with {rows} rows at once in place of {whole}")
+    how = f"memory ran out in step {step}, which was made again; the step's rows are the same"
+    ledger.add("rows at once", whole, rows, how, ok=True)
+
+
+def too_large(step: int, said: str, fixes: Sequence[str]) -> UserError:
+    """What to say where there is no smaller micro-batch."""
+    peak = f"; at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB were in use" if _gpu() else ""
+    what, fix = f"out of memory in step {step}, with one row at once", "; or ".join(fixes[:3])
+    fix += "; what each gives: finetune plan"
+    return UserError(Problem(what, found=said.splitlines()[0] + peak, fix=fix), code=Exit.TRAINING)
+
+
+def fixes(speed: Any, adapter: str, max_length: int) -> list[str]:
+    """What takes less memory than these settings do, the cheapest first."""
+    found = {
+        "speed.recompute=all": speed.recompute != "all",
+        "speed.base=nf4": speed.base in ("auto", "bf16", "fp8", "int8")
+        and adapter in ("lora", "dora", "rslora"),
+        f"data.max_length={max_length // 2}": max_length > 8,
+        "speed.offload=all": speed.offload != "all" and _gpu(),
+        "a smaller adapter (adapter.r)": True,
+    }
+    return [text for text, possible in found.items() if possible]
+
+
+def free() -> None:
+    """Give back what the failed attempt held. Not called where its error, which holds it, is still known."""
+    gc.collect()
+    if _gpu():
+        torch.cuda.empty_cache()
+
+
+def rows_apart(batch: dict[str, Any], size: int, multiple: int) -> Iterator[dict[str, Any]]:
+    """`size` rows at a time of a padded batch, each part padded to its own longest row, as if collated so."""
+    rows = len(batch["input_ids"])
+    longest = batch["attention_mask"].sum(1)
+    for first in range(0, rows, size):
+        width = math.ceil(int(longest[first : first + size].max()) / multiple) * multiple
+        part = {
+            name: value[first : first + size, :width]
+            if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) and value.ndim == 2
+            else value
+            for name, value in batch.items()
+        }
+        yield _counted(part, batch)
+
+
+def documents_apart(batch: dict[str, Any], parts: int) -> Iterator[dict[str, Any]]:
+    """A flattened batch, cut between documents, into parts of at most the whole's tokens / `parts` where
+    documents allow it."""
+    borders: list[int] = batch["cu_seq_lens_q"].tolist()
+    limit, start = math.ceil(borders[-1] / parts), 0
+    while start < len(borders) - 1:
+        end = max(start + 1, max(i for i, b in enumerate(borders) if b - borders[start] <= limit))
+        yield _counted(_documents(batch, start, end, borders), batch)
+        start = end
+
+
+def _documents(batch: dict[str, Any], start: int, end: int, borders: list[int]) -> dict[str, Any]:
+    a, b = borders[start], borders[end]
+    part: dict[str, Any] = {name: batch[name][:, a:b] for name in ("input_ids", "labels", "position_ids")}
+    if "seq_idx" in batch:
+        part["seq_idx"] = batch["seq_idx"][:, a:b] - start
+    within: Tensor = batch["cu_seq_lens_q"][start : end + 1] - a
+    longest = max(borders[i + 1] - borders[i] for i in range(start, end))
+    part |= {"cu_seq_lens_q": within, "cu_seq_lens_k": within}
+    return part | {"max_length_q": longest, "max_length_k": longest}
+
+
+def _counted(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    if "num_labels" not in whole:
+        return part
+    return {**part, **dict(zip(("num_labels", "num_tokens"), loss.numbers(part), strict=True))}
+
+
+class Before:
+    """What a step changes before its update: kept at its beginning, put back to make it again."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.random = state.random_state()
+        self.sums = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in trainer.sums.items()}
+        self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self.tokens, self.batches = trainer._total_train_tokens, trainer.batches
+        first = trainer.first_step
+        self.first = first.micro_batches, first.rows, first.loss_tokens
+        self.computed = dict(vars(trainer.chunked)) if trainer.chunked else {}
+
+    def put_back(self, trainer: Any) -> None:
+        state.set_random_state(self.random)
+        trainer.sums.clear()
+        trainer.sums.update(
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.sums.items()}
+        )
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update({name: list(values) for name, values in self.metrics.items()})
+        trainer._total_train_tokens, trainer.batches = self.tokens, self.batches
+        first = trainer.first_step
+        first.micro_batches, first.rows, first.loss_tokens = self.first
+        if trainer.chunked:
+            vars(trainer.chunked).update(self.computed)
+        if first.offloaded:
+            first.offloaded.restart()
+        trainer.model.zero_grad()
+
+
+def _gpu() -> bool:
+    return torch.cuda.is_initialized()

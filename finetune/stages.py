@@ -1,0 +1,134 @@
+"""What a run makes of its recipe before its first step: the adapted model, made fast, a batch that fits."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune import (
+    adapter_init,
+    adapters,
+    batch_search,
+    exchange,
+    hardware,
+    launch_env,
+    model,
+    qat,
+    ranks,
+    resume,
+    state,
+)
+from finetune.speed import apply as speed
+from finetune.speed import attention, head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.batch import Batch
+    from finetune.checkpoint import Found
+    from finetune.hardware import Setup
+    from finetune.receipts import Ledger
+    from finetune.recipe import Recipe
+
+PROOF_TOKENS = 128  # of the row that proves documents apart
+
+
+def adapted_model(
+    recipe: Recipe,
+    setup: Setup,
+    arguments: SFTConfig,
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    steps: int,
+    ledger: Ledger,
+) -> Any:
+    """The base in its storage, with the adapter on it."""
+    base = model.load(recipe.model, setup, str(arguments.device), ledger)
+    base = qat.prepare(base, recipe.speed.qat, ledger)
+    batches = partial(adapter_init.calibration, dataset, base.device)
+    added = model.added_tokens(recipe.model, tokenizer)
+    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
+    exchange.prepare(adapted, arguments)
+    return adapted
+
+
+def make_fast(
+    adapted: Any, recipe: Recipe, setup: Setup, arguments: SFTConfig, work: speed.Work, ledger: Ledger
+) -> dict[str, hardware.Choice]:
+    """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
+    kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
+    proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
+    with precision(setup):  # before layers are compiled: they see no other shapes than training's
+        attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
+    fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
+    fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))
+    if flat:
+        with precision(setup):
+            attention.prove_apart(proved, PROOF_TOKENS, kernel, ledger)
+    return fast
+
+
+def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
+    """What a process is to do, and what FSDP brings to its GPU at the start: its part, and two layers."""
+    sharded, awaited = setup.launch.sharded, 0
+    if launch_env.read_by_rank_0():
+        awaited = sum(p.nbytes for p in adapted.parameters()) // setup.launch.processes
+        awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
+    return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30)
+
+
+def search_batch(
+    adapted: Any,
+    recipe: Recipe,
+    setup: Setup,
+    batch: Batch,
+    found: Found | None,
+    dataset: Any,
+    tokenizer: Any,
+    fast: dict[str, hardware.Choice],
+    arguments: SFTConfig,
+    ledger: Ledger,
+) -> Batch:
+    """As many rows at once as fit, or as the checkpoint's run took."""
+    compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
+    with precision(setup):
+        batch = (
+            batch_search.as_before(batch, found.contract)
+            if found
+            else batch_search.search(
+                adapted, dataset, recipe.data, batch, tokenizer.pad_token_id, compiled, ledger
+            )
+        )
+    arguments.per_device_train_batch_size = batch.per_device
+    arguments.gradient_accumulation_steps = batch.accumulation
+    return batch
+
+
+def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
+    """Of every flattened batch: tokens, documents with the one that fills it up, the longest document."""
+    return batch.per_device * length, batch.per_device * max(map(len, dataset["where"])) + 1, length
+
+
+def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
+    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused."""
+
+    def look() -> str:
+        return model.fingerprint(adapters.frozen(adapted))
+
+    frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
+    if found:
+        ledger.check()
+        resume.check_base(found.contract, frozen, found.path)
+        state.structure(found.path)
+    return frozen
+
+
+def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:
+    """Autocast as the launch has it."""
+    on = setup.launch.precision != "no"
+    dtype = getattr(torch, hardware.DTYPES[setup.launch.precision])
+    return torch.autocast(setup.hardware.device, dtype, enabled=on)

@@ -1,0 +1,359 @@
+"""Search recipe keys by Optuna: `finetune tune RECIPE [--space FILE] [--trials N | --hours H]`.
+
+DIR/study.db          the study, unless --storage names another place
+DIR/trial-0007/       each trial, an ordinary run folder; DIR/logs/ has what it said
+DIR/trials.csv, trials.json, tune.html, *.svg    results (`tune_report.py`)
+DIR/best.yaml         the best recipe, with where each value came from
+
+Started again, it goes on; a trial that was running when its worker was killed is run again. Several workers,
+on one machine or many, share a study by its storage and its name, which is DIR's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optuna
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from finetune import study_storage as storage
+from finetune import trial, tune_check, tune_report, tune_space
+from finetune.errors import Exit, Problem, Stopped, UserError
+from finetune.recipe import load as load_recipe
+from finetune.screen import Screen, quieten_libraries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optuna.study import Study
+
+    from finetune.recipe import Recipe
+    from finetune.tune_space import Space
+
+TRIALS = 20  # where neither their number nor a time is given
+BEAT = 10.0  # seconds from one sign of life in the study to the next
+HOPELESS = 5  # trials that failed, with none that worked, after which it is not the values
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Asked(NamedTuple):
+    """What a search was asked for."""
+
+    path: str
+    overrides: list[str]
+    space: Path
+    folder: Path
+    trials: int | None
+    seconds: float | None
+    """Of this process; `None`: no limit."""
+    url: str
+    accelerate: str | None = None
+    final: bool = False
+
+
+class Job(NamedTuple):
+    """A search under way."""
+
+    asked: Asked
+    recipe: Recipe
+    space: Space
+    found: tune_check.Looked
+    study: Study
+    screen: Screen
+    deadline: float
+    told: Told
+
+    @property
+    def most(self) -> float:
+        """Trials in all."""
+        limit = TRIALS if self.asked.seconds is None else float("inf")
+        return limit if self.asked.trials is None else self.asked.trials
+
+
+class Told:
+    """Whether this process was told to end; a second signal ends it at once."""
+
+    by = ""
+
+    def heard(self, number: int, frame: Any) -> None:
+        if self.by:
+            os._exit(Exit.STOPPED)
+        self.by = signal.Signals(number).name
+        os.write(
+            2, f"\n{self.by}: ending this trial, which is run again later; once more: at once\n".encode()
+        )
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Told]:
+        before = {number: signal.signal(number, self.heard) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
+    """Search; returns the content of trials.json.
+
+    Raises:
+        UserError: what is wrong with recipe or space, before a trial (2, 3); none worked (5).
+        Stopped: told to end; the same command goes on.
+    """
+    screen = Screen(quiet=quiet)
+    recipe, found = prepare(asked)
+    (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    maximize, name = recipe.eval.best != "loss", asked.folder.name
+    with storage.opened(asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)) as study:
+        hold(study, asked.folder, tune_space.identity(recipe, found.space))
+        deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
+        job = Job(asked, recipe, found.space, found, study, screen, deadline, Told())
+        screen.say(*[f"note: {note}" for note in found.notes])
+        try:
+            content = search(job)
+        except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+            raise storage.unreachable(error, asked.url) from None
+    if job.told.by:
+        again = "the same command again goes on with the study"
+        raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
+    tune_report.show(screen, asked, content)
+    if content["best"] is None:
+        raise UserError(*problems(content), code=Exit.TRAINING)
+    if asked.final:
+        final(asked)
+    return content
+
+
+def problems(content: dict[str, Any]) -> list[Problem]:
+    """Why no trial worked."""
+    rows = [row for row in content["trials"] if row["state"] in ("failed", "pruned")][:HOPELESS]
+    said = [Problem(f"trial {row['number']} {row['state']}", found=row["reason"]) for row in rows]
+    return said or [Problem("no trial was finished", fix="more --trials or --hours")]
+
+
+def prepare(asked: Asked) -> tuple[Recipe, tune_check.Looked]:
+    """Recipe and space, checked to the corners; what needs torch is done by a process that ends."""
+    recipe, space = load_recipe(asked.path, asked.overrides), tune_space.read(asked.space)
+    if recipe.data.validation is None and recipe.data.validation_fraction is None:
+        fix = "data.validation or data.validation_fraction=0.05"
+        raise UserError(Problem("a search needs held-out rows to compare trials by", "data", fix=fix))
+    if recipe.eval.best not in ("loss", "exact_match"):
+        what, best = "a search goes by the loss or the exact match on held-out rows", recipe.eval.best
+        raise UserError(Problem(what, "eval.best", found=best, expected="loss or exact_match"))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return recipe, pool.submit(_look, asked.path, asked.overrides, space).result()
+
+
+def _look(path: str, overrides: list[str], space: Space) -> tune_check.Looked:
+    quieten_libraries()
+    return tune_check.look(path, overrides, space)
+
+
+def search(job: Job) -> dict[str, Any]:
+    """All trials that are still to be made; the content of trials.json."""
+    introduce(job)
+    with job.told.listening():
+        while begin_another(job):
+            one(job)
+            tune_report.write_trials(job.asked.folder, job.study)
+    return tune_report.write(job.asked, job.study, job.recipe, job.space)
+
+
+def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
+    """Hold a study to what it was begun with.
+
+    Raises:
+        UserError: it is of another recipe or space (exit 2).
+    """
+    began = study.user_attrs.get("identity", own)
+    other = [key for key in {**began, **own} if began.get(key) != own.get(key)]
+    if other:
+        what = f"{folder.name} was begun with another {', '.join(other[:5])}"
+        found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (own, began))
+        fix = "--output with a new name; or recipe, overrides and space as they were"
+        raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
+    if "identity" not in study.user_attrs:
+        study.set_user_attr("identity", own)
+
+
+def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:
+    search = space.search
+    most = search.evaluations
+    if recipe.eval.every and recipe.train.max_steps:
+        most = -(-recipe.train.max_steps // recipe.eval.every)
+    if search.pruner == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=search.startup_trials, n_warmup_steps=0)
+    if search.pruner == "hyperband":
+        return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=max(most, 1), reduction_factor=3)
+    return optuna.pruners.NopPruner()
+
+
+def sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
+    """One for each trial: a study that goes on, or has several workers, would draw the same numbers again."""
+    if space.search.sampler == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=space.search.startup_trials)
+
+
+def introduce(job: Job) -> None:
+    """What will be searched; the recipe's own values become the first trial."""
+    asked, study, screen = job.asked, job.study, job.screen
+    own = tune_space.own_draw(job.space, job.recipe, job.found.unsaid)
+    kind = job.recipe.adapter.type
+    away = [key for key in job.space.parameters if tune_space.has_key(kind, key) and key not in own]
+    known = study.get_trials(deepcopy=False)
+    begun = any("own" in one.user_attrs for one in known)
+    if not begun:
+        study.enqueue_trial(own, {"own": True, "without": away})
+    if away:
+        screen.say(f"note: only the first trial has the recipe's own {', '.join(away)}: the space lacks it")
+    rows = [(key, tune_report.described(one)) for key, one in job.space.parameters.items()]
+    screen.table(f"searched in {asked.folder}", ("key", "values"), rows)
+    search, best = job.space.search, job.recipe.eval.best
+    often = f"every {job.recipe.eval.every} steps" if job.recipe.eval.every else f"{search.evaluations} times"
+    what = {"loss": "held-out loss", "exact_match": "exact match"}[best]
+    screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
+    if known:
+        count = sum(one.state.is_finished() and not storage.is_lost(one) for one in known)
+        screen.say(f"going on with {storage.shown(asked.url)}; finished trials: {count}", "")
+
+
+def begin_another(job: Job) -> bool:
+    """Whether there is to be one more trial; those that others left behind are queued first."""
+    if job.told.by or time.monotonic() > job.deadline:
+        return False
+    for number in storage.take_over(job.study):
+        job.screen.say(f"trial {number} was running when its worker ended: it is run again")
+    trials = job.study.get_trials(deepcopy=False)
+    finished = [one for one in trials if one.state.is_finished() and not storage.is_lost(one)]
+    if len(finished) >= HOPELESS and all(one.state == TrialState.FAIL for one in finished):
+        return False
+    waiting = any(one.state == TrialState.WAITING for one in trials)
+    return waiting or sum(not storage.is_lost(one) for one in trials) < job.most
+
+
+def one(job: Job) -> None:
+    """Draw a trial's values, run it, and tell the study how it ended."""
+    study, asked = job.study, job.asked
+    drawn = study.ask()
+    storage.describe(drawn)
+    before = [
+        t for t in study.get_trials(deepcopy=False) if t.number <= drawn.number and not storage.is_lost(t)
+    ]
+    if len(before) > job.most:  # two workers asked for the last one
+        drawn.set_user_attr("reason", tune_report.SURPLUS)
+        study.tell(drawn, state=TrialState.FAIL)
+        return
+    study.sampler = sampler(job.space, job.recipe.train.seed + drawn.number)
+    without = drawn.user_attrs.get("without", ())
+    values = tune_space.draw(drawn, job.space, job.recipe, without)
+    name = f"trial-{drawn.number:04d}"
+    folder = asked.folder / name
+    drawn.set_user_attr("values", values)
+    try:
+        words = words_of(job, values, folder)
+    except UserError as error:  # values that are good alone, and not together
+        reason = "; ".join(f"{p.key}: {p.what}" if p.key else p.what for p in error.problems)
+        ended = trial.Ended("failed", None, reason, 0.0, None)
+    else:
+        judge, waiting = judges(job, drawn)
+        log = asked.folder / "logs" / f"{name}.txt"
+        key, warm = f"eval_{job.recipe.eval.best}", job.found.device == "cpu"
+        ended = trial.run(words, folder, log, key, judge, waiting, warm=warm)
+    record(job, drawn, ended)
+
+
+def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
+    """What `finetune train` is given for a trial.
+
+    Raises:
+        UserError: the values don't go together.
+    """
+    given = [*job.asked.overrides, *tune_space.overrides(values)]
+    recipe = load_recipe(job.asked.path, given)
+    every = tune_space.every(recipe, job.space.search, job.found.rows)
+    mine = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null", f"eval.every={every}"]
+    mine += ["eval.tasks=[]", "eval.general=false", "eval.answers=false", f"train.output_dir={folder}"]
+    launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
+    return [job.asked.path, *given, *mine, *launched]
+
+
+def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
+    """What a trial is ended by: a poor evaluation; the study's time, or a signal. Both say why."""
+    said = {"alive": time.monotonic()}
+    recipe, space, best = job.recipe, job.space, job.recipe.eval.best
+
+    def judge(evaluation: trial.Evaluation) -> str:
+        if evaluation.value != evaluation.value or abs(evaluation.value) == float("inf"):
+            return f"{best} is {evaluation.value} at step {evaluation.step}"
+        drawn.report(evaluation.value, evaluation.place)
+        last = not recipe.eval.every and evaluation.place >= space.search.evaluations
+        if last or not drawn.should_prune():
+            return ""
+        found = f"{best} {evaluation.value:.4g} at step {evaluation.step}"
+        return f"{found}: poor, by the {space.search.pruner} pruner"
+
+    def waiting() -> tuple[str, str]:
+        if time.monotonic() - said["alive"] > BEAT:
+            said["alive"] = time.monotonic()
+            drawn.set_user_attr("alive", time.time())
+        if job.told.by:
+            return f"stopped by {job.told.by}", "lost"
+        if time.monotonic() > job.deadline:
+            return "the time of the search was over", "pruned"
+        return "", ""
+
+    return judge, waiting
+
+
+def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
+    """Tell the study; a lost trial has no reason, and is queued again."""
+    number, study = drawn.number, job.study
+    drawn.set_user_attr("seconds", ended.seconds)
+    if ended.started_seconds is not None:
+        drawn.set_user_attr("started_seconds", ended.started_seconds)
+    if ended.state != "lost" and ended.reason:
+        drawn.set_user_attr("reason", ended.reason)
+    state = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(ended.state, TrialState.FAIL)
+    study.tell(drawn, ended.value, state=state)
+    if ended.state == "lost":
+        storage.take_over(study)
+        job.screen.say(f"trial {number}: {ended.reason}; it is run again later")
+        return
+    done = sum(t.state.is_finished() and not storage.is_lost(t) for t in study.get_trials(deepcopy=False))
+    of = f"/{job.most:.0f}" if job.most != float("inf") else ""
+    head = f"{done}{of}  trial {number}:"
+    if ended.value is None:
+        word = "pruned" if ended.state == "pruned" else "FAILED"
+        job.screen.say(f"{head} {word}: {ended.reason}")
+        return
+    best = "  best so far" if study.best_trial.number == number else ""
+    job.screen.say(f"{head} {job.recipe.eval.best} {ended.value:.4f}, {ended.seconds:.0f} s{best}")
+
+
+def final(asked: Asked) -> None:
+    """Train the best recipe whole, as the recipe has it: compiled, evaluated on all that it names.
+
+    Raises:
+        UserError: it did not work, with its own exit code.
+    """
+    best, folder = asked.folder / tune_report.BEST, asked.folder / "final"
+    words = ["train", str(best), f"train.output_dir={folder}", "--resume=auto"]
+    words += ["--accelerate", asked.accelerate] if asked.accelerate else []
+    code = subprocess.run([sys.executable, "-m", "finetune", *words], check=False).returncode
+    if code:
+        fix, known = shlex.join(["finetune", *words]), [int(one) for one in Exit]
+        problem = Problem("the final run did not end well", found=f"exit {code}", fix=fix)
+        raise UserError(problem, code=Exit(code) if code in known else Exit.TRAINING)

@@ -1,0 +1,128 @@
+"""The corners of a space, looked at before the first trial: each must be a recipe for this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import check
+from finetune import recipe as recipes
+from finetune.errors import Exit, Problem, UserError
+from finetune.tune_space import TYPE, has_key, multiplied, overrides, own_value, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from finetune.recipe import Recipe
+    from finetune.tune_space import Space
+
+
+class Looked(NamedTuple):
+    """What was found before the first trial."""
+
+    space: Space
+    """Without the choices that this machine can't run."""
+    notes: list[str]
+    device: str
+    """cuda or cpu."""
+    unsaid: dict[str, Any]
+    """What SFTConfig has for the space's keys."""
+    rows: int | None
+    """Of the training data; `None`: they are streamed."""
+
+
+def look(path: str, given: list[str], space: Space) -> Looked:
+    """Check every corner of a space against the recipe and this machine, and count the training rows.
+
+    It imports torch and asks the GPU: a process that only waits for trials has this done by another.
+
+    Raises:
+        UserError: all values that no recipe can have, each with its place in the space (exit 2); nothing is
+            left of a list of choices (exit 3).
+    """
+    recipe = recipes.load(path, given)
+    notes = check.run(recipe)
+    device = check.setup_of(recipe).hardware.device
+    problems: dict[str, Problem] = {}
+    lacking: dict[str, dict[str, str]] = {}
+    for key, one in space.parameters.items():
+        for value, part in one.corners:
+            found = _try(path, given, recipe, space, key, value)
+            of_key = space.where.get(("space", key), "")
+            at = space.where.get(("space", key, *part), of_key)
+            if found and found.code == Exit.ENVIRONMENT and one.choices is not None:
+                lacking.setdefault(key, {})[text_of(value)] = "; ".join(p.what for p in found.problems)
+            elif found:
+                problems |= {str(p): p for p in (_placed(p, at, of_key) for p in found.problems)}
+    if problems:
+        raise UserError(*problems.values())
+    kept = dict(space.parameters)
+    for key, gone in lacking.items():
+        notes += [f"{key}: {label} is left out: {why}" for label, why in gone.items()]
+        left = [value for value in kept[key].choices or () if text_of(value) not in gone]
+        if not left:
+            problem = Problem("this machine can run none of the choices", key, found="; ".join(gone.values()))
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        kept[key] = kept[key].model_copy(update={"choices": left})
+    rows = None
+    if recipe.train.max_steps is None and not recipe.data.streaming:
+        changing = [key for key in space.parameters if key.startswith("data.")]
+        if changing:
+            what, fix = f"{', '.join(changing)} would change the number of steps", "train.max_steps"
+            raise UserError(Problem(what, where=str(space.path), fix=f"a recipe that says {fix}"))
+    if not recipe.data.streaming:  # which also fills the cache for all trials
+        train: Any = check.prepare_data(recipe)[1].train
+        rows = len(train)
+    left = dataclasses.replace(space, parameters=kept)
+    silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
+    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows)
+
+
+def unsaid(keys: Iterable[str]) -> dict[str, Any]:
+    """SFTConfig's own values of `train.` keys, for recipes that don't state them."""
+    from trl.trainer.sft_config import SFTConfig
+
+    fields = {f"train.{field.name}": field.default for field in dataclasses.fields(SFTConfig)}
+    found = {
+        key: fields[key] for key in keys if fields.get(key, dataclasses.MISSING) is not dataclasses.MISSING
+    }
+    return {key: getattr(value, "value", value) for key, value in found.items()}
+
+
+def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, value: Any) -> UserError | None:
+    """What is wrong with a recipe that has this value, under an adapter type that has the key."""
+    kinds = space.parameters[TYPE].choices if TYPE in space.parameters else None
+    kinds = [kind for kind in kinds or [recipe.adapter.type] if key == TYPE or _has(kind, key)]
+    kinds.sort(key=lambda kind: kind != recipe.adapter.type)  # one that this machine may lack comes last
+    asked: list[str] = (
+        [] if key == TYPE or TYPE not in space.parameters or not kinds else [f"{TYPE}={kinds[0]}"]
+    )
+    one = space.parameters[key]
+    if one.times is not None and not isinstance(own_value(recipe, one.times), int | float):
+        what = f"{one.times} has no number in the recipe to be multiplied"
+        return UserError(Problem(what, key, fix=f"state {one.times} in the recipe"))
+    try:
+        value = multiplied(key, value, one, {}, recipe)
+        tried = recipes.load(path, [*given, *asked, *overrides({key: value})])
+        if one.choices is not None:
+            check.run(tried)
+            check.setup_of(tried)
+    except UserError as error:
+        return error
+    return None
+
+
+def _has(kind: Any, key: str) -> bool:
+    """`has_key` of what may be no type at all, which is said where the types are looked at."""
+    try:
+        return has_key(kind, key)
+    except (KeyError, UserError):
+        return False
+
+
+def _placed(problem: Problem, at: str, of_key: str) -> Problem:
+    """A problem of an override is one of the space's line; one of the recipe stays there."""
+    if " key" in problem.what:  # it is the key that is wrong, whatever its value
+        return dataclasses.replace(problem, where=of_key, found="")
+    elsewhere = problem.where and not problem.where.startswith("override")
+    return problem if elsewhere else dataclasses.replace(problem, where=at)

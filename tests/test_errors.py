@@ -1,0 +1,218 @@
+"""What a user gets for each way to get it wrong: exit code, place, and words that say what to do."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import DATA, MODEL, QUICKSTART, ROOT
+from tokenizers import processors
+
+from finetune import cli
+from finetune.data.prepare import prepare
+from finetune.errors import UserError
+from finetune.model import load_tokenizer
+from finetune.sections import Data, Model
+
+LINEAR = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
+
+within_a_second = pytest.mark.alone
+
+RECIPE = """model:
+  name: "{model}"
+data:
+  name: "{data}"
+adapter:
+  type: lora
+  r: 8
+train:
+  learning_rate: 1e-4
+  max_steps: 4
+"""
+
+
+def stderr_of(command: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    started = time.monotonic()
+    assert cli.main(command) == code
+    assert time.monotonic() - started < 1
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    return text
+
+
+@within_a_second
+def test_9_all_together(recipe_file, capsys) -> None:
+    text = RECIPE.replace("r: 8", "r: 0\n  lora_dropout: 1.5").replace("1e-4", "-1")
+    text = stderr_of(["check", str(recipe_file(text))], 2, capsys)
+    assert text.count("error:") == 3
+
+
+CHAT = '{"messages": [%s]}'
+USER, ANSWER = '{"role": "user", "content": "a"}', '{"role": "assistant", "content": "b"}'
+GOOD_ROW = CHAT % f"{USER}, {ANSWER}"
+
+
+def rows(*lines: str, good: int = 0) -> bytes:
+    """JSON lines, and after them so many good ones, each different."""
+    more = [GOOD_ROW.replace('"a"', f'"a{index}"') for index in range(good)]
+    return ("\n".join([*lines, *more]) + "\n").encode()
+
+
+def prepared(content: bytes, tmp_path, **more: object):
+    """The rows of a file, as a run would have them."""
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    data = Data.model_validate(
+        {"name": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache"), **more}
+    )
+    return prepare(data, load_tokenizer(Model(name=str(MODEL))), 0, 4096)
+
+
+def test_20_29_36_few_enough_are_left_out_and_counted(tmp_path) -> None:
+    unanswered, untrained = CHAT % USER, GOOD_ROW.replace('"b"', '"b", "train": false')
+    content = rows(unanswered, untrained, good=98) + GOOD_ROW[:-9].encode()
+    report = prepared(content, tmp_path, expect={"unreadable": 0.01}).report["train"]
+    assert (report.rows, report.kept, report.dropped) == (101, 98, 3)
+    assert report.counts == {"unanswered": 1, "nothing_trained": 1, "unreadable": 1}
+    said = "\n".join(report.remarks())
+    assert "rows.jsonl:1)" in said and "rows.jsonl:2)" in said and "rows.jsonl:101:" in said
+
+
+def test_34_too_long_is_a_policy(tmp_path) -> None:
+    content = rows(GOOD_ROW.replace('"a"', f'"{"word " * 300}end?"'), good=2)
+    short = prepared(content, tmp_path, max_length=64, too_long="truncate_prompt")
+    report = short.report["train"]
+    assert (report.kept, report.counts) == (3, {"shortened": 1}) and report.cut_tokens > 200
+    tokenizer = load_tokenizer(Model(name=str(MODEL)))
+    first = short.train[0]
+    assert len(first["input_ids"]) <= 64 and first["cut"][0] == report.cut_tokens
+    text = tokenizer.decode(first["input_ids"])
+    assert text.startswith("<|im_start|>user") and "end?<|im_end|>" in text
+    assert text.endswith("<|im_start|>assistant\nb<|im_end|>\n"), "the answer is whole"
+    with pytest.raises(UserError, match="1 rows are too long"):
+        prepared(content, tmp_path, max_length=64, too_long="error")
+
+
+def test_39_one_bos_and_a_remark(tmp_path) -> None:
+    tokenizer = load_tokenizer(Model(name=str(MODEL)))
+    with_bos = tokenizer.backend_tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    with_bos.post_processor = processors.TemplateProcessing(
+        "<|im_start|> $A", None, [("<|im_start|>", start)]
+    )
+    tokenizer._tokenizer, tokenizer.bos_token = with_bos, "<|im_start|>"
+    content = rows('{"text": "<|im_start|>one two"}', '{"text": "three four"}')
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    found = prepare(Data(name=str(tmp_path / "rows.jsonl"), cache=str(tmp_path)), tokenizer, 0, None)
+    assert [row["input_ids"].count(start) for row in found.train] == [1, 1]
+    assert found.report["train"].counts["doubled_bos"] == 1
+    assert "second BOS" in "\n".join(found.report["train"].remarks())
+
+
+def test_58_a_batch_that_processes_can_t_share() -> None:
+    from finetune.batch import split_batch
+    from finetune.errors import UserError
+    from finetune.sections import Train
+
+    assert split_batch(Train(effective_batch_size=48), 2) == (48, 8, 3)
+    assert split_batch(Train(effective_batch_size=6, per_device_train_batch_size=3), 2) == (6, 3, 1)
+    with pytest.raises(UserError, match="8 or 12") as raised:
+        split_batch(Train(effective_batch_size=10, per_device_train_batch_size=2), 2)
+    assert raised.value.code == 2
+
+
+@within_a_second
+def test_a_missing_recipe_names_the_nearest(capsys) -> None:
+    assert "quickstart.yaml" in stderr_of(["check", str(ROOT / "recipes" / "quikstart.yaml")], 2, capsys)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:
+    run = train("train.learning_rate=1e30", "train.max_steps=6", code=5)
+    assert "not finite" in capsys.readouterr().err
+    assert not run.adapter.exists()
+    assert run.read("receipts.json")
+
+
+def test_a_log_shows_nan_as_nan() -> None:
+    """The Trainer's own default logs an old average in its place."""
+    from finetune import recipe, train
+    from finetune.batch import split_batch
+    from finetune.check import setup_of
+
+    loaded = recipe.load(QUICKSTART)
+    batch = split_batch(loaded.train, 1)
+    arguments = train.training_arguments(loaded.train, loaded.data, setup_of(loaded), batch)
+    assert arguments.logging_nan_inf_filter is False
+
+
+def test_debug_shows_the_traceback(recipe_file) -> None:
+    from finetune.errors import UserError
+
+    with pytest.raises(UserError):
+        cli.main(["check", str(recipe_file(RECIPE.replace("r: 8", "r: 0"))), "--debug"])
+
+
+@within_a_second
+def test_as_a_user_runs_it_five_mistakes_five_messages(recipe_file) -> None:
+    text = RECIPE.replace("learning_rate", "learning_rat").replace("r: 8", "r: 0\n  lora_dropout: 2")
+    path = recipe_file(text.replace("max_steps: 4", "max_steps: many\n  warmup_ratio: 0.1"))
+    command = [sys.executable, "-X", "importtime", "-m", "finetune", "check", str(path)]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    assert time.monotonic() - started < 2  # importtime itself costs; without it the bar is 1 s (test_cli)
+    assert done.returncode == 2
+    imports = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    assert imports and not any(line.split("|")[-1].strip() in ("torch", "transformers") for line in imports)
+    assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 5
+
+
+def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_bytes((MODEL / name).read_bytes())
+    train(f"model.name={tmp_path / 'model'}", code=2)
+    assert "does not hold a model that loads" in capsys.readouterr().err
+
+
+@within_a_second
+@pytest.mark.parametrize(
+    ("old", "new", "phrases"),
+    [
+        ("r: 8", "target_modules: '(q_proj'", ["not a regular expression"]),
+        ("r: 8", "target_modules: q_proj", ["[q_proj]"]),
+        ('"{data}"', "'~nobodyx/a.jsonl'", ["no such file"]),
+        (
+            '"{data}"',
+            str(DATA) + "\n  validation: " + str(DATA / "test.jsonl"),
+            ["both trained on and held out"],
+        ),
+        ('"{data}"', '"{data}"\n  validation: org/name', ["held-out rows come from a file"]),
+        ('"{data}"', str(DATA.parent), ["no .jsonl, .json, .csv"]),
+    ],
+)
+def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_file, capsys) -> None:
+    text = stderr_of(["check", str(recipe_file(RECIPE.replace(old, new)))], 2, capsys)
+    assert all(phrase in text for phrase in phrases), text
+
+
+@within_a_second
+def test_a_git_lfs_pointer_is_not_a_model(recipe_file, tmp_path, capsys) -> None:
+    (tmp_path / "model").mkdir()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n"
+    (tmp_path / "model" / "model.safetensors").write_text(pointer)
+    path = recipe_file(RECIPE.replace('"{model}"', str(tmp_path / "model")))
+    assert "not a safetensors file" in stderr_of(["check", str(path)], 2, capsys)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.effective_batch_size=1000", "96 rows are fewer than one step takes"),
+        ("adapter.rank_pattern={q_prj: 4}", "q_proj"),
+        ("adapter.exclude_modules=[q_prj]", "q_proj"),
+        ("train.dataloader_prefetch_factor=2", "SFTConfig refuses it"),
+    ],
+)
+def test_what_is_seen_once_model_and_data_are_there(override: str, says: str, train, capsys) -> None:
+    train(override, code=2)
+    assert says in capsys.readouterr().err

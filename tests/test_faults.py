@@ -1,0 +1,239 @@
+"""Runs that meet a fault: numbers that are not finite, no memory, a full disk. FINETUNE_FAULT makes them."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import metrics
+from safetensors.torch import load_file
+
+from finetune import batch_search, checkpoint, faults, nonfinite, rescue
+from finetune.errors import UserError
+
+FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    return load_file(run.adapter / "adapter_model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [("step:5:explode", "not a fault"), ("step:x:kill", "not a number"), ("stop:5:kill", "not a fault")],
+)
+def test_a_fault_that_can_t_be_read_is_said(text: str, wrong: str) -> None:
+    with pytest.raises(UserError, match=wrong):
+        faults.planned({faults.VARIABLE: text})
+
+
+def test_faults_are_of_one_rank_and_one_life() -> None:
+    given = {faults.VARIABLE: "step:2:rank:1:kill,step:3:life:1:nan"}
+    assert faults.planned({}) == [] == faults.planned(given)
+    assert faults.planned({**given, "RANK": "1"}) == [faults.Fault("kill", 2, 1)]
+    assert faults.planned({**given, "TORCHELASTIC_RESTART_COUNT": "1"}) == [faults.Fault("nan", 3, life=1)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("weight", "trained weights are not finite themselves"), ("nan", "what was not has passed")],
+)
+def test_a_step_that_is_not_finite_ends_the_run_before_its_update(
+    fault: str, said: str, train, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv(faults.VARIABLE, f"step:3:{fault}")
+    run = train(*FEW, "train.save_steps=1", code=5)
+    text = capsys.readouterr().err
+    assert "gradients of step 3 are not finite" in text and said in text
+    last = checkpoint.published(run.checkpoints)[0]
+    assert last.name == "step-2"
+    assert all(t.isfinite().all() for t in load_file(last / "weights.safetensors").values())
+    place = run.path / "nonfinite-step-3"
+    batches = load_file(place / "batches-rank0.safetensors")
+    assert batches["input_ids.0"].shape == batches["labels.0"].shape
+    assert said in json.loads((place / "finding.json").read_text())["first_not_finite"][0]
+    assert [line["step"] for line in metrics(run)] == [1, 2]
+
+
+def test_a_step_may_be_left_out_and_the_schedule_waits(train, monkeypatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "step:2:nan")
+    run = train(*FEW, "train.skip_nonfinite=1", "train.save_steps=1", "train.save_total_limit=null")
+    assert "step 2 is left out" in (run.path / "log.txt").read_text()
+    lines = metrics(run)
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 1]
+    assert str(lines[1]["grad_norm"]).lower() == "nan", "no number in its place"
+    kept = {n: load_file(run.checkpoints / f"step-{n}" / "weights.safetensors") for n in (1, 2, 3)}
+    assert same(kept[1], kept[2]) and not same(kept[2], kept[3])
+    rates = [line["learning_rate"] for line in lines]
+    assert rates[1] == rates[2], "the schedule waits"
+    moments = load_file(run.checkpoints / "step-4" / "optimizer.safetensors")
+    assert {int(v) for k, v in moments.items() if v.numel() == 1} == {3}, "the optimizer's own count"
+
+
+def test_more_steps_in_a_row_than_allowed_end_the_run(train, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "step:2:nan,step:3:nan")
+    train(*FEW, "train.skip_nonfinite=1", code=5)
+    assert "nor were those of 1 steps before it" in capsys.readouterr().err
+
+
+def test_the_first_module_is_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model[1].weight.requires_grad_(False).fill_(math.inf)
+    given = torch.ones(1, 2)
+    assert nonfinite.first_not_finite(model, lambda: model(given).sum()) == "the output of 1"
+    model[1].weight.fill_(1.0)
+    assert nonfinite.first_not_finite(model, lambda: model(given).sum()) == ""
+    assert nonfinite.first_not_finite(model, lambda: model(given).sum() * math.inf) == (
+        "the loss, of outputs that are finite"
+    )
+    zero = lambda: model(given * 0).sum().abs().sqrt()  # noqa: E731 (an infinite slope)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert "the gradient of" in nonfinite.first_not_finite(model, zero)
+
+
+HEALTHY = {
+    "falling": [4 * math.exp(-i / 40) + 0.5 for i in range(200)],
+    "noisy": [1 + 0.5 * math.sin(i * 12.9898) for i in range(200)],
+    "hard batches": [1.0 if i % 9 else 3.0 for i in range(200)],
+    "steps": [2.0 if i < 100 else 1.0 for i in range(200)],
+    "two epochs": [1.5 - 0.5 * (i >= 60) + 0.1 * math.cos(i) for i in range(200)],
+}
+SPIKES = {
+    "jump": [1.0] * 60 + [9.0] * 4,
+    "slow climb": [1.0] * 60 + [1.0 + i for i in range(8)],
+    "after noise": [1 + 0.3 * math.sin(i) for i in range(60)] + [4.0] * 4,
+    "not a number": [1.0] * 60 + [math.nan] * 4,
+    "falling, then up": [3 * math.exp(-i / 20) + 0.2 for i in range(60)] + [3.0] * 4,
+}
+
+
+@pytest.mark.parametrize("curve", [*HEALTHY, *SPIKES])
+def test_spikes_are_told_from_healthy_curves(curve: str) -> None:
+    losses = {**HEALTHY, **SPIKES}[curve]
+    found = [nonfinite.spike(losses[max(0, end - 35) : end]) for end in range(1, len(losses) + 1)]
+    assert (max(found) > 2.0) == (curve in SPIKES)
+
+
+def test_a_spike_ends_the_run_where_the_recipe_says_so(monkeypatch) -> None:
+    said: list[str] = []
+    screen: Any = type("Screen", (), {"say": lambda self, *lines: said.extend(lines)})()
+    state: Any = type("State", (), {"global_step": 7})()
+    for stop_at in (None, 2.0):
+        spikes = nonfinite.Spikes(stop_at, screen)
+        for loss in [1.0] * 40 + [9.0, 9.0]:
+            spikes.on_log(None, state, None, logs={"loss": loss})
+        again = nonfinite.Spikes(stop_at, screen)
+        again.load_state_dict(spikes.state_dict())
+        if stop_at is None:
+            again.on_log(None, state, None, logs={"loss": 9.0})
+            assert len(said) == 1 and "9.0 times" in said[0]
+        else:
+            with pytest.raises(UserError, match="median of the 32 before"):
+                again.on_log(None, state, None, logs={"loss": 9.0})
+
+
+@pytest.mark.parametrize("method", ["lora", "adalora"])
+def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, train, monkeypatch) -> None:
+    """Equal bit for bit to a run that had the small micro-batch from the beginning."""
+    given = [*FEW, f"adapter.type={method}", "train.save_steps=1"]
+    small = train(*given, "train.per_device_train_batch_size=2", name="small")
+    monkeypatch.setenv(faults.VARIABLE, "rows:2:oom")
+    run = train(*given, "train.per_device_train_batch_size=4")
+    said = (run.path / "log.txt").read_text()
+    assert "out of memory in step 1: again, with 2 rows at once in place of 4" in said
+    (receipt,) = [r for r in run.read("receipts.json") if r["option"] == "rows at once"]
+    assert (receipt["asked"], receipt["got"]) == ("4", "2")
+    assert same(weights(run), weights(small))
+    numbers = ("step", "tokens", "learning_rate", "grad_norm")
+    assert [[line[k] for k in numbers] for line in metrics(run)] == [
+        [line[k] for k in numbers] for line in metrics(small)
+    ]
+    assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(small)])
+    state = checkpoint.read_json(run.checkpoints / "step-4", "state.json")
+    assert "parts" in json.dumps(state["callbacks"]), "a resumed run goes on with the small one"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_memory_once_is_met_in_the_step_it_happens(packing: bool, train, monkeypatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "step:3:oom")
+    few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0"]
+    few += ["data.packing=true", "train.effective_batch_size=4", "data.max_length=256"] if packing else []
+    run = train(*few)
+    monkeypatch.delenv(faults.VARIABLE)
+    plain = train(*few, name="plain")
+    assert [line["loss"] for line in metrics(run)[:2]] == [line["loss"] for line in metrics(plain)[:2]]
+    assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
+
+
+def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "rows:0:step:1:oom,rows:1:oom")
+    monkeypatch.setattr(rescue.MicroBatches, "rows", 1, raising=False)
+    train(*FEW, "train.per_device_train_batch_size=1", code=5)
+    said = capsys.readouterr().err
+    assert "out of memory in step 1, with one row at once" in said
+    assert "speed.recompute=all" in said and "finetune plan" in said
+
+
+def test_other_errors_are_never_repeated(train, monkeypatch) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "step:2:raise")
+    with pytest.raises(faults.Injected):
+        train(*FEW, "--debug")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(train, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(faults.VARIABLE, "step:3:disk")
+    run = train(*FEW, "train.save_steps=1", code=3)
+    assert "No space left on device" in capsys.readouterr().err
+    assert checkpoint.published(run.checkpoints)[0].name == "step-2"
+    monkeypatch.delenv(faults.VARIABLE)
+    train(*FEW, "train.save_steps=1", "--resume")
+
+
+def test_flattened_batches_are_cut_between_documents() -> None:
+    lengths = [2, 3, 3, 4, 1]
+    borders = torch.tensor([0, 2, 5, 8, 12, 13], dtype=torch.int32)
+    ids = torch.arange(13)[None]
+    batch = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "seq_idx": torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))[None],
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": 4,
+        "max_length_k": 4,
+        "num_labels": 0,
+        "num_tokens": 0,
+    }
+    parts = list(rescue.documents_apart(batch, 2))
+    assert [p["input_ids"].tolist()[0] for p in parts] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
+    assert [p["cu_seq_lens_q"].tolist() for p in parts] == [[0, 2, 5], [0, 3, 7], [0, 1]]
+    assert [p["max_length_q"] for p in parts] == [3, 4, 1]
+    assert sum(p["num_tokens"] for p in parts) == 13
+
+
+def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train, monkeypatch) -> None:
+    """4 rows fit and 8 do not; the run is the one that says 4, bit for bit, also where it goes on."""
+    told = train(*FEW, "train.per_device_train_batch_size=4", name="told")
+    monkeypatch.setenv(faults.VARIABLE, "rows:4:oom")
+    found = [*FEW, "train.per_device_train_batch_size=auto"]
+    run = train(*found, "--until=2", code=75)
+    (receipt,) = [r for r in run.read("receipts.json") if r["option"] == "train.per_device_train_batch_size"]
+    assert receipt["got"] == "4" and "8: inf" in receipt["how"]
+    run = train(*found, "--resume")
+    assert "per_device_train_batch_size: 4" in (run.path / "recipe.resolved.yaml").read_text()
+    assert same(weights(run), weights(told))
+
+
+def test_not_even_one_row_fits(train, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(batch_search, "MARGIN", 0.01)
+    train(*FEW, "train.per_device_train_batch_size=auto", code=5)
+    assert "not even one of the longest rows" in capsys.readouterr().err
+    train(*FEW, "train.per_device_train_batch_size=auto", "data.streaming=true", name="other", code=2)
+    assert "streamed data" in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""finetune tune: a study of two real trials, one of them left by a worker that was killed; storages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import QUICKSTART, ROOT
+from optuna.trial import TrialState
+
+from finetune import cli, recipe, study_storage, trial, tune, tune_report
+from finetune.errors import Exit, UserError
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+try:
+    import postgres
+finally:
+    sys.path.pop(0)
+
+SPACE = """
+search: {evaluations: 2, startup_trials: 2}
+space:
+  train.learning_rate: {low: 0.5, high: 2, log: true, times: train.learning_rate}
+  train.weight_decay: {choices: [0.0, 1.0e+38]}
+  adapter.r: {low: 2, high: 16}
+"""
+LEFT = {
+    "train.learning_rate": 1.25,
+    "train.weight_decay": "1e+38",
+    "adapter.r": 5,
+}  # by the worker that is gone
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, small, two_layers) -> Path:
+    """What a study of two trials left behind."""
+    folder = tmp_path_factory.mktemp("tune") / "study"
+    folder.mkdir()
+    (folder.parent / "space.yaml").write_text(SPACE)
+    url = f"sqlite:///{folder}/study.db"
+    with study_storage.opened(url, "study") as begun:
+        begun.enqueue_trial(LEFT)
+    code = (
+        "import os; from finetune import study_storage\n"
+        f"with study_storage.opened({url!r}, 'study') as study:\n"
+        "    gone = study.ask()\n"
+        "    study_storage.describe(gone)\n"
+        "    gone.suggest_float('train.learning_rate', 0.5, 2, log=True)\n"
+        "    gone.suggest_categorical('train.weight_decay', ['0.0', '1e+38'])\n"
+        "    gone.suggest_int('adapter.r', 2, 16)\n"
+        "    os.kill(os.getpid(), 9)"
+    )
+    died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert died.returncode == -signal.SIGKILL
+    words = ["tune", str(QUICKSTART), *small, f"model.name={two_layers}", "train.max_steps=4"]
+    words += ["train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
+    words += ["train.weight_decay=0.0", "--space", str(folder.parent / "space.yaml")]
+    assert cli.main([*words, "--trials", "2", "--output", str(folder)]) == 0
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined] (it holds the libraries)
+    return folder
+
+
+@pytest.fixture
+def found(study: Path) -> dict[str, Any]:
+    return json.loads((study / "trials.json").read_text())
+
+
+def test_a_trial_whose_worker_was_killed_is_run_again_with_the_same_values(found) -> None:
+    """And it is not counted twice. Its values overflow: pruned, with the reason, and the study goes on."""
+    lost, own, again = found["trials"]
+    assert lost["state"] == "lost" and lost["reason"] == "its worker ended; run again as trial 2"
+    assert own["own"] and own["state"] == "complete" and own["values"] == {
+        "train.learning_rate": 4e-3, "train.weight_decay": 0.0, "adapter.r": 16,
+    }  # fmt: skip
+    assert again["values"] == {"train.learning_rate": 5e-3, "train.weight_decay": 1e38, "adapter.r": 5}
+    assert again["state"] == "pruned" and "are not finite" in again["reason"]
+    assert sum(found["counts"].values()) - found["counts"]["lost"] == 2
+
+
+def test_a_trial_is_an_ordinary_run(study, found) -> None:
+    """Its value is that of the weights that were saved and opened again; answers were not asked for."""
+    (own,) = [row for row in found["trials"] if row["number"] == found["own"]]
+    result = json.loads((study / own["folder"] / "eval.json").read_text())
+    assert result["tuned"]["loss"] == own["value"] and result["samples"] == []
+    assert result["tuned"]["exact_match"] is None and "tuned" not in result["worst"][0]
+    assert len(own["evaluations"]) == 2 and own["evaluations"][-1] == pytest.approx(own["value"], rel=1e-3)
+    receipts = json.loads((study / own["folder"] / "receipts.json").read_text())
+    assert all(receipt["ok"] for receipt in receipts)
+    assert 0 < own["started_seconds"] < own["seconds"]
+
+
+def test_the_best_recipe_checks_and_says_where_its_values_are_from(study, found, capsys) -> None:
+    best = next(row for row in found["trials"] if row["number"] == found["best"])
+    loaded = recipe.load(study / "best.yaml")
+    assert loaded.train.learning_rate == best["values"]["train.learning_rate"]
+    assert loaded.train.output_dir is None and loaded.speed.compile == "auto" and loaded.eval.answers
+    text = (study / "best.yaml").read_text()
+    assert f"# tuned: trial {best['number']}, of 2 to 16" in text
+    assert cli.main(["check", str(study / "best.yaml")]) == 0
+    assert f"next: finetune train {study}/best.yaml" not in capsys.readouterr().err
+
+
+def test_tables_and_pictures_are_left(study, found) -> None:
+    rows = list(csv.DictReader((study / "trials.csv").read_text().splitlines()))
+    assert [row["state"] for row in rows] == [row["state"] for row in found["trials"]]
+    page = (study / "tune.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
+    assert page.count("<svg") == len(list(study.glob("*.svg"))) >= 4
+    assert "are not finite" in page and found["best"] is not None
+
+
+def test_a_study_is_not_gone_on_with_by_another_recipe(study) -> None:
+    with study_storage.opened(f"sqlite:///{study}/study.db", "study") as begun:
+        own = dict(begun.user_attrs["identity"])
+        assert own["train.max_steps"] == "4" and own["space.adapter.r"] == '{"low": 2, "high": 16}'
+        tune.hold(begun, study, own)
+        with pytest.raises(UserError) as raised:
+            tune.hold(begun, study, own | {"train.max_steps": "5"})
+    said = str(raised.value)
+    assert "was begun with another train.max_steps" in said and raised.value.code == Exit.INPUT
+
+
+def test_a_first_trial_may_be_the_best() -> None:
+    rows = [{"number": 0, "state": "complete", "value": 0.5, "own": True, "reason": ""}]
+    rows.append({"number": 1, "state": "pruned", "value": None, "own": False, "reason": "exit 5: nan"})
+    content = {"best": 0, "own": 0, "trials": rows, "direction": "minimize"}
+    assert tune_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5, trial 0."
+    asked = tune.Asked("a.yaml", [], Path("s.yaml"), Path("runs/tune-a"), None, None, "")
+    assert tune_report.next_step(asked, content) == "finetune train runs/tune-a/best.yaml"
+    assert tune_report.next_step(asked, content | {"best": None}).startswith("finetune tune a.yaml")
+    assert [str(problem) for problem in tune.problems(content)] == [
+        "error: trial 1 pruned\n  found:     exit 5: nan"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["data.validation=null"], "held-out rows"),
+        (["eval.tasks=[general_knowledge]", "eval.every=2", "eval.best=general_knowledge/acc"], "eval.best"),
+        (["--space", "none.yaml"], "can't read the space"),
+        (["--trials", "0"], ""),
+    ],
+)
+def test_what_can_not_be_searched_is_exit_2(more: list[str], said: str, tmp_path, capsys) -> None:
+    words = ["tune", str(QUICKSTART), "--output", str(tmp_path / "study"), *more]
+    try:
+        assert cli.main(words) == Exit.INPUT
+    except SystemExit as ended:  # argparse's
+        assert ended.code == Exit.INPUT
+    assert said in capsys.readouterr().err
+
+
+def test_evaluations_are_read_as_they_are_written(tmp_path) -> None:
+    """A torn line waits for its rest; a value that is no number is one."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = trial.Metrics(path, "eval_loss")
+    assert list(metrics.new()) == []
+    path.write_text('{"step": 1, "loss": 2.0, "step_seconds": 0.1}\n{"step": 1, "eval_lo')
+    assert list(metrics.new()) == [] and metrics.first["step"] == 1
+    with path.open("a") as file:
+        file.write('ss": 1.5}\n{"step": 2, "eval_loss": "NaN"}\n')
+    first, second = metrics.new()
+    assert first == trial.Evaluation(1, 1, 1.5) and second.place == 2 and second.value != second.value
+
+
+def test_how_a_process_ended_says_what_the_trial_is(tmp_path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("note: x\nerror: out of GPU memory\n  found:    79 GiB\n  try:      less\n")
+    assert trial.failure(Exit.TRAINING, log) == ("pruned", "exit 5: out of GPU memory: 79 GiB")
+    assert trial.failure(Exit.INPUT, log)[0] == trial.failure(Exit.ENVIRONMENT, log)[0] == "failed"
+    assert trial.failure(-9, log)[0] == "failed" and "SIGKILL" in trial.failure(-9, log)[1]
+    assert trial.failure(Exit.STOPPED, log)[0] == "lost"
+    log.write_text("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n")
+    assert trial.failure(1, log) == ("failed", "exit 1: KeyError: 'a'")
+
+
+def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
+    """SIGTERM, again, and then it is killed."""
+    monkeypatch.setattr(trial, "AGAIN_AFTER", 0.3)
+    monkeypatch.setattr(trial, "KILL_AFTER", 0.3)
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline()
+    trial.end(process)
+    assert trial.code_of(process) == -signal.SIGKILL
+    process.stdout.close()
+
+
+def test_a_run_ends_with_its_study() -> None:
+    code = "import subprocess, sys; from finetune import trial; import time\n"
+    code += (
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], preexec_fn=trial.tie)\n"
+    )
+    code += "print(p.pid, flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 20
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_no_password_is_written_down() -> None:
+    for url in (
+        "postgresql://me:s3cr:t@/x@host:5432/db?sslmode=require",
+        "mysql+pymysql://me:s3cr%3At@host/db",
+        "postgresql://host/db?user=me&password=s3cr",
+    ):
+        assert "s3cr" not in study_storage.shown(url) and "host" in study_storage.shown(url)
+        assert "s3cr" not in study_storage.redacted(
+            f"can't open {url}: password s3cr", "postgresql://me:s3cr@h/d"
+        )
+    assert study_storage.shown("sqlite:////a/study.db") == "sqlite:////a/study.db"
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("postgresql://me:s3cr@127.0.0.1:1/db", Exit.ENVIRONMENT),
+        ("mysql+nodriver://me:s3cr@h/db", Exit.INPUT),
+        ("nothing at all s3cr", Exit.INPUT),
+    ],
+)
+def test_a_storage_that_can_not_be_used(url: str, code: Exit, monkeypatch) -> None:
+    monkeypatch.setattr(study_storage, "TRIES", 1)
+    with pytest.raises(UserError) as raised, study_storage.opened(url, "x"):
+        pass
+    assert raised.value.code == code and "s3cr@" not in str(raised.value) and ":s3cr" not in str(raised.value)
+
+
+SHARE = """
+import os, sys, time
+from finetune import study_storage
+with study_storage.opened(sys.argv[1], "shared") as study:
+    for _ in range(6):
+        trial = study.ask()
+        study_storage.describe(trial)
+        x = trial.suggest_float("x", -1, 1)
+        if len(sys.argv) > 2:
+            os.kill(os.getpid(), 9)
+        time.sleep(0.05)
+        study.tell(trial, x * x)
+"""
+
+
+def test_two_workers_share_a_study_in_postgresql() -> None:
+    """Begun in the same moment on an empty database; a third one dies, and its trial is queued again."""
+    if lacking := postgres.missing():
+        pytest.skip(lacking)
+    with postgres.serve() as (url, password):
+        share = [sys.executable, "-c", SHARE, url]
+        pair = [subprocess.Popen(share, cwd=ROOT) for _ in range(2)]
+        assert [process.wait() for process in pair] == [0, 0]
+        with study_storage.opened(url, "shared") as study:
+            rows = tune_report.trials(study)
+            assert [row["state"] for row in rows] == ["complete"] * 12
+            names = [row["worker"] for row in rows]
+            assert sorted(map(names.count, set(names))) == [6, 6]
+            subprocess.run([*share, "dies"], cwd=ROOT, check=False)
+            assert study_storage.take_over(study) == [12] and study_storage.take_over(study) == []
+            states = [one.state for one in study.get_trials(deepcopy=False)]
+            assert states[12:] == [TrialState.FAIL, TrialState.WAITING]
+            assert study.ask().suggest_float("x", -1, 1) == study.get_trials()[12].params["x"]
+        wrong = url.replace(password, "wrong0")
+        with pytest.raises(UserError) as raised, study_storage.opened(wrong, "shared"):
+            pass
+        assert "wrong0" not in str(raised.value) and raised.value.code == Exit.ENVIRONMENT
+
+
+def test_a_journal_is_a_storage_too(tmp_path) -> None:
+    url = f"journal:{tmp_path}/study.log"
+    with study_storage.opened(url, "x", maximize=True) as study:
+        study.tell(study.ask(), 1.0)
+    with study_storage.opened(url, "x", maximize=True) as study:
+        assert study.best_value == 1.0
+    assert os.path.getsize(tmp_path / "study.log")

@@ -1,0 +1,183 @@
+"""A space of recipes: what is refused, and where; what is drawn; what can't run here; a W&B sweep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import optuna
+import pytest
+import yaml
+from conftest import QUICKSTART, ROOT
+
+from finetune import cli, recipe, strict_yaml, sweep, tune_check, tune_space
+from finetune.errors import Exit, UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.tune_space import Space
+
+
+def space(tmp_path: Path, text: str) -> Space:
+    path = tmp_path / "space.yaml"
+    path.write_text(text)
+    return tune_space.read(path)
+
+
+def said(raised: pytest.ExceptionInfo[UserError]) -> str:
+    return "\n".join(map(str, raised.value.problems))
+
+
+def test_every_mistake_in_a_space_is_said_at_once_with_its_place(tmp_path) -> None:
+    with pytest.raises(UserError) as raised:
+        space(
+            tmp_path,
+            "search: {pruner: medain, evaluations: 0}\n"
+            "spce: {}\n"
+            "space:\n"
+            "  rank: {low: 4, high: 8}\n"
+            "  adapter.r: {low: 8, hihg: 4}\n"
+            "  adapter.lora_alpha: {low: 8, high: 4}\n"
+            "  train.learning_rate: {low: 0, high: 1, log: true}\n"
+            "  train.optim: {choices: [lion_32bit, lion_32bit]}\n"
+            "  train.seed: {choices: [1, 2]}\n"
+            "  data.train_on: {choices: [all]}\n"
+            "  adapter.type: {choices: [lora], times: adapter.r}\n"
+            "  train.warmup_steps: {low: 1}\n",
+        )
+    text = said(raised)
+    for place, what in (
+        (":2:1", "unknown section"),
+        (":1:10", "median"),
+        (":1:26", "evaluations"),
+        (":4:3", "section.key"),
+        (":5:23", "high"),
+        (":6:24", "low must be below high"),
+        (":7:42", "above 0"),
+        (":8:39", "same choice twice"),
+        (":9:3", "a seed is not a choice"),
+        (":10:3", "same held-out rows"),
+        (":11:35", "only numbers"),
+        (":12:3", "low and high, or choices"),
+    ):
+        assert any(place in line and what in text for line in text.splitlines()), (place, text)
+
+
+@pytest.mark.parametrize("text", ["", "space: {}", "space: [1]", "space: {a: 1"])
+def test_what_is_no_space_is_refused(text: str, tmp_path) -> None:
+    with pytest.raises(UserError) as raised:
+        space(tmp_path, text)
+    assert raised.value.code == Exit.INPUT and "space.yaml" in said(raised)
+    with pytest.raises(UserError, match="can't read"):
+        tune_space.read(tmp_path / "none.yaml")
+
+
+CORNERS = """
+space:
+  adapter.type: {choices: [lora, lroa]}
+  adapter.r: {low: 0, high: 8}
+  adapter.target_modules: {choices: [all-linear, [q_porj]]}
+  train.learnin_rate: {low: 1.0e-5, high: 1.0e-3}
+  train.effective_batch_size: {choices: [8, 0.3], times: train.effective_batch_size}
+"""
+
+
+def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> None:
+    """All of them, each with its place in the space."""
+    with pytest.raises(UserError) as raised:
+        tune_check.look(str(QUICKSTART), [], space(tmp_path, CORNERS))
+    text = said(raised)
+    for place, what in ((":3:34", "lora"), (":4:15", ">= 1"), (":5:50", "q_proj"), (":6:3", "learning_rate")):
+        assert any(f"space.yaml{place}" in line for line in text.splitlines()) and what in text, text
+    assert ":7:" in text and "a whole number" in text
+
+
+def test_what_this_machine_cannot_run_is_left_out_with_its_reason(small, tmp_path) -> None:
+    asked = space(tmp_path, "space: {train.optim: {choices: [adamw_torch_fused, paged_adamw_8bit]}}")
+    found = tune_check.look(str(QUICKSTART), list(small), asked)
+    assert found.space.parameters["train.optim"].choices == ["adamw_torch_fused"]
+    assert any("paged_adamw_8bit is left out: there is no GPU" in note for note in found.notes)
+    assert found.rows == 96 and found.device == "cpu"
+    assert found.unsaid == {"train.optim": "adamw_torch_fused"}
+    only = space(tmp_path, "space: {train.optim: {choices: [paged_adamw_8bit]}}")
+    with pytest.raises(UserError) as raised:
+        tune_check.look(str(QUICKSTART), list(small), only)
+    assert raised.value.code == Exit.ENVIRONMENT
+
+
+def test_what_is_drawn_is_a_recipe(tmp_path) -> None:
+    """Types first; keys that the type lacks are not drawn; multiples of the recipe's and of drawn values."""
+    asked = space(
+        tmp_path,
+        "space:\n"
+        "  adapter.lora_alpha: {choices: [1, 2], times: adapter.r}\n"
+        "  adapter.r: {low: 4, high: 12, step: 4}\n"
+        "  train.learning_rate: {low: 0.1, high: 10, log: true, times: train.learning_rate}\n"
+        "  train.effective_batch_size: {choices: [0.5, 2], times: train.effective_batch_size}\n"
+        "  adapter.target_modules: {choices: [all-linear, [q_proj, v_proj]]}\n"
+        "  adapter.type: {choices: [lora, ia3]}\n",
+    )
+    own = recipe.load(QUICKSTART)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    kinds = set()
+    for _ in range(12):
+        values = tune_space.draw(study.ask(), asked, own)
+        loaded = recipe.load(QUICKSTART, tune_space.overrides(values))
+        kinds.add(values["adapter.type"])
+        assert next(iter(values)) == "adapter.type"
+        assert 4e-4 <= values["train.learning_rate"] <= 4e-2
+        assert loaded.train.effective_batch_size in (4, 16)
+        assert {key: tune_space.own_value(loaded, key) for key in values} == values
+        if values["adapter.type"] == "lora":
+            assert values["adapter.r"] in (4, 8, 12)
+            assert values["adapter.lora_alpha"] in (values["adapter.r"], 2 * values["adapter.r"])
+        else:
+            assert "adapter.r" not in values and "adapter.lora_alpha" not in values
+    assert kinds == {"lora", "ia3"}
+    assert tune_space.own_draw(asked, own, {}) == {
+        "adapter.type": "lora",
+        "train.learning_rate": 1.0,
+        "adapter.target_modules": "all-linear",
+        "adapter.lora_alpha": "2",
+    }  # of r and the batch the space has not the recipe's own
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["lora", "no-such", "1e-4", "null", "", "a b", 1, 0.1, None, True, ["q_proj", 1.5], {"a": [1, "x"]}],
+)
+def test_a_value_is_read_back_as_it_was(value: object) -> None:
+    text = tune_space.text_of(value)
+    assert strict_yaml.parse(text, "-").value == value
+
+
+def test_the_shipped_space_is_one_for_the_quickstart(small) -> None:
+    asked = tune_space.read(ROOT / "recipes" / "tune.yaml")
+    found = tune_check.look(str(QUICKSTART), list(small), asked)
+    own = tune_space.own_draw(found.space, recipe.load(QUICKSTART), found.unsaid)
+    assert [key for key in asked.parameters if key not in own] == ["train.warmup_steps"]  # 12 steps
+    kept = {key: len(one.choices or ()) for key, one in found.space.parameters.items()}
+    assert (
+        kept["adapter.type"] == 2 and kept["train.optim"] == 3
+    )  # bitsandbytes has its optimizers for the CPU
+
+
+def test_the_space_as_a_sweep(tmp_path, capsys) -> None:
+    target = tmp_path / "sweep.yaml"
+    assert cli.main(["tune", str(QUICKSTART), "train.seed=7", "--export-wandb", str(target)]) == 0
+    assert "can't multiply by adapter.r" in capsys.readouterr().out
+    found = yaml.safe_load(target.read_text())
+    assert found["metric"] == {"name": "eval/loss", "goal": "minimize"} and found["method"] == "bayes"
+    rate = found["parameters"]["train.learning_rate"]
+    assert rate == {"distribution": "log_uniform_values", "min": 4e-4, "max": 4e-2}
+    assert found["parameters"]["train.effective_batch_size"] == {"values": [4, 8, 16]}
+    assert found["parameters"]["adapter.target_modules"]["values"] == ["all-linear", "[q_proj, v_proj]"]
+    assert found["command"][:3] == ["finetune", "train", str(QUICKSTART)]
+    assert "train.seed=7" in found["command"] and found["command"][-1] == "${args_no_hyphens}"
+    whole = space(
+        tmp_path,
+        "space: {adapter.r: {low: 4, high: 64, log: true}, train.max_steps: {low: 1, high: 9, step: 2}}",
+    )
+    text, _ = sweep.sweep(whole, recipe.load(QUICKSTART), str(QUICKSTART), [])
+    kinds = {key: one["distribution"] for key, one in yaml.safe_load(text)["parameters"].items()}
+    assert kinds == {"adapter.r": "q_log_uniform_values", "train.max_steps": "q_uniform"}

@@ -1,0 +1,88 @@
+"""What a folder of somebody else's may not reach: files outside of it, and what is missing in it."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+from conftest import MODEL
+from test_advisories import refused
+
+from finetune import adapter_source, cli, untrusted
+from finetune.errors import UserError
+
+OUTSIDE = [
+    "../victim/model.safetensors",
+    "/etc/model.safetensors",
+    "a/../../model.safetensors",
+    "sub/model.safetensors",
+    "..\\model.safetensors",
+    "~/model.safetensors",
+    "model.safetensors/..",
+    "..",
+    "",
+    "model\0.safetensors",
+    "pytorch_model.bin",
+    None,
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_names_files_of_its_folder(name: Any, weightless, capsys) -> None:
+    """transformers follows `../` in an index (5.23)."""
+    (weightless / untrusted.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(weightless, capsys, says=("outside of its folder", untrusted.INDEX))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]
+)
+def test_a_link_does_not_leave_its_folder(name: str, weightless, tmp_path, capsys) -> None:
+    (tmp_path / "secret").write_text("{}")
+    (weightless / name).unlink(missing_ok=True)
+    (weightless / name).symlink_to(tmp_path / "secret")
+    refused(weightless, capsys, says=("a link that leaves", name))
+
+
+def test_the_hub_s_own_links_are_fine(weightless, tmp_path) -> None:
+    home = tmp_path / "models--a--b"
+    (home / "blobs").mkdir(parents=True)
+    (home / "snapshots").mkdir()
+    snapshot = home / "snapshots" / ("0" * 40)
+    shutil.copytree(weightless, snapshot)
+    (snapshot / "config.json").rename(home / "blobs" / "abc")
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    untrusted.check_files(snapshot, "model.name")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(tmp_path / "model" / "config.json")
+    with pytest.raises(UserError, match="leaves"):
+        untrusted.check_files(snapshot, "model.name")
+
+
+@pytest.mark.parametrize("name", ["eval.json", "adapter/tokenizer.json"])
+def test_what_is_published_is_no_link_to_elsewhere(name: str, trained, tmp_path, capsys) -> None:
+    run = trained()
+    (tmp_path / "id_rsa").write_text("{}")
+    (run.path / name).unlink()
+    (run.path / name).symlink_to(tmp_path / "id_rsa")
+    assert cli.main(["publish", str(run.path), "--dry-run"]) == 2
+    assert "a link that leaves" in capsys.readouterr().err
+
+
+def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(saved_lora) -> None:
+    """PEFT leaves what is missing as it was drawn, with a warning."""
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(MODEL)
+    config.num_hidden_layers = 1
+    made = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(saved_lora))
+    tensors = load_file(saved_lora / "adapter_model.safetensors")
+    adapter_source.check_whole(made, list(tensors), "here")
+    name = sorted(tensors)[0]
+    del tensors[name]
+    save_file(tensors, saved_lora / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="lacks 1 of the adapter's tensors") as raised:
+        adapter_source.check_whole(made, list(tensors), "here")
+    assert raised.value.code == 4 and name in str(raised.value)
