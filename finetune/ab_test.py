@@ -82,10 +82,11 @@ def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
     }
     RunFolder(place).write("ab.json", found)
     rows = list(table(sides, int(found["machine"]["processes"]), asked.price))
-    lines = [["", *names], ["---"] * 3, *rows]
+    lines = [["", "baseline", "optimised"], ["---"] * 3, *rows]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     (place / "ab.md").write_text(f"{text}\n", encoding="utf-8")
-    screen.table(f"{names[0]} against {names[1]}", ("", *names), rows)
+    title = f"{asked.baseline} against {asked.optimised}"
+    screen.table(title, ("", "baseline", "optimised"), rows)
     verdicts = [(c.what, c.found, c.limit, "holds" if c.ok else "DOES NOT HOLD") for c in checks]
     said = "" if noise is None else f"one run's noise {noise:.1%}; "
     screen.table(f"{said}limits", ("what", "found", "limit", ""), verdicts)
