@@ -11,6 +11,7 @@ from finetune import strict_yaml
 from finetune.errors import Problem, UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parent
+NOT_RECIPES = ("ladder", "tune")  # of the recipes' folder: what a command does with a recipe
 SCHEMA = PACKAGE / "recipe.schema.json"
 
 
