@@ -126,7 +126,6 @@ ATTACKS = {  # test file -> what is counted
     "tests/test_untrusted.py": "indices, links and adapters that reach out of their folder or lack a part",
     "tests/test_secrets.py": "canaries and what masks them, through a run's whole life",
     "tests/test_bad_inputs.py": "bad inputs: code, place, words, time (52 rows of the table)",
-    "tests/test_render.py": "chat templates, those that attack among them",
 }
 
 
