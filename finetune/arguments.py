@@ -154,9 +154,21 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
 )
-PROVE_RESUME: tuple[str, dict[str, Any]] = (
-    "--prove-resume",
-    {"action": "store_true", "help": "train a few steps, stop, resume, and compare bit for bit: a minute"},
+CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--prove-resume",
+        {
+            "action": "store_true",
+            "help": "train a few steps, stop, resume, and compare bit for bit: a minute",
+        },
+    ),
+    (
+        "--preflight",
+        {
+            "action": "store_true",
+            "help": "a run's whole life in three steps: kill, resume, evaluate, publish",
+        },
+    ),
 )
 COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),

@@ -313,6 +313,31 @@ def size(content: Content) -> int:
     return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a published checkpoint."""
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def check_space(checkpoints: Path, trained: int, keep: int | None) -> None:
+    """Whether the disk has room for the checkpoints that a run will hold at a time.
+
+    Args:
+        trained: bytes of the trained weights; the optimizer's two moments are as many each.
+        keep: how many are kept; one more is being written before the oldest goes.
+
+    Raises:
+        UserError: it has not (exit 3).
+    """
+    where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
+    free, needed = shutil.disk_usage(where).free, 3 * trained * ((keep or 1) + 1) + trained
+    if needed > free:
+        what = f"no room for {(keep or 1) + 1} checkpoints and what is saved at the end"
+        fix = "another train.output_dir, fewer by train.save_total_limit, or train.save_strategy=no"
+        found = f"{free:,} bytes free, {needed:,} needed"
+        problem = Problem(what, "train.output_dir", str(where.resolve()), found, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
 def flush(path: Path) -> None:
     """A file's content, or a folder's names, to the disk."""
     handle = os.open(path, os.O_RDONLY)

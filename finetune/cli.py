@@ -119,14 +119,14 @@ def check(options: argparse.Namespace) -> None:
     with located(recipe):
         notes = checks.run(recipe)
     if not options.quiet:
-        for note in notes:
-            print(f"note: {note}")
-        print(f"fine: {options.recipe}: {recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}")
-    if options.prove_resume:
-        from finetune import prove
+        what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
+        print(*(f"note: {note}" for note in notes), f"fine: {options.recipe}: {what}", sep="\n")
+    if options.prove_resume or options.preflight:
+        from finetune import preflight, prove
         from finetune.screen import Screen
 
-        prove.run(recipe, [options.recipe, *options.overrides], Screen(quiet=options.quiet))
+        prove_it = preflight.run if options.preflight else prove.run
+        prove_it(recipe, [options.recipe, *options.overrides], Screen(quiet=options.quiet))
 
 
 def data(options: argparse.Namespace) -> None:
@@ -355,7 +355,7 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
 
     add(train, RECIPE, OVERRIDES, *arguments.TRAIN)
-    add(check, RECIPE, OVERRIDES, arguments.PROVE_RESUME)
+    add(check, RECIPE, OVERRIDES, *arguments.CHECK)
     add(
         data,
         RECIPE,

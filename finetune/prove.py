@@ -66,7 +66,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
     folder = Path(tempfile.mkdtemp(prefix="finetune-proof-"))
     try:
         straight, resumed = folder / "straight", folder / "resumed"
-        shorter = _shortened(recipe)
+        shorter = shortened(recipe)
         until = f"--until={2 * HALF}"
         _train([*command, *shorter, f"train.output_dir={straight}", until])
         last = max(map(checkpoint.step_of, checkpoint.published(straight / "checkpoints")))
@@ -157,7 +157,7 @@ def _logged(folder: Path) -> dict[str, str]:
     return found
 
 
-def _shortened(recipe: Recipe) -> list[str]:
+def shortened(recipe: Recipe) -> list[str]:
     """Overrides for a proof of a minute: the recipe's own steps and rows, no more of them than it takes."""
     overrides = []
     if recipe.adapter.type == "adalora" and "tinit" not in recipe.adapter.model_fields_set:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from finetune.batch import Batch
     from finetune.receipts import Ledger
     from finetune.screen import Screen
+    from finetune.sections import Adapter, Data, Speed
 
 
 class MicroBatches:
@@ -84,12 +86,15 @@ class MicroBatches:
         return True
 
 
-def of(speed: Any, adapter: str, max_length: int, rows: int, screen: Screen, ledger: Ledger) -> MicroBatches:
+def of(
+    speed: Speed, adapter: Adapter, data: Data, batch: Batch, screen: Screen, ledger: Ledger
+) -> MicroBatches:
     """Of a run; and whether faults are planned on purpose is said here."""
     if planned := faults.planned():
         ledger.add(faults.VARIABLE, "", str(planned), "the environment", ok=True)
         screen.say(f"{faults.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
-    return MicroBatches(rows, fixes(speed, adapter, max_length), partial(tell, rows, screen, ledger))
+    rows, less = batch.per_device, fixes(speed, adapter.type, data.max_length)
+    return MicroBatches(rows, less, partial(tell, rows, screen, ledger))
 
 
 def tell(whole: int, screen: Screen, ledger: Ledger, step: int, rows: int) -> None:
@@ -107,7 +112,7 @@ def too_large(step: int, said: str, fixes: Sequence[str]) -> UserError:
     return UserError(Problem(what, found=said.splitlines()[0] + peak, fix=fix), code=Exit.TRAINING)
 
 
-def fixes(speed: Any, adapter: str, max_length: int) -> list[str]:
+def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:
     """What takes less memory than these settings do, the cheapest first."""
     found = {
         "speed.recompute=all": speed.recompute != "all",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from finetune import (
     adapter_init,
     adapters,
     batch_search,
+    checkpoint,
     exchange,
     hardware,
     launch_env,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.receipts import Ledger
     from finetune.recipe import Recipe
+    from finetune.sections import Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
@@ -111,6 +114,15 @@ def search_batch(
 def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
     """Of every flattened batch: tokens, documents with the one that fills it up, the longest document."""
     return batch.per_device * length, batch.per_device * max(map(len, dataset["where"])) + 1, length
+
+
+def check_space(adapted: Any, section: Train, where: str | None) -> None:
+    """Rank 0 looks whether its disk holds the run's checkpoints."""
+    if section.save_strategy == "no":
+        return
+    trained = sum(p.nbytes for p in adapters.trainable(adapted).values())
+    place = Path(where or "runs") / "checkpoints"
+    ranks.from_main(lambda: checkpoint.check_space(place, trained, section.save_total_limit))
 
 
 def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:

@@ -123,6 +123,7 @@ def _run(
     work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
+    stages.check_space(adapted, recipe.train, where)
     contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before
     if recipe.train.per_device_train_batch_size == "auto":
         batch = stages.search_batch(
@@ -148,12 +149,11 @@ def _run(
         watching += callbacks.refreshing(adapted, ledger)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, dataset, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        length, kind = recipe.data.max_length, recipe.adapter.type
-        again = rescue.of(recipe.speed, kind, length, batch.per_device, screen, ledger)
+        again = rescue.of(recipe.speed, recipe.adapter, recipe.data, batch, screen, ledger)
         trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
-            trainer.shape = stages.one_shape(batch, dataset, length)
+            trainer.shape = stages.one_shape(batch, dataset, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe.data, data_report["train"], ledger)
         with stop.later(), contextlib.closing(writer):

@@ -37,7 +37,7 @@ def test_the_surface() -> None:
     common = ["--debug", "--help", "--quiet", "-h"]
     assert surface == {
         "train": sorted([*common, "--accelerate", "--resume", "--until", "recipe", "overrides"]),
-        "check": sorted([*common, "--prove-resume", "recipe", "overrides"]),
+        "check": sorted([*common, "--prove-resume", "--preflight", "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
         "plan": sorted([*common, "recipe", "overrides", "--gpu", "--gpus", "--price-per-hour"]),
         "profile": sorted([*common, "recipe", "overrides", "--output"]),

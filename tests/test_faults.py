@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import metrics
+from conftest import QUICKSTART, metrics
 from safetensors.torch import load_file
 
-from finetune import batch_search, checkpoint, faults, nonfinite, rescue
+from finetune import batch_search, checkpoint, cli, faults, nonfinite, rescue
 from finetune.errors import UserError
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
@@ -237,3 +237,24 @@ def test_not_even_one_row_fits(train, monkeypatch, capsys) -> None:
     assert "not even one of the longest rows" in capsys.readouterr().err
     train(*FEW, "train.per_device_train_batch_size=auto", "data.streaming=true", name="other", code=2)
     assert "streamed data" in capsys.readouterr().err
+
+
+def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys) -> None:
+    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8", "eval.answers=false"]
+    assert cli.main(["check", str(QUICKSTART), *given, "--preflight"]) == 0
+    said = capsys.readouterr().out
+    for phase in ("load", "resume: save, reopen, evaluate, generate", "straight: steps", "publish --dry-run"):
+        assert phase in said
+    assert "parts, not a bit differs" in said and "next: finetune train" in said
+
+
+def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -> None:
+    given = [*small, f"model.name={two_layers}", "train.save_total_limit=1000000000"]
+    assert cli.main(["check", str(QUICKSTART), *given, "--preflight"]) == 3
+    said = capsys.readouterr().err
+    assert "the preflight ends in: load" in said and "no room" in said
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_found_before_training(train, capsys) -> None:
+    train(*FEW, "train.save_total_limit=1000000000", code=3)
+    assert "no room for 1000000001 checkpoints" in capsys.readouterr().err

@@ -134,6 +134,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "prove",
         "given",
         "stages",
+        "preflight",
         "tune",
         "tune_space",
         "tune_check",
