@@ -2,6 +2,7 @@
 recipes that are changed at random; bugs that are put back; artefacts that attack.
 
     python benchmarks/reliability.py --kills 100 --signals 50      # writes reliability.json and the tables
+    python benchmarks/reliability.py --rank-kills 20 --endurance 5000      # benchmarks/long_runs.py
     python benchmarks/reliability.py --fuzz 10000                  # benchmarks/fuzz.py
     python benchmarks/reliability.py --seeded                      # benchmarks/seeded_bugs.py
     python benchmarks/reliability.py --attacks                     # tests/test_advisories.py and its kin
@@ -34,6 +35,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import fuzz
+import long_runs
 import seeded_bugs
 
 from finetune import checkpoint, cli, prove
@@ -158,6 +160,7 @@ def page(results: dict[str, Any]) -> str:
     head += "times, resumed each time,\nagainst the run that went straight through.\n\n"
     storms = {kind: found for kind, found in results.items() if kind in ("kill -9", "SIGTERM")}
     parts = [head + table(storms)]
+    parts += long_runs.pages(results)
     if found := results.get("fuzz"):
         lines = [f"| {name} | {count} |" for name, count in found.items() if name != "wrong"]
         lost = f"another exception, a problem without a place, or slower than {fuzz.SLOWEST:g} s"
@@ -208,6 +211,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--signals", type=int, default=0)
+    parser.add_argument("--rank-kills", type=int, default=0, help="under torchrun --max-restarts, on gloo")
+    parser.add_argument("--endurance", type=int, default=0, metavar="STEPS")
     parser.add_argument("--fuzz", type=int, default=0, help="fuzzed recipes")
     parser.add_argument("--seeded", nargs="*", metavar="WORD", help="bugs put back; by words of their names")
     parser.add_argument("--attacks", action="store_true", help="tests of advisories, secrets and bad inputs")
@@ -219,6 +224,12 @@ def main() -> int:
         asked = {"kill -9": given.kills, "SIGTERM": given.signals}
         results = {kind: storm(folder, kind, n, given.seed) for kind, n in asked.items() if n}
         bad = [k for k, r in results.items() if r["parts that differ"] or r["published that do not verify"]]
+        if given.rank_kills:
+            results["rank kills"] = long_runs.rank_kills(folder, given.rank_kills, given.seed)
+            bad += ["rank kills"] if results["rank kills"]["equal"] < given.rank_kills else []
+        if given.endurance:
+            results["endurance"] = found = long_runs.endurance(folder, given.endurance)
+            bad += ["endurance"] if abs(found["drift"]) > 0.02 or found["growth"] > 0.02 else []
         if given.fuzz:
             results["fuzz"] = fuzz.summary(fuzz.run(range(given.fuzz), folder))
             bad += list(results["fuzz"]["wrong"])

@@ -49,7 +49,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _schedule(adapter, train.get("max_steps"))
     found += _offload(kind, adapter, speed, train)
     if train.get("per_device_train_batch_size") == "auto":
-        found += _searched(data)
+        found += _searched(data, train)
     flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
     if kind.prompt and flat:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
@@ -71,8 +71,11 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
     return []
 
 
-def _searched(data: Mapping[str, Any]) -> Found:
-    """`per_device_train_batch_size: auto` tries the longest rows, which must be known."""
+def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
+    """`per_device_train_batch_size: auto` tries the longest rows, which must be known; so must the steps."""
+    if train.get("dataloader_drop_last"):
+        what = "with auto, how many rows the last batch of an epoch has is not known"
+        return [("train.dataloader_drop_last", what, {"found": "true", "fix": "false, or a number of rows"})]
     if not data.get("streaming"):
         return []
     what = "auto tries the longest rows, and of streamed data these are not known"

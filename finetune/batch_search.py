@@ -29,7 +29,14 @@ class Trial(NamedTuple):
 
 
 def search(
-    model: Any, rows: Any, data: Data, batch: Batch, pad_token: int, compiled: bool | None, ledger: Ledger
+    model: Any,
+    rows: Any,
+    data: Data,
+    batch: Batch,
+    pad_token: int,
+    compiled: bool | None,
+    moments: int,
+    ledger: Ledger,
 ) -> Batch:
     """The largest divisor of each process's share that fits, found with the longest rows.
 
@@ -41,6 +48,7 @@ def search(
         rows: the training data.
         batch: as it is split so far; only its effective size and share are used.
         compiled: whether our loss is; `None`: it is not ours, and has all logits.
+        moments: bytes of the optimizer's state for each trained number.
 
     Raises:
         UserError: not even one row fits (exit 5).
@@ -49,14 +57,14 @@ def search(
     lengths = torch.tensor([len(ids) for ids in rows["input_ids"]])
     longest = lengths.argsort(descending=True, stable=True).tolist()
     most = min(share, MOST, len(longest))
-    total, trials = _total(model.device), list[Trial]()
+    total, trials = _total(model.device), list[Trial]()  # other processes' memory is not ours
     random = state.random_state()
     for size in (n for n in range(1, most + 1) if share % n == 0):
         if len(trials) > 1 and not ranks.all_of(_next(trials, size) <= MARGIN * total):
             break
         chosen = [rows[number] for number in longest[:size]]
         inputs = _collated(chosen, data, pad_token, model.device)
-        trials.append(Trial(size, _peak(model, inputs, size, compiled)))
+        trials.append(Trial(size, _peak(model, inputs, size, compiled, moments)))
         if not ranks.all_of(trials[-1].peak <= MARGIN * total):
             break
     state.set_random_state(random)
@@ -94,29 +102,32 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
-def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None) -> float:
+def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, moments: int) -> float:
     """Bytes in use at most while a step of these rows is made, without its update."""
     installed = head.install(model, compiled=compiled) if compiled is not None else None
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
+    model.train()  # what is recomputed, and dropout
     _reset(model.device)
     try:
-        moments = [torch.zeros_like(p) for p in trained for _ in range(2)]
+        held = torch.zeros(trained * moments, dtype=torch.uint8, device=model.device)
         found = model(**inputs, num_labels=loss.numbers(inputs)[0]).nll if installed else model(**inputs).loss
         found.backward()
         faults.in_backward(1, rows, set())
-        del moments, found
+        del held, found
     except torch.OutOfMemoryError:
         peak = float("inf")
     else:
         peak = _used(model.device)
     if installed:
         installed.undo()
+    model.train(training)
     model.zero_grad()
     rescue.free()
     return peak
 
 
 def _reset(device: Any) -> None:
+    rescue.free()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -129,5 +140,5 @@ def _used(device: Any) -> float:
 
 def _total(device: Any) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return float(psutil.Process().memory_info().rss + state.available())

@@ -166,6 +166,7 @@ class FirstStep(TrainerCallback):
         self.operations: dict[str, list[list[int]]] = {}
         self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
         self.flat = False
+        self.loaded = 0  # micro-batches of the step as the loader made them; each may be divided
 
     @contextlib.contextmanager
     def watch(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -185,10 +186,12 @@ class FirstStep(TrainerCallback):
         self.rounding = qat.Watch(model)
         cpu = [torch.profiler.ProfilerActivity.CPU]
         # one cycle alone; without `acc_events` torch 2.11 warns that there might be more
-        with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profile:
-            yield
-        for hook in [*hooks, *self.rounding.hooks]:
-            hook.remove()
+        try:
+            with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profile:
+                yield
+        finally:
+            for hook in [*hooks, *self.rounding.hooks]:
+                hook.remove()
         events = profile.events() or ()
         self.operations = {event.name: event.input_shapes for event in events}
         self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
@@ -208,7 +211,7 @@ class FirstStep(TrainerCallback):
         if self.flat:  # all rows of a batch are one there: the loader knows how many
             loader = kwargs["train_dataloader"]
             at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
-            rows = self.micro_batches * at_once * self.processes
+            rows = self.loaded * at_once * self.processes
         # A run may be resumed before the last step of an epoch, which takes the rows that are left
         ok = rows == self.batch or (self.first > 1 and rows < self.batch and float(state.epoch).is_integer())
         add("train.effective_batch_size", self.batch, rows, how, ok=ok)

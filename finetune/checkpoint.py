@@ -318,18 +318,20 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
 
 
-def check_space(checkpoints: Path, trained: int, keep: int | None) -> None:
+def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) -> None:
     """Whether the disk has room for the checkpoints that a run will hold at a time.
 
     Args:
-        trained: bytes of the trained weights; the optimizer's two moments are as many each.
+        trained: bytes of the trained weights.
+        each: bytes of a checkpoint: these, and the optimizer's state.
         keep: how many are kept; one more is being written before the oldest goes.
 
     Raises:
         UserError: it has not (exit 3).
     """
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
-    free, needed = shutil.disk_usage(where).free, 3 * trained * ((keep or 1) + 1) + trained
+    here = sum(size_of(path) for path in (*published(checkpoints), *aside(checkpoints)))  # these will go
+    free, needed = shutil.disk_usage(where).free + here, each * ((keep or 1) + 1) + trained
     if needed > free:
         what = f"no room for {(keep or 1) + 1} checkpoints and what is saved at the end"
         fix = "another train.output_dir, fewer by train.save_total_limit, or train.save_strategy=no"

@@ -5,7 +5,7 @@ Several are separated by commas. Without that variable nothing here does anythin
     kill    this process is killed (SIGKILL) before the step
     raise   an exception that nobody expects, before the step
     hang    this process sleeps for ever before the step
-    nan     a gradient of the step becomes NaN, before the update
+    nan     a gradient of the step becomes NaN, before ranks share theirs
     weight  a trained weight becomes NaN before the step
     oom     the last forward and backward of the step runs out of memory, once;
             with `rows:4`, each of more than 4 rows does, from that step on
@@ -88,7 +88,7 @@ def before_step(step: int, trained: Callable[[], dict[str, Any]]) -> None:
 
 
 def before_update(step: int, trained: Callable[[], dict[str, Any]]) -> None:
-    """Strike when the gradients of step `step` are whole."""
+    """Strike when this process's gradients of step `step` are whole."""
     if any(fault.kind == "nan" and fault.step == step for fault in planned()):
         next(p.grad for p in trained().values() if p.grad is not None).view(-1)[0] = float("nan")
 

@@ -9,6 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -52,28 +53,37 @@ class NonFinite(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.device = self.trained[0].device
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         self.check()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+        engine, inner = self.trainer.model_wrapped, optimizer.optimizer
+        if hasattr(engine, "get_global_grad_norm"):  # DeepSpeed has made its update already
+            norm = torch.tensor(float(engine.get_global_grad_norm() or 0.0))
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         parts = isinstance(norm, DTensor)  # under FSDP
         norm = norm.full_tensor() if parts else norm
-        fused = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False) and not parts
+        allocates = hasattr(self.trainer, "singular_vectors")  # AdaLoRA, which would remember such gradients
+        fused = (
+            getattr(inner, "_step_supports_amp_scaling", False) and norm.device == self.device and not parts
+        )
         if fused:
-            optimizer.optimizer.found_inf = (~torch.isfinite(norm)).float()
+            inner.found_inf = (~torch.isfinite(norm)).float()
         self.norm, self.step = norm.detach().to("cpu", non_blocking=True), state.global_step + 1
         self.copied = torch.cuda.Event() if norm.is_cuda else None
         if self.copied is not None:
             self.copied.record()
-        if self.copied is None or self.allowed or not fused:
+        if self.copied is None or self.allowed or allocates or not fused:
             left_out = self.check()
             optimizer._is_overflow = (
                 left_out  # so that the schedule and AdaLoRA wait, as after fp16's overflow
             )
             if left_out and not fused:
                 optimizer.zero_grad()  # none: nothing to update with
+                getattr(inner, "queue", {}).clear()  # torchao's, of gradients that are on the CPU already
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_log or control.should_evaluate or control.should_save:
@@ -113,9 +123,9 @@ class NonFinite(TrainerCallback):
     def stop(self, step: int) -> None:
         """End the run, with what was in the step kept for another look."""
         place = self.folder / f"nonfinite-step-{step}"
-        finding, batches = self.trainer.look_again(step)
         rank = ranks.index()
-        keep(place, rank, batches)
+        keep(place, rank, self.trainer.micro_batches.kept.get(step, []))
+        finding = self.trainer.look_again(step)
         findings = [f"rank {number}: {said}" for number, said in enumerate(ranks.gathered(finding))]
         if rank == 0:
             told = {"step": step, "norm": str(self.norm.item()), "first_not_finite": findings}
@@ -129,7 +139,14 @@ class NonFinite(TrainerCallback):
 
 
 def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen) -> list[Any]:
-    """The callbacks of this file; fp16's loss scaler leaves out steps that are not finite by itself."""
+    """The callbacks of this file; fp16's loss scaler leaves out steps that are not finite by itself.
+
+    Raises:
+        UserError: steps are to be left out under DeepSpeed (exit 3).
+    """
+    if section.skip_nonfinite and PartialState().distributed_type == DistributedType.DEEPSPEED:
+        what, fix = "DeepSpeed updates before anyone can look: no step can be left out", "skip_nonfinite: 0"
+        raise UserError(Problem(what, "train.skip_nonfinite", fix=fix), code=Exit.ENVIRONMENT)
     steps = [] if precision == "fp16" else [NonFinite(section.skip_nonfinite, folder.path, screen)]
     return [*steps, Spikes(section.stop_at_spike, screen)]
 

@@ -76,6 +76,13 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
 
 
+def state_bytes(optim: str, speed: Speed) -> int:
+    """Bytes on the device, beside the weights, of each trained number: AdamW's two moments, at most."""
+    if speed.offload in ("optimizer", "all"):
+        return 0
+    return 2 if _LOW_BITS.search(optim) else 8
+
+
 def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
     """The optimizer's class and what it is made with, for the Trainer to make it of its parameter groups.
 

@@ -164,7 +164,7 @@ def shortened(recipe: Recipe) -> list[str]:
         overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the proof
     processes = max(1, hardware.detect().count)
     batch = split_batch(recipe.train, processes)
-    if batch.accumulation > 2:
+    if batch.accumulation > 2 and recipe.train.per_device_train_batch_size != "auto":
         overrides.append(f"train.effective_batch_size={2 * batch.per_device * processes}")
         overrides.append(f"train.per_device_train_batch_size={batch.per_device}")
     return [*overrides, *ALWAYS]

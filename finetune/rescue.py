@@ -67,6 +67,20 @@ class MicroBatches:
             else:
                 yield from documents_apart(batch, self.parts)
 
+    def rows_of(self, part: dict[str, Any]) -> int:
+        """Of a divided micro-batch; of a flattened one at most."""
+        return len(part["input_ids"]) if "attention_mask" in part else math.ceil(self.rows / self.parts)
+
+    def too_large(self, step: int, said: str) -> UserError:
+        """What to say where a step can't be made again, or not in smaller parts."""
+        rows, peak = math.ceil(self.rows / self.parts), ""
+        if _gpu():
+            peak = f"; at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB were in use"
+        fewer = [f"train.per_device_train_batch_size={rows // 2}"] if rows > 1 else []
+        what = f"out of memory in step {step}, with {'one row' if rows == 1 else f'{rows} rows'} at once"
+        fix = "; or ".join([*fewer, *self.fixes][:3]) + "; what each gives: finetune plan"
+        return UserError(Problem(what, found=said.splitlines()[0] + peak, fix=fix), code=Exit.TRAINING)
+
     def again(self, step: int) -> bool:
         """Whether a rank ran out of memory; then all make the step again, in smaller parts.
 
@@ -78,7 +92,7 @@ class MicroBatches:
             return False
         said = next(filter(None, ranks.gathered(self.error)))
         if self.parts >= self.rows:
-            raise too_large(step, said, self.fixes)
+            raise self.too_large(step, said)
         self.parts, self.error = self.parts * 2, ""
         rows = math.ceil(self.rows / self.parts)
         if self.tell:
@@ -104,14 +118,6 @@ def tell(whole: int, screen: Screen, ledger: Ledger, step: int, rows: int) -> No
     ledger.add("rows at once", whole, rows, how, ok=True)
 
 
-def too_large(step: int, said: str, fixes: Sequence[str]) -> UserError:
-    """What to say where there is no smaller micro-batch."""
-    peak = f"; at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB were in use" if _gpu() else ""
-    what, fix = f"out of memory in step {step}, with one row at once", "; or ".join(fixes[:3])
-    fix += "; what each gives: finetune plan"
-    return UserError(Problem(what, found=said.splitlines()[0] + peak, fix=fix), code=Exit.TRAINING)
-
-
 def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:
     """What takes less memory than these settings do, the cheapest first."""
     found = {
@@ -120,7 +126,7 @@ def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:
         and adapter in ("lora", "dora", "rslora"),
         f"data.max_length={max_length // 2}": max_length > 8,
         "speed.offload=all": speed.offload != "all" and _gpu(),
-        "a smaller adapter (adapter.r)": True,
+        "a smaller adapter (adapter.r)": adapter != "full",
     }
     return [text for text, possible in found.items() if possible]
 

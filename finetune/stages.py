@@ -18,11 +18,13 @@ from finetune import (
     hardware,
     launch_env,
     model,
+    optimizers,
     qat,
     ranks,
     resume,
     state,
 )
+from finetune.errors import Exit, Problem, UserError
 from finetune.speed import apply as speed
 from finetune.speed import attention, head
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.receipts import Ledger
     from finetune.recipe import Recipe
-    from finetune.sections import Train
+    from finetune.sections import Speed, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
@@ -96,14 +98,19 @@ def search_batch(
     arguments: SFTConfig,
     ledger: Ledger,
 ) -> Batch:
-    """As many rows at once as fit, or as the checkpoint's run took."""
+    """As many rows at once as fit, or as the checkpoint's run took (exit 3 where weights are split)."""
+    if setup.launch.sharded:
+        what, fix = f"can't be searched: {setup.launch.sharded} splits the weights only later", "a number"
+        problem = Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
     with precision(setup):
         batch = (
             batch_search.as_before(batch, found.contract)
             if found
             else batch_search.search(
-                adapted, dataset, recipe.data, batch, tokenizer.pad_token_id, compiled, ledger
+                adapted, dataset, recipe.data, batch, tokenizer.pad_token_id, compiled, moments, ledger
             )
         )
     arguments.per_device_train_batch_size = batch.per_device
@@ -116,13 +123,15 @@ def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
     return batch.per_device * length, batch.per_device * max(map(len, dataset["where"])) + 1, length
 
 
-def check_space(adapted: Any, section: Train, where: str | None) -> None:
-    """Rank 0 looks whether its disk holds the run's checkpoints."""
-    if section.save_strategy == "no":
+def check_space(adapted: Any, section: Train, fast: Speed, setup: Setup, where: str | None) -> None:
+    """Rank 0 looks whether its disk holds the run's checkpoints, where it makes some."""
+    if section.save_strategy == "no" or setup.launch.sharded:
         return
-    trained = sum(p.nbytes for p in adapters.trainable(adapted).values())
-    place = Path(where or "runs") / "checkpoints"
-    ranks.from_main(lambda: checkpoint.check_space(place, trained, section.save_total_limit))
+    weights = adapters.trainable(adapted).values()
+    trained, place = sum(p.nbytes for p in weights), Path(where or "runs") / "checkpoints"
+    low = optimizers.state_bytes(optimizers.asked(section), fast)
+    each = trained + sum(p.numel() for p in weights) * (low or 8)
+    ranks.from_main(lambda: checkpoint.check_space(place, trained, each, section.save_total_limit))
 
 
 def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:

@@ -123,7 +123,7 @@ def _run(
     work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, ledger)
     compiled = fast["speed.compile"].value == "on"
-    stages.check_space(adapted, recipe.train, where)
+    stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
     contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before
     if recipe.train.per_device_train_batch_size == "auto":
         batch = stages.search_batch(

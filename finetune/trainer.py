@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Sized
 from functools import partial
@@ -61,6 +62,7 @@ class Trainer(SFTTrainer):
     sums: dict[str, Any]
     """What the loss has counted since the last log: tensors that are read then, not before."""
     micro_batches: rescue.MicroBatches
+    nonfinite: nonfinite.NonFinite | None = None
     exchanged = 0
     """Bytes of gradients in the last step, where we exchange them."""
     ends_step = False
@@ -100,9 +102,10 @@ class Trainer(SFTTrainer):
         while self.micro_batches.again(step):
             self.before.put_back(self)
             value = self.attempt(model, batches, num_items_in_batch, last=True) - self.returned
+        self.first_step.loaded = len(batches)
+        faults.before_update(step, partial(adapters.trainable, model))
         if exchange.ours(model):
             self.exchanged = exchange.average(model)
-        faults.before_update(step, partial(adapters.trainable, model))
         return value
 
     def attempt(self, model: Any, batches: Any, items: Any, *, last: bool) -> Any:
@@ -121,28 +124,34 @@ class Trainer(SFTTrainer):
                 apart = exchange.ours(model) or last != self.ends_step
                 with self.accelerator.no_sync(model) if apart else contextlib.nullcontext():
                     total = total + super().training_step(model, inputs, items)
-                faults.in_backward(self.state.global_step + 1, len(inputs["input_ids"]), parts.struck)
+                faults.in_backward(self.state.global_step + 1, parts.rows_of(inputs), parts.struck)
         except torch.OutOfMemoryError as error:
             parts.error = str(error)
             if not self.repeats(model, items):
-                raise rescue.too_large(self.state.global_step + 1, parts.error, parts.fixes) from error
+                raise parts.too_large(self.state.global_step + 1, parts.error) from error
         if parts.error:
             rescue.free()
         return total
 
     def repeats(self, model: Any, items: Any) -> bool:
-        """Whether a step can be made again: no other process waits in the middle of it, for its gradients."""
+        """Whether a step can be made again, in parts: no other process waits in the middle of it, for its
+        gradients or for what TRL's loss gathers; and nothing in the loss goes by the number of passes."""
         alone = self.accelerator.num_processes == 1 and not hasattr(model, "backward")  # DeepSpeed's engine
-        return items is not None and (alone or exchange.ours(model))
+        apart = alone or (exchange.ours(model) and self.chunked is not None)
+        return apart and items is not None and not getattr(self, "aux_loss_enabled", False)
 
-    def look_again(self, step: int) -> tuple[str, list[dict[str, Any]]]:
-        """What is not finite in a step that was not; and its micro-batches, as they are for the model."""
+    def look_again(self, step: int) -> str:
+        """What is not finite in a step that was not."""
         batches, model = self.micro_batches.kept.get(step, []), cast("Any", self.model)
-        if self.schedule.sharded:
-            return f"not looked for: {self.schedule.sharded} splits the weights", batches
-        found = [nonfinite.first_not_finite(model, partial(self.loss_of, batch)) for batch in batches]
+        if self.schedule.sharded or hasattr(self.model_wrapped, "backward"):
+            return "not looked for: the launch splits the weights or their state"
+        parts = self.micro_batches.divided(batches, getattr(self.args, "pad_to_multiple_of", None))
+        try:
+            found = [nonfinite.first_not_finite(model, partial(self.loss_of, part)) for part in parts]
+        except torch.OutOfMemoryError:
+            return "not found: no memory to look again"
         said = [f"{what} (micro-batch {n} of {len(found)})" for n, what in enumerate(found, start=1) if what]
-        return next(iter(said), "finite when the step was made again: what was not has passed"), batches
+        return next(iter(said), "finite when the step was made again: what was not has passed")
 
     def loss_of(self, inputs: Any) -> Any:
         with self.compute_loss_context_manager():
@@ -155,8 +164,9 @@ class Trainer(SFTTrainer):
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
         self.batches = state.digest(self.batches, inputs)
         if self.shape:
-            tokens, *rest = self.shape
-            inputs = attention.fixed_shape(inputs, tokens // self.micro_batches.parts, *rest)
+            tokens, documents, longest = self.shape
+            part = max(longest, math.ceil(tokens / self.micro_batches.parts))
+            inputs = attention.fixed_shape(inputs, part, documents, longest)
         first = self.state.global_step + 1 == self.first_step.first
         with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
             if self.chunked and model.training and not return_outputs:
@@ -243,6 +253,8 @@ class Trainer(SFTTrainer):
         return loader
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.nonfinite:
+            self.nonfinite.check()  # on a GPU the step's norm may still be on its way
         self.store_flos()
         state.save(self)
 
@@ -316,7 +328,7 @@ def build(
     trainer.sums = defaultdict(int)
     for one in watching:
         if isinstance(one, nonfinite.NonFinite):
-            one.trainer = trainer
+            one.trainer, trainer.nonfinite = trainer, one
     (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
     trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
     for name, parameter in adapters.trainable(adapted).items():

@@ -159,15 +159,24 @@ def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, trai
     assert "parts" in json.dumps(state["callbacks"]), "a resumed run goes on with the small one"
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_no_memory_once_is_met_in_the_step_it_happens(packing: bool, train, monkeypatch) -> None:
+def test_no_memory_once_is_met_in_the_step_it_happens(train, monkeypatch) -> None:
     monkeypatch.setenv(faults.VARIABLE, "step:3:oom")
     few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0"]
-    few += ["data.packing=true", "train.effective_batch_size=4", "data.max_length=256"] if packing else []
     run = train(*few)
     monkeypatch.delenv(faults.VARIABLE)
     plain = train(*few, name="plain")
     assert [line["loss"] for line in metrics(run)[:2]] == [line["loss"] for line in metrics(plain)[:2]]
+    assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
+
+
+def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatch) -> None:
+    few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0", "data.packing=true"]
+    few += ["train.effective_batch_size=4", "data.max_length=256"]
+    plain = train(*few, name="plain")
+    monkeypatch.setenv(faults.VARIABLE, "rows:2:oom")
+    train(*few, "--until=2", code=75)
+    run = train(*few, "--resume")
+    assert (run.path / "log.txt").read_text().count("out of memory") == 1, "the second process knows"
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -23,9 +23,10 @@ from conftest import MODEL, QUICKSTART, ROOT, in_four_bits
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from finetune import adapter_init, adapters, exchange, faults, ranks, shards, verify
+from finetune import adapter_init, adapters, exchange, faults, nonfinite, ranks, shards, verify
 from finetune.errors import UserError
 from finetune.model import fingerprint
+from finetune.screen import Screen
 from finetune.speed import head
 from finetune.trainer import build
 
@@ -89,7 +90,9 @@ def step(folder: Path, data: str, base: str, rows: int, fault: str = "") -> Keep
     first, keep = callbacks.FirstStep(Ledger(), setup, steps=1, batch=8), Keep()
     first.dtype = "float64"
     made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
-    trainer = build(*made)
+    stops = nonfinite.NonFinite(0, folder, Screen(quiet=True))
+    trainer = build(*made[:-1], [*made[-1], stops])
+    trainer.schedule = cast("Any", SimpleNamespace(sharded=""))
     trainer.install_loss("chunked", compiled=False)
     keep.trainer, inner, losses = trainer, trainer.compute_loss, list[torch.Tensor]()
 
@@ -217,6 +220,10 @@ def one_rank(folder: str, data: str, base: str) -> None:
     kept = step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:oom")
     found["parts"] = kept.trainer.micro_batches.parts
     save_file(kept.gradients, Path(folder) / f"rank{rank}-oom.safetensors")
+    try:
+        step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:nan")
+    except UserError as error:
+        found["nan"] = str(error)
     said = []
     for facts in ({"seed": "1"}, {"seed": rank, "torch": "2", **({"extra": "x"} if rank == "1" else {})}):
         try:
@@ -270,6 +277,19 @@ def test_an_adapters_gradients_are_sent_once_a_step_in_one_bucket(both) -> None:
     assert found["sent 1"][0] == 2 * bytes_of_all, "r = 16, in float64"
     assert found["by DDP"] == [], "which sends nothing by itself"
     assert found["unused"] is False, "transformers' default for a PeftModel is True"
+
+
+def test_a_gradient_that_one_rank_alone_lost_stops_both_before_the_update(both) -> None:
+    folder, found = both
+    for each in found:
+        assert "gradients of step 1 are not finite" in each["nan"]
+        assert "rank 0: finite when the step was made again" in each["nan"] and "rank 1: " in each["nan"]
+    place = folder / "trainer" / "nonfinite-step-1"
+    assert {file.name for file in place.iterdir()} == {
+        "batches-rank0.safetensors",
+        "batches-rank1.safetensors",
+        "finding.json",
+    }
 
 
 def test_ranks_that_mean_different_runs_all_say_so(both) -> None:

@@ -1,0 +1,117 @@
+"""Ranks that are killed under torchrun, and a run of thousands of steps; parts of `reliability.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from finetune import checkpoint, faults, prove
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
+STEPS = 12
+WORDS = (
+    f"train.max_steps={STEPS}",
+    "train.effective_batch_size=8",
+    "train.save_steps=1",
+    "train.logging_steps=1",
+    "adapter.lora_dropout=0.1",
+    "data.validation=null",
+)
+
+
+def launch(where: Path, fault: str) -> int:
+    """Two ranks on gloo, begun again up to three times; the exit code."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=3"]
+    launcher += [f"--master_port={port}", "--monitor-interval=0.2", "-m", "finetune"]
+    given = [QUICKSTART, *WORDS, f"train.output_dir={where}", "--resume=auto", "--quiet"]
+    environment = {**os.environ, faults.VARIABLE: fault}
+    command = [sys.executable, *launcher, "train", *given]
+    return subprocess.run(command, env=environment, capture_output=True, check=False, cwd=ROOT).returncode
+
+
+def rank_kills(folder: Path, count: int, seed: int) -> dict[str, Any]:
+    """A rank killed at a random step, half of the time another one after the restart; then what is left is
+    held against a launch that nothing befell."""
+    draw, straight = random.Random(seed), folder / "straight-ranks"
+    if code := launch(straight, ""):
+        raise SystemExit(f"the undisturbed launch ends with {code}")
+    finished = equal = 0
+    faults_made = list[str]()
+    for number in range(count):
+        made = [f"step:{draw.randint(2, STEPS)}:rank:{draw.randint(0, 1)}:kill"]
+        if draw.random() < 0.5:
+            made.append(f"step:{draw.randint(2, STEPS)}:rank:{draw.randint(0, 1)}:life:1:kill")
+        where = folder / f"ranks-{number}"
+        finished += launch(where, ",".join(made)) == 0
+        newest = checkpoint.published(where / "checkpoints")
+        parts = prove.compare(straight, where, STEPS) if newest else []
+        equal += bool(parts) and not any(part.differing for part in parts)
+        faults_made.append(",".join(made))
+        print(number, made, finished, equal, flush=True)
+    return {"count": count, "finished by themselves": finished, "equal": equal, "faults": faults_made}
+
+
+def endurance(folder: Path, steps: int) -> dict[str, Any]:
+    """One run of so many steps: whether it takes more memory, or longer, as it goes on."""
+    where = folder / "endurance"
+    words = ["train.effective_batch_size=4", "data.validation=null", "eval.general=false", "eval.samples=0"]
+    words += [f"train.max_steps={steps}", "train.logging_steps=10", "train.save_steps=200"]
+    command = [sys.executable, "-m", "finetune", "train", QUICKSTART, *words, f"train.output_dir={where}"]
+    subprocess.run([*command, "--quiet"], check=True, cwd=ROOT, capture_output=True)
+    lines = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    fifth = len(lines) // 5
+    early, late = lines[fifth : 2 * fifth], lines[-fifth:]  # the first fifth warms caches
+
+    def median(part: list[dict[str, Any]], key: str) -> float:
+        return statistics.median(line[key] for line in part)
+
+    rates = [median(part, "tokens_per_second") for part in (early, late)]
+    memory = [median(part, "host_memory_gib") for part in (early, late)]
+    return {
+        "steps": steps,
+        "tokens per second, early and late": [round(rate, 1) for rate in rates],
+        "drift": round(rates[1] / rates[0] - 1, 4),
+        "memory in GiB, early and late": [round(held, 4) for held in memory],
+        "growth": round(memory[1] / memory[0] - 1, 4),
+    }
+
+
+def pages(results: dict[str, Any]) -> list[str]:
+    """What reliability.md says of them."""
+    parts = []
+    if found := results.get("rank kills"):
+        lines = [
+            "# Ranks killed",
+            "",
+            "`python benchmarks/reliability.py --rank-kills 20`: two ranks on gloo",
+        ]
+        lines[-1] += " under `torchrun --max-restarts=3`, one"
+        lines += [
+            "(or one after the other) killed at a random step, against a launch that nothing befell.",
+            "",
+        ]
+        lines += ["| launches | finished by themselves | equal bit for bit |", "|---|---|---|"]
+        lines += [f"| {found['count']} | {found['finished by themselves']} | {found['equal']} |"]
+        parts.append("\n".join(lines))
+    if found := results.get("endurance"):
+        early, late = found["tokens per second, early and late"]
+        held, last = found["memory in GiB, early and late"]
+        lines = ["# A long run", "", "`python benchmarks/reliability.py --endurance 5000`: medians of the"]
+        lines[-1] += " second and the last fifth of its steps, on the CPU."
+        lines += ["", "| steps | | early | late | |", "|---|---|---|---|---|"]
+        lines += [f"| {found['steps']:,} | tokens/s | {early:,.0f} | {late:,.0f} | {found['drift']:+.1%} |"]
+        lines += [f"| | memory, GiB | {held:.3f} | {last:.3f} | {found['growth']:+.1%} |"]
+        parts.append("\n".join(lines))
+    return parts
