@@ -296,12 +296,16 @@ def test_a_model_in_training_is_evaluated_with_masks() -> None:
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_a_kernel_named_in_config_json_is_not_fetched(key: str, tmp_path) -> None:
-    """Nor followed where it could be had."""
+    """A kernel's repository is refused; a name of transformers' own is not followed."""
+    setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
     for named in ("somebody/kernel", "eager"):
         folder = shutil.copytree(MODEL, tmp_path / f"{named.replace('/', '-')}")
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, key: named}))
-        setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+        if named != "eager":
+            with pytest.raises(UserError, match="names a kernel of its own"):
+                load(Model(name=str(folder)), setup, "cpu")
+            continue
         loaded = load(Model(name=str(folder)), setup, "cpu")
         assert loaded.config._attn_implementation == "sdpa"
         assert {m.config._attn_implementation for m in loaded.modules() if hasattr(m, "config")} == {"sdpa"}
@@ -313,10 +317,15 @@ def test_nor_one_named_for_a_part_of_the_model(tmp_path) -> None:
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    for part in (saved, saved["text_config"], saved["vision_config"]):
-        part["_attn_implementation"] = "somebody/kernel"
-    (tmp_path / "config.json").write_text(json.dumps(saved))
     setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+    parts = (saved, saved["text_config"], saved["vision_config"])
+    for name in ("somebody/kernel", "eager"):
+        for part in parts:
+            part["_attn_implementation"] = name
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        if name != "eager":
+            with pytest.raises(UserError, match="names a kernel of its own"):
+                load(Model(name=str(tmp_path)), setup, "cpu")
     loaded = load(Model(name=str(tmp_path)), setup, "cpu")
     assert {m.config._attn_implementation for m in loaded.modules() if hasattr(m, "config")} == {"sdpa"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import DATA, QUICKSTART, receipts
 
-from finetune import check, checkpoint, cli, prove, recipe, resume, state
+from finetune import check, checkpoint, cli, nested, prove, recipe, resume, state
 from finetune import train as training
 from finetune.batch import split_batch
 from finetune.errors import UserError
@@ -157,7 +157,7 @@ def test_fp16_s_scaler_is_kept() -> None:
     trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler))
     kept = state.PARTS["scaler"][0](trainer)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    state.PARTS["scaler"][1](trainer, checkpoint.restore(checkpoint.flatten(kept, {}, "s", torch.clone), {}))
+    state.PARTS["scaler"][1](trainer, nested.restore(nested.flatten(kept, {}, "s", torch.clone), {}))
     assert trainer.accelerator.scaler.state_dict() == kept
 
 

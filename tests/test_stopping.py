@@ -168,7 +168,7 @@ def test_the_first_step_does_not_say_how_long_one_takes(monkeypatch) -> None:
 
 def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
     given = ["train.save_strategy=epoch", "train.report_to=tensorboard", "publish.repo=a/b"]
-    shorter = prove._shortened(recipe.load(QUICKSTART, given))
+    shorter = prove.shortened(recipe.load(QUICKSTART, given))
     found = recipe.load(QUICKSTART, [*given, *shorter])
     assert (found.train.save_strategy, found.train.save_steps) == ("steps", prove.HALF)
     assert found.train.passed_on()["report_to"] == "none" and found.publish.repo is None
