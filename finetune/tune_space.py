@@ -165,9 +165,9 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
     ):
         problem("needs either low and high, or choices", fix=f"{key}: {{low: 1, high: 8}}")
         return found
-    if ranged and one.low >= one.high:  # type: ignore[operator]
+    if ranged and one.low >= one.high:  # type: ignore[operator] (both are numbers)
         problem("low must be below high", "low", found=f"{one.low} and {one.high}")
-    elif one.log and (not ranged or one.low <= 0):  # type: ignore[operator]
+    elif one.log and (not ranged or one.low <= 0):  # type: ignore[operator] (both are numbers)
         problem("a log scale is for ranges above 0", "log", found=str(one.low if ranged else one.choices))
     if one.log and one.step is not None:
         problem("excludes log", "step", fix="drop one of the two")
@@ -270,7 +270,7 @@ def own_draw(space: Space, recipe: Recipe, unsaid: dict[str, Any]) -> dict[str, 
         if one.choices is not None:
             labels = [text_of(choice) for choice in one.choices if choice == value]
             found |= {key: labels[0]} if labels else {}
-        elif isinstance(value, int | float) and one.low <= value <= one.high:  # type: ignore[operator]
+        elif isinstance(value, int | float) and one.low <= value <= one.high:  # type: ignore[operator] (both are numbers)
             found[key] = value
     return found
 

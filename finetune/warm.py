@@ -4,4 +4,4 @@ from finetune.screen import quieten_libraries
 
 quieten_libraries()
 
-from finetune import check, train  # noqa: E402, F401
+from finetune import check, train  # noqa: E402, F401 (for those that are forked)

@@ -313,7 +313,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> Iterator[None]:
     """Libraries are imported, and templates' process begun, before any time is taken."""
-    from finetune import train  # noqa: F401
+    from finetune import train  # noqa: F401 (imported before time is taken)
 
     render.render("{{ messages[0].content }}", {}, "none", [([{"role": "user", "content": "a"}], None)])
     yield
