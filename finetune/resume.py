@@ -95,6 +95,7 @@ def contract(
         "tokenizer": _digest(text),
         "chat template": _digest(str(tokenizer.chat_template)),
         "processes": launch.processes,
+        **({"weights split by": launch.sharded} if launch.sharded else {}),
         "precision": launch.precision,
         "device": hardware.device,
         "storage of the base": setup.storage.value,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,6 +45,29 @@ def gathered(model: Any) -> dict[str, torch.Tensor] | None:
         made = whole(tensor).detach()
         found[name] = made.cpu().clone() if main else made.new_empty(0, device="cpu")
     return found
+
+
+def gathered_values(value: Any) -> Any:
+    """A copy of `value`, nested dicts and lists, on the CPU of rank 0, with each part of a tensor made whole.
+
+    All processes call it, and the others keep nothing.
+    """
+    if isinstance(value, dict):
+        return {key: gathered_values(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(gathered_values(part) for part in value)
+    if isinstance(value, torch.Tensor):
+        made = whole(value).detach()
+        return made.to("cpu", copy=True) if torch.distributed.get_rank() == 0 else None
+    return value
+
+
+def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This process's part of a whole tensor, where `like`, of the same shape, is split; else all of it."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    there = tensor.to(like.device)
+    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)  # none is sent
 
 
 def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -23,6 +23,7 @@ from finetune import (
     ranks,
     resume,
     state,
+    stopping,
 )
 from finetune.errors import Exit, Problem, UserError
 from finetune.speed import apply as speed
@@ -125,7 +126,7 @@ def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
 
 def check_space(adapted: Any, section: Train, fast: Speed, setup: Setup, where: str | None) -> None:
     """Rank 0 looks whether its disk holds the run's checkpoints, where it makes some."""
-    if section.save_strategy == "no" or setup.launch.sharded:
+    if section.save_strategy == "no" or stopping.unsaved(section, setup.launch.sharded):
         return
     weights = adapters.trainable(adapted).values()
     trained, place = sum(p.nbytes for p in weights), Path(where or "runs") / "checkpoints"

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import psutil
 import torch
 from accelerate import PartialState
 
-from finetune import adalora, adapters, checkpoint, nested, ranks
+from finetune import adalora, adapters, checkpoint, nested, ranks, shards
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -28,23 +28,28 @@ _FIRST = 2**61 - 1  # a prime, by which the digest of batches grows
 def save(trainer: Trainer) -> None:
     """Take everything as it is now, and have it written while training goes on.
 
-    Ranks hold the same weights and optimizer, so rank 0 writes them; what differs between ranks it gathers.
-    What would fill half of the memory that is free is written at once, from the live tensors.
+    Ranks hold the same weights and optimizer, so rank 0 writes them; what differs between ranks it gathers,
+    and weights and moments that FSDP splits. What would fill half of the memory that is free is written at
+    once, from the live tensors.
     """
     state = PartialState()
     own = {name: PARTS[name][0](trainer) for name in RANKS}
-    gathered = ranks.gathered(own)
-    if not state.is_main_process:
+    gathered, split = ranks.gathered(own), shards.sharded(cast("Any", trainer.model))
+    if not (state.is_main_process or split):
         return
     shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in RANKS}
+    if split:
+        shared = shards.gathered_values(shared)
+    if not state.is_main_process:
+        return
     live = sum(p.nbytes for p in _weights(trainer).values())
-    here = 3 * live > available() / 2  # weights and two moments
+    here = not split and 3 * live > available() / 2  # weights and two moments
     content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
     content[checkpoint.CONTRACT] = trainer.contract
     untensored: dict[str, Any] = {}
     for name, value in {**shared, "ranks": gathered}.items():
         tensors: dict[str, torch.Tensor] = {}
-        untensored[name] = nested.flatten(value, tensors, name, _as_it_is if here else _copy)
+        untensored[name] = nested.flatten(value, tensors, name, _as_it_is if here or split else _copy)
         if tensors:
             content[f"{name}.safetensors"] = tensors
     content["state.json"] = untensored
@@ -141,7 +146,7 @@ def _set_weights(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
         what = f"the checkpoint's weights are not this model's ({len(wrong)} tensors)"
         raise UserError(Problem(what, found=", ".join(wrong[:5])), code=Exit.ARTEFACT)
     for name, parameter in trained.items():
-        parameter.copy_(kept[name])
+        parameter.copy_(shards.part_of(kept[name], parameter))
 
 
 def _allocation(trainer: Any) -> dict[str, torch.Tensor]:
@@ -163,6 +168,11 @@ def _optimizer(trainer: Any) -> Any:
 
 
 def _set_optimizer(trainer: Any, kept: Any) -> None:
+    trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    for number, moments in kept["state"].items():
+        for name, value in moments.items():
+            if isinstance(value, torch.Tensor):
+                moments[name] = shards.part_of(value, trained[int(number)])
     trainer.optimizer.load_state_dict(kept)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune import ranks
+from finetune import launch_env, optimizers, ranks
 from finetune.errors import Exit, Problem, Stopped, UserError
 
 if TYPE_CHECKING:
@@ -27,17 +28,23 @@ MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
 TOGETHER = 1.0  # seconds in which a second signal is the first again: launchers pass on what all were sent
 
 
+def unsaved(train: Train, sharded: str) -> str:
+    """Why no checkpoints can be made: what splits the optimizer's state so that it is not whole again."""
+    if zero := launch_env.zero_stage():
+        return f"DeepSpeed (ZeRO-{zero})"
+    low = re.search("[48]bit", optim := optimizers.asked(train))
+    return f"{sharded}, under {optim}" if sharded and low else ""
+
+
 def check(train: Train, resumes: str | None, sharded: str) -> None:
-    """Checkpoints hold whole weights (exit 3 where they are asked for, and no rank has them)."""
+    """Checkpoints hold whole state (exit 3 where they are asked for, and none can be made)."""
+    parts = unsaved(train, sharded)
     asked = "--resume" if resumes else ""
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
         asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
-    if sharded and asked and resumes != "auto":
-        what, fix = (
-            f"{asked}: checkpoints are not made of weights that {sharded} splits",
-            "an unsharded launch",
-        )
-        raise UserError(Problem(what, found=sharded, fix=fix), code=Exit.ENVIRONMENT)
+    if parts and asked and resumes != "auto":
+        what = f"{asked}: checkpoints are not made of state that {parts} splits"
+        raise UserError(Problem(what, found=parts, fix="ddp_8.yaml or fsdp2_8.yaml"), code=Exit.ENVIRONMENT)
 
 
 class Stop:
@@ -119,9 +126,9 @@ class Schedule(TrainerCallback):
     """Whether it would have ended here by itself."""
 
     def __init__(self, train: Train, stop: Stop, writer: Writer, sharded: str) -> None:
-        self.train, self.stop, self.writer, self.sharded = train, stop, writer, sharded
-        stop.keeps = not sharded
-        self.strategy = "no" if sharded else train.save_strategy
+        self.train, self.stop, self.writer, self.parts = train, stop, writer, unsaved(train, sharded)
+        stop.keeps = not self.parts
+        self.strategy = "no" if self.parts else train.save_strategy
         if self.strategy == "auto" and train.save_steps is not None:
             self.strategy = "steps"
         self.saved = False
@@ -145,7 +152,7 @@ class Schedule(TrainerCallback):
         if asked:
             self.stopped = next(filter(None, ranks.gathered(reason)))
             control.should_training_stop = True
-        if (asked and not self.sharded) or minutes or self.planned(step, state):
+        if (asked and not self.parts) or minutes or self.planned(step, state):
             control.should_save = self.saved = True
             self.saved_at = now
 

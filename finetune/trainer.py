@@ -24,6 +24,7 @@ from finetune import (
     optimizers,
     ranks,
     rescue,
+    shards,
     state,
     stopping,
 )
@@ -143,7 +144,7 @@ class Trainer(SFTTrainer):
     def look_again(self, step: int) -> str:
         """What is not finite in a step that was not."""
         batches, model = self.micro_batches.kept.get(step, []), cast("Any", self.model)
-        if self.schedule.sharded or hasattr(self.model_wrapped, "backward"):
+        if shards.sharded(model) or hasattr(self.model_wrapped, "backward"):
             return "not looked for: the launch splits the weights or their state"
         parts = self.micro_batches.divided(batches, getattr(self.args, "pad_to_multiple_of", None))
         try:
@@ -237,10 +238,11 @@ class Trainer(SFTTrainer):
         self.resumed = None
         self.writer.wait()
         ranks.any_of(False)  # a rank that leaves earlier takes the others with it
-        if self.schedule.stopped and self.schedule.sharded:
+        if self.schedule.stopped and self.schedule.parts:
             what = f"stopped by {self.schedule.stopped} after step {self.state.global_step}; nothing is saved"
-            found = f"weights that {self.schedule.sharded} splits, of which no checkpoints are made"
-            raise UserError(Problem(what, found=found, fix="an unsharded launch"), code=Exit.TRAINING)
+            found = f"state that {self.schedule.parts} splits, of which no checkpoints are made"
+            fix = "ddp_8.yaml or fsdp2_8.yaml"
+            raise UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
         if self.schedule.stopped:
             saved = self.writer.published
             where = f"; saved: {saved}" if saved else ""

@@ -14,7 +14,6 @@ import pytest
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
 from finetune import arguments, checkpoint, cli, prove, publish, recipe, state, stopping
-from finetune.errors import UserError
 from finetune.sections import Train
 
 SHORT = ["train.max_steps=6", "adapter.lora_dropout=0.1", "train.save_total_limit=null"]
@@ -172,14 +171,6 @@ def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
     found = recipe.load(QUICKSTART, [*given, *shorter])
     assert (found.train.save_strategy, found.train.save_steps) == ("steps", prove.HALF)
     assert found.train.passed_on()["report_to"] == "none" and found.publish.repo is None
-
-
-def test_sharded_weights_are_refused_by_name() -> None:
-    for section, resumes in ((Train(save_steps=5), None), (Train(), "newest")):
-        with pytest.raises(UserError, match="FSDP") as raised:
-            stopping.check(section, resumes, "FSDP")
-        assert raised.value.code == 3
-    stopping.check(Train(), None, "FSDP")
 
 
 def test_a_killed_run_goes_on(train, two_layers, small, tmp_path) -> None:

@@ -1,0 +1,154 @@
+"""`finetune train` under FSDP2, from recipe to reopened weights, on two CPU ranks; and from its checkpoints.
+
+Accelerate runs DDP where it finds CPUs: in these processes it takes them for GPUs. Run as a script it is all
+launches, forked from one process that has imported the libraries once; see `launches`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import two_ranks
+from conftest import QUICKSTART, ROOT
+
+from finetune import checkpoint, cli, launch_env, recipe, resume, stopping
+from finetune.errors import UserError
+from finetune.run_folder import RunFolder
+from finetune.sections import Train
+
+KINDS = {"lora": "false", "full": "true"}  # whether rank 0 alone reads the base
+ENVIRONMENT = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
+def one_rank(arguments: list[str]) -> None:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    begin = PartialState.__init__
+
+    def as_on_gpus(self: Any, *args: Any, **given: Any) -> None:
+        begin(self, *args, **given)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = as_on_gpus
+    launch_env._sharding = lambda *given: []  # it refuses what Accelerate would not split
+    if code := cli.main(arguments):
+        sys.exit(code)
+
+
+def launches(folder: Path, given: list[str]) -> None:
+    """Of each kind a run of four steps, and one that goes on from its second."""
+    os.environ |= ENVIRONMENT
+    for kind, by_rank_0 in KINDS.items():
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = by_rank_0
+        whole, half = folder / kind, folder / f"{kind}-again"
+        words = ["train", str(QUICKSTART), f"adapter.type={kind}", *given, "--quiet"]
+        two_ranks.run(one_rank, [*words, f"train.output_dir={whole}"])
+        shutil.copytree(whole, half, ignore=shutil.ignore_patterns("step-4", "adapter", "model", "eval.json"))
+        two_ranks.run(one_rank, [*words, f"train.output_dir={half}", "--resume"])
+
+
+@pytest.fixture(scope="module")
+def runs(small, untied, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp")
+    given = [
+        *small,
+        f"model.name={untied}",
+        "train.max_steps=4",
+        "train.warmup_steps=0",
+        "train.save_steps=2",
+    ]
+    given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.general=false", "eval.samples=0"]
+    given += ["eval.max_new_tokens=1", "train.learning_rate=1e-3", "train.save_total_limit=5"]
+    command = [sys.executable, __file__, str(folder), *given]
+    shared = tmp_path_factory.getbasetemp().parent  # as `the_only_launch`, which is each test's
+    with (shared / "launch.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_split_and_what_is_saved_is_whole(kind: str, runs: Path, untied, train) -> None:
+    folder = RunFolder(runs / kind)
+    receipts = {one["option"]: one for one in json.loads((folder.path / "receipts.json").read_text())}
+    assert receipts["split by FSDP"]["got"].startswith("50.0%")
+    assert receipts["saved tensors"]["ok"] and receipts["saved weights"]["ok"]
+    alone = train(
+        f"adapter.type={kind}",
+        f"model.name={untied}",
+        "train.max_steps=4",
+        "train.effective_batch_size=4",
+        "train.logging_steps=1",
+        "train.learning_rate=1e-3",
+        "eval.max_new_tokens=1",
+    )
+    both = [losses(one) for one in (folder, alone)]
+    assert both[0] == pytest.approx(both[1], rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_bit_for_bit(kind: str, runs: Path) -> None:
+    whole, again = RunFolder(runs / kind), RunFolder(runs / f"{kind}-again")
+    ends = [one.checkpoints / "step-4" for one in (whole, again)]
+    for path in ends:
+        checkpoint.verify(path)
+    kept = [checkpoint.digests(path) for path in ends]
+    tensors = {name for name in kept[0] if name.endswith(".safetensors")}
+    assert {"weights.safetensors", "optimizer.safetensors"} <= tensors
+    assert {name: kept[0][name] for name in tensors} == {name: kept[1][name] for name in tensors}
+    assert losses(whole) == losses(again)
+    optimizer = checkpoint.read_tensors(ends[0], "optimizer.safetensors")
+    weights = checkpoint.read_tensors(ends[0], "weights.safetensors")
+    moments = [tensor for name, tensor in optimizer.items() if name.endswith("exp_avg")]
+    assert sorted(p.shape for p in moments) == sorted(p.shape for p in weights.values()), "whole, not parts"
+
+
+def test_a_run_that_was_not_split_does_not_go_on_split(runs: Path) -> None:
+    path = runs / "lora" / "checkpoints" / "step-2"
+    kept = checkpoint.read_json(path, checkpoint.CONTRACT)
+    facts = {name: value for name, value in kept["facts"].items() if name != "weights split by"}
+    with pytest.raises(UserError, match="weights split by") as raised:
+        resume.compare({**kept, "facts": facts}, kept, path)
+    assert raised.value.code == 4
+
+
+def test_state_that_can_not_be_made_whole_is_refused_by_name(monkeypatch) -> None:
+    low = recipe.load(QUICKSTART, ["train.optim=adamw_torch_8bit"]).train
+    for section, resumes in ((low.model_copy(update={"save_steps": 5}), None), (low, "newest")):
+        with pytest.raises(UserError, match="FSDP, under adamw_torch_8bit") as raised:
+            stopping.check(section, resumes, "FSDP")
+        assert raised.value.code == 3
+    stopping.check(low, None, "FSDP")
+    stopping.check(Train(save_steps=5), "newest", "FSDP")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="ZeRO-2"):
+        stopping.check(Train(save_steps=5), None, "")
+
+
+def losses(folder: RunFolder) -> list[float]:
+    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+if __name__ == "__main__":
+    launches(Path(sys.argv[1]), sys.argv[2:])
