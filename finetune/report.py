@@ -274,7 +274,7 @@ def charts(run: Run) -> Iterator[tuple[str, str]]:
     for key, name, zero, said in CHARTS:
         values = [step.get(key) for step in run.steps]
         known = sorted(_known(values))
-        if known:
+        if len(known) > 2:  # two points are no curve, and metrics.jsonl has them
             as_text = share if key in ("mfu", "data_wait") else number
             told = {"median": known[len(known) // 2], "most": known[-1], "last": _known(values)[-1]}
             caption = said.format(**{what: as_text(value) for what, value in told.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import json
 import os
@@ -287,6 +288,7 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     return recipe
 
 
+@functools.cache
 def packages() -> dict[str, str | None]:
     """The versions of what training goes through; `None`: not installed."""
     found: dict[str, str | None] = {}

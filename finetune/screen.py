@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from finetune.privacy import masked, switch_off_telemetry
+from finetune.privacy import masked, secrets, switch_off_telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,16 +49,20 @@ class Screen:
         for given in renderables:
             renderable = masked(given) if isinstance(given, str) else given
             plain: Any = {"soft_wrap": isinstance(renderable, str), "markup": False}
-            self.console.print(renderable, **plain)
+            if not self.console.quiet:  # which else would lay it out, and drop it
+                self.console.print(renderable, **plain)
             if self._log:
                 self._log.print(renderable, **plain)
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-        table = Table(title=masked(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
+        known = secrets()
+        table = Table(
+            title=masked(title, known), title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
         for index, column in enumerate(columns):
-            table.add_column(masked(column), overflow="fold", header_style="dim", no_wrap=index == 0)
+            table.add_column(masked(column, known), overflow="fold", header_style="dim", no_wrap=index == 0)
         for row in rows:
-            table.add_row(*(Text(masked(str(cell))) for cell in row))
+            table.add_row(*(Text(masked(str(cell), known)) for cell in row))
         self.say("", table)
 
     def log(self, text: str) -> None:
