@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart test lint schema soak bench clean
+.PHONY: quickstart test lint schema locks sbom soak bench clean
 
 quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
@@ -36,13 +36,38 @@ schema: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 
-.venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+# Nothing is installed but what `locks/` names, in the files whose hashes stand there; CUDA's libraries where torch
+# is a build that needs them
+LOCKED := $(BIN)/python -m pip install -q --require-hashes --no-deps
+NEEDS_CUDA := $(BIN)/python -c 'import sys, importlib.metadata as m; sys.exit("nvidia" not in str(m.requires("torch")))'
+OURSELVES := $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+EXTRAS := dev bnb quantize eval tune
+
+.venv/installed: .venv/bin/python pyproject.toml locks/base.txt locks/cuda.txt
+	$(LOCKED) -r locks/base.txt
+	! $(NEEDS_CUDA) || $(LOCKED) -r locks/cuda.txt
+	$(OURSELVES)
 	touch $@
 
-.venv/installed-dev: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,bnb,quantize,eval,tune]'
+.venv/installed-dev: .venv/bin/python pyproject.toml locks/base.txt locks/cuda.txt $(EXTRAS:%=locks/%.txt)
+	$(LOCKED) -r locks/base.txt $(EXTRAS:%=-r locks/%.txt)
+	! $(NEEDS_CUDA) || $(LOCKED) -r locks/cuda.txt
+	$(OURSELVES)
 	touch .venv/installed $@
 
+# Tools of a release, in an environment of their own: what `locks/` is made with, and a bill of materials (CycloneDX)
+.tools/installed: locks/tools.txt
+	$(PYTHON) -m venv .tools
+	.tools/bin/python -m pip install -q --require-hashes --no-deps -r locks/tools.txt
+	touch $@
+
+locks: .tools/installed
+	.tools/bin/python scripts/make_locks.py
+
+sbom: .tools/installed
+	mkdir -p dist
+	cat locks/base.txt locks/cuda.txt $(filter-out locks/base.txt locks/cuda.txt locks/dev.txt locks/tools.txt,$(wildcard locks/*.txt)) \
+	  | .tools/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json -
+
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .tools build dist

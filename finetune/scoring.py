@@ -39,7 +39,7 @@ ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
 LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
 LESS_MEMORY = (
-    "train.per_device_train_batch_size=1, speed.recompute=all, adapter.type=qlora"
+    "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
 )
 
 Result = TypeVar("Result")
