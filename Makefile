@@ -36,24 +36,22 @@ schema: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 
-# Nothing is installed but what `locks/` names, in the files whose hashes stand there; CUDA's libraries where torch
-# is a build that needs them
-LOCKED := $(BIN)/python -m pip install -q --require-hashes --no-deps
-NEEDS_CUDA := $(BIN)/python -c 'import sys, importlib.metadata as m; sys.exit("nvidia" not in str(m.requires("torch")))'
+# Nothing is installed but what `locks/` names, in the files whose hashes stand there: torch's build for CPUs where pip
+# is pointed to one, else the registry's. What comes as source is built by what `locks/base.txt` has installed before.
+LOCKED := $(BIN)/python -m pip install -q --require-hashes --no-deps --no-build-isolation
+TORCH := $(LOCKED) -r locks/torch-cpu.txt 2>/dev/null || $(LOCKED) -r locks/torch.txt
 OURSELVES := $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 EXTRAS := dev bnb quantize eval tune
 
-.venv/installed: .venv/bin/python pyproject.toml locks/base.txt locks/cuda.txt
+.venv/installed: .venv/bin/python pyproject.toml locks/base.txt locks/torch.txt locks/torch-cpu.txt
 	$(LOCKED) -r locks/base.txt
-	! $(NEEDS_CUDA) || $(LOCKED) -r locks/cuda.txt
+	$(TORCH)
 	$(OURSELVES)
 	touch $@
 
-.venv/installed-dev: .venv/bin/python pyproject.toml locks/base.txt locks/cuda.txt $(EXTRAS:%=locks/%.txt)
-	$(LOCKED) -r locks/base.txt $(EXTRAS:%=-r locks/%.txt)
-	! $(NEEDS_CUDA) || $(LOCKED) -r locks/cuda.txt
-	$(OURSELVES)
-	touch .venv/installed $@
+.venv/installed-dev: .venv/installed $(EXTRAS:%=locks/%.txt)
+	$(LOCKED) $(EXTRAS:%=-r locks/%.txt)
+	touch $@
 
 # Tools of a release, in an environment of their own: what `locks/` is made with, and a bill of materials (CycloneDX)
 .tools/installed: locks/tools.txt
@@ -66,8 +64,8 @@ locks: .tools/installed
 
 sbom: .tools/installed
 	mkdir -p dist
-	cat locks/base.txt locks/cuda.txt $(filter-out locks/base.txt locks/cuda.txt locks/dev.txt locks/tools.txt,$(wildcard locks/*.txt)) \
-	  | .tools/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json -
+	cat $(filter-out locks/dev.txt locks/tools.txt locks/torch-cpu.txt,$(wildcard locks/*.txt)) | .tools/bin/cyclonedx-py requirements \
+	  --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json -
 
 clean:
 	rm -rf .venv .tools build dist
