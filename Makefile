@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart test lint schema soak bench clean
+.PHONY: quickstart test lint schema locks sbom soak bench clean
 
 quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
@@ -36,13 +36,36 @@ schema: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 
-.venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+# Nothing is installed but what `locks/` names, in the files whose hashes stand there: torch's build for CPUs where pip
+# is pointed to one, else the registry's. What comes as source is built by what `locks/base.txt` has installed before.
+LOCKED := $(BIN)/python -m pip install -q --require-hashes --no-deps --no-build-isolation
+TORCH := $(LOCKED) -r locks/torch-cpu.txt 2>/dev/null || $(LOCKED) -r locks/torch.txt
+OURSELVES := $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+EXTRAS := dev bnb quantize eval tune
+
+.venv/installed: .venv/bin/python pyproject.toml locks/base.txt locks/torch.txt locks/torch-cpu.txt
+	$(LOCKED) -r locks/base.txt
+	$(TORCH)
+	$(OURSELVES)
 	touch $@
 
-.venv/installed-dev: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,bnb,quantize,eval,tune]'
-	touch .venv/installed $@
+.venv/installed-dev: .venv/installed $(EXTRAS:%=locks/%.txt)
+	$(LOCKED) $(EXTRAS:%=-r locks/%.txt)
+	touch $@
+
+# Tools of a release, in an environment of their own: what `locks/` is made with, and a bill of materials (CycloneDX)
+.tools/installed: locks/tools.txt
+	$(PYTHON) -m venv .tools
+	.tools/bin/python -m pip install -q --require-hashes --no-deps -r locks/tools.txt
+	touch $@
+
+locks: .tools/installed
+	.tools/bin/python scripts/make_locks.py
+
+sbom: .tools/installed
+	mkdir -p dist
+	cat $(filter-out locks/dev.txt locks/tools.txt locks/torch-cpu.txt,$(wildcard locks/*.txt)) | .tools/bin/cyclonedx-py requirements \
+	  --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json -
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .tools build dist

@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from finetune import adapter_types, hub
 from finetune.recipe import local_path
+from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -156,8 +157,7 @@ def make(
 
 def read(folder: Path, name: str) -> Any:
     """A JSON file of the run; an older run may lack one."""
-    path = folder / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return RunFolder(folder).read(name) if (folder / name).exists() else {}
 
 
 def metadata(

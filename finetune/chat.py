@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 512
 HELP = "/reset forgets the talk  /system TEXT  /base /tuned /both who answers  /quit or Ctrl-D ends"
+# Two models, where the base is not the tuned one with its adapter off, or a long talk
+LESS_MEMORY = "on the CPU: ACCELERATE_USE_CPU=true finetune chat ..., or a smaller --max-new-tokens"
 CHATS = {"assistant", "every role"}  # who speaks in training data that is chats (`data_report.json`)
 
 
@@ -87,7 +89,7 @@ def run(
     recipe = run_folder.recipe_of(folder, overrides, files=False)
     speakers = folder.read("data_report.json")["train"]["trained_by"]
     chats = bool(CHATS & set(speakers))
-    with memory_errors():
+    with scoring.memory_errors(LESS_MEMORY, Exit.ENVIRONMENT):
         tuned: Any = evaluate.reopen(folder, recipe)
         stands = evaluate.base_stands(tuned)
         base = tuned if stands else evaluate.open_base(recipe)
@@ -255,14 +257,3 @@ def side_by_side(said: dict[str, str]) -> Table:
         table.add_column(name, ratio=1, overflow="fold", header_style="bold")
     table.add_row(*(Text(text) for text in said.values()))
     return table
-
-
-@contextlib.contextmanager
-def memory_errors() -> Iterator[None]:
-    """Two models, where the base is not the tuned one with its adapter off, or a long talk."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        found = str(error).splitlines()[0]
-        fix = "on the CPU: ACCELERATE_USE_CPU=true finetune chat ..., or a smaller --max-new-tokens"
-        raise UserError(Problem("out of GPU memory", found=found, fix=fix), code=Exit.ENVIRONMENT) from error

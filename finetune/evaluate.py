@@ -30,6 +30,7 @@ from finetune import (
     run_folder,
     scoring,
     shipped,
+    strict_json,
     tasks,
 )
 from finetune.data import load, prepare
@@ -161,7 +162,7 @@ def overridden(recipe: Recipe) -> bool:
 def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
     """Tasks of an earlier evaluation on the same base that were not asked again."""
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = strict_json.scores(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
     if earlier.get("settings", {}).get("model") != now["settings"]["model"]:

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from finetune import hardware, paired, scoring, tasks
+from finetune import hardware, paired, scoring, task_files, tasks
 from finetune.errors import Exit, Problem, UserError, nearest
 
 if TYPE_CHECKING:
@@ -47,14 +47,13 @@ def check(settings: Eval) -> None:
     Raises:
         UserError: no such task, one that runs code, or fewer rows than processes (2); no way to its data (3).
     """
-    names = [str(tasks.file(name)) if tasks.is_file(name) else name for name in settings.tasks]
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
     counts = {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
-    theirs = [name for name, given in zip(names, settings.tasks, strict=True) if not local.get(given)]
+    theirs = [_theirs(name) for name in settings.tasks if not local.get(name)]
     if theirs:
         from lm_eval.tasks import TaskManager
 
-        known = not all(tasks.is_file(name) for name in theirs)
+        known = any(isinstance(spec, str) for spec in theirs)
         with heard():
             loaded = _loaded(TaskManager(include_defaults=known), theirs)
         for name, task in loaded.items():
@@ -72,17 +71,22 @@ def check(settings: Eval) -> None:
         raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
 
 
-def _loaded(manager: Any, names: list[str]) -> dict[str, Any]:
+def _theirs(name: str) -> str | dict[str, Any]:
+    """lm-eval's own task by its name; a file in its form as what is safe of it."""
+    return task_files.config(tasks.file(name)) if tasks.is_file(name) else name
+
+
+def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
     """lm-eval's tasks by name, its errors as ours."""
     known = set(manager.all_tasks)
-    for name in names:
-        if not tasks.is_file(name) and name not in known:
+    for name in specs:
+        if isinstance(name, str) and name not in known:
             fix = (
                 nearest(name, known) or "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
             )
             raise UserError(Problem("no such task", "eval.tasks", found=name, fix=fix))
     try:
-        return manager.load(names)["tasks"]
+        return manager.load(specs)["tasks"]
     except (ConnectionError, OSError) as error:
         said = str(error).splitlines()[0]
         fix = "check the network, or use a local task file"
@@ -123,7 +127,7 @@ def grouped(model: Any, tokenizer: Any, settings: Eval) -> dict[bool, list[Any]]
     for name in settings.tasks:
         task = tasks.read(name) if tasks.is_file(name) else None
         chat = task.chat if task else settings.apply_chat_template
-        spec = tasks.config(task, tasks.documents(task, name), stops) if task else name
+        spec = tasks.config(task, tasks.documents(task, name), stops) if task else _theirs(name)
         found.setdefault(chat, []).append(spec)
     return found
 

@@ -19,7 +19,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import card, hub, recipe_errors, run_folder, untrusted
+from finetune import card, hub, recipe_errors, run_folder, strict_json, untrusted
 from finetune.errors import Exit, Problem, UserError
 from finetune.privacy import masked
 from finetune.receipts import Ledger
@@ -207,7 +207,8 @@ def stage(
 
 
 def write_json(path: Path, content: Any, *, indent: int) -> None:
-    path.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(strict_json.spelt(content), indent=indent, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def local_names(folder: RunFolder, recipe: Recipe, base: Base) -> dict[str, str]:

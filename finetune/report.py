@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import report_scores, strict_yaml
+from finetune import report_scores, strict_json, strict_yaml
 from finetune.data import view
 from finetune.data.audit import Report
 from finetune.errors import Problem, UserError
@@ -125,7 +125,7 @@ def read(path: Path) -> Run:
         "data_report.json": _read_data,
         "metrics.jsonl": _read_metrics,
         "receipts.json": lambda run, text: run.receipts.extend(json.loads(text)),
-        "eval.json": lambda run, text: run.evaluation.update(json.loads(text)),
+        "eval.json": lambda run, text: run.evaluation.update(strict_json.scores(json.loads(text))),
     }
     for name, reader in readers.items():
         try:

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel
 
-from finetune import hub, untrusted
+from finetune import hub, strict_json, untrusted
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.recipe import local_path
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
 LOCK = ".lock"
+EVALUATED = "eval.json"
 HELD_OUT = "held_out.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
 # What of a run is published beside its weights, so that it can be opened elsewhere
 PUBLISHED = (
@@ -102,8 +103,8 @@ class RunFolder:
         return self.weights.exists() and (self.path / "eval.json").exists()
 
     def write(self, name: str, value: Any) -> None:
-        """Write `value` as JSON, whole or not at all."""
-        self.write_text(name, json.dumps(value, indent=1) + "\n")
+        """Write `value` as JSON, whole or not at all; a number that is not finite as its name."""
+        self.write_text(name, json.dumps(strict_json.spelt(value), indent=1, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
@@ -116,7 +117,8 @@ class RunFolder:
         os.replace(temporary, path)
 
     def read(self, name: str) -> Any:
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+        found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        return strict_json.scores(found) if name == EVALUATED else found
 
 
 def check_free(output_dir: str | None) -> None:

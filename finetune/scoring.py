@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
 LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
+LESS_MEMORY = (
+    "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
+)
 
 Result = TypeVar("Result")
 
@@ -151,16 +154,13 @@ def reference(row: HeldOut, tokenizer: PreTrainedTokenizerBase, train_on: str) -
 
 
 @contextlib.contextmanager
-def memory_errors() -> Iterator[None]:
+def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterator[None]:
     """Out of GPU memory is the user's to mend: say how."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        fix = (
-            "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
-        )
         problem = Problem("out of GPU memory", found=str(error).splitlines()[0], fix=fix)
-        raise UserError(problem, code=Exit.TRAINING) from error
+        raise UserError(problem, code=code) from error
 
 
 @contextlib.contextmanager

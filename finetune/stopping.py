@@ -7,13 +7,12 @@ import math
 import os
 import re
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune import launch_env, optimizers, ranks
+from finetune import launch_env, optimizers, ranks, signals
 from finetune.errors import Exit, Problem, Stopped, UserError
 
 if TYPE_CHECKING:
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
     from finetune.checkpoint import Writer
     from finetune.sections import Train
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
-TOGETHER = 1.0  # seconds in which a second signal is the first again: launchers pass on what all were sent
 
 
 def unsaved(train: Train, sharded: str) -> str:
@@ -58,31 +55,16 @@ class Stop:
     """While it trains or saves: it ends by itself as soon as it can. Elsewhere a signal ends it at once."""
 
     def __init__(self, until: Until | None = None) -> None:
-        self.until, self.at = until, 0.0
+        self.until = until
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Take signals in this process; not in those it forks, which end with it."""
-        self.process = os.getpid()
-        if threading.current_thread() is not threading.main_thread():
+        """Take signals in this process."""
+        with signals.listening(self.heard):
             yield self
-            return
-        before = {number: signal.signal(number, self.heard) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
-    def heard(self, number: int, frame: Any) -> None:
-        if os.getpid() != self.process:
-            return
-        now, name = time.monotonic(), signal.Signals(number).name
-        if self.signal and now - self.at > TOGETHER:
-            os._exit(Exit.STOPPED)  # at once: what was published stays as it is
-        if self.signal:
-            return
-        self.signal, self.at = name, now
+    def heard(self, name: str) -> None:
+        self.signal = name
         if not self.deferred:
             raise Stopped(f"stopped by {name}")
         if os.environ.get("RANK", "0") == "0":
@@ -173,7 +155,7 @@ class Schedule(TrainerCallback):
 
 def deaf(prepare: Any, worker: int) -> None:
     """Begin a loader's worker that signals to the whole group do not end: the run still reads from it."""
-    for number in SIGNALS:
+    for number in signals.ENDING:
         signal.signal(number, signal.SIG_IGN)
     if prepare:
         prepare(worker)

@@ -24,7 +24,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, ValidationError
 
-from finetune import recipe_errors, shipped, strict_yaml
+from finetune import recipe_errors, shipped, strict_yaml, task_files
 from finetune.data import load
 from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError
@@ -88,6 +88,8 @@ def check(settings: Eval) -> None:
             task = read(name)
             if task:
                 documents(task, name)
+            else:
+                task_files.config(file(name))
         except UserError as error:
             problems += error.problems
     if problems:
@@ -189,6 +191,8 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
 
 def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     document: dict[str, Any] = {"prompt": str(_rendered(task.prompt, row))}
+    if len(document["prompt"]) > task_files.LONGEST:
+        raise ValueError(f"the prompt has more than {task_files.LONGEST:,} characters")
     answer = _rendered(task.answer, row) if task.answer is not None else ""
     if answer is None:
         raise ValueError("the answer is null")

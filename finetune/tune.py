@@ -11,11 +11,9 @@ on one machine or many, share a study by its storage and its name, which is DIR'
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -27,15 +25,13 @@ import optuna
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from finetune import signals, trial, tune_check, tune_report, tune_space
 from finetune import study_storage as storage
-from finetune import trial, tune_check, tune_report, tune_space
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.recipe import load as load_recipe
 from finetune.screen import Screen, quieten_libraries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from optuna.study import Study
 
     from finetune.recipe import Recipe
@@ -44,7 +40,6 @@ if TYPE_CHECKING:
 TRIALS = 20  # where neither their number nor a time is given
 BEAT = 10.0  # seconds from one sign of life in the study to the next
 HOPELESS = 5  # trials that failed, with none that worked, after which it is not the values
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Asked(NamedTuple):
@@ -82,26 +77,13 @@ class Job(NamedTuple):
 
 
 class Told:
-    """Whether this process was told to end; a second signal ends it at once."""
+    """By what this process was told to end."""
 
     by = ""
 
-    def heard(self, number: int, frame: Any) -> None:
-        if self.by:
-            os._exit(Exit.STOPPED)
-        self.by = signal.Signals(number).name
-        os.write(
-            2, f"\n{self.by}: ending this trial, which is run again later; once more: at once\n".encode()
-        )
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[Told]:
-        before = {number: signal.signal(number, self.heard) for number in SIGNALS}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def heard(self, name: str) -> None:
+        self.by = name
+        os.write(2, f"\n{name}: ending this trial, which is run again later; once more: at once\n".encode())
 
 
 def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
@@ -164,7 +146,7 @@ def _look(path: str, overrides: list[str], space: Space) -> tune_check.Looked:
 def search(job: Job) -> dict[str, Any]:
     """All trials that are still to be made; the content of trials.json."""
     introduce(job)
-    with job.told.listening():
+    with signals.listening(job.told.heard):
         while begin_another(job):
             one(job)
             tune_report.write_trials(job.asked.folder, job.study)

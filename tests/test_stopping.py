@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
-from finetune import arguments, checkpoint, cli, prove, publish, recipe, state, stopping
+from finetune import arguments, checkpoint, cli, prove, publish, recipe, signals, state, stopping
 from finetune.sections import Train
 
 SHORT = ["train.max_steps=6", "adapter.lora_dropout=0.1", "train.save_total_limit=null"]
@@ -37,7 +37,7 @@ def signalled(monkeypatch) -> Any:
     return at
 
 
-@pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.parametrize("number", signals.ENDING)
 def test_a_signal_saves_after_the_step_and_says_how_to_go_on(number: int, train, signalled, capsys) -> None:
     signalled(number, 3)
     run = train(*SHORT, code=75)
@@ -66,7 +66,7 @@ def test_a_signal_before_training_ends_at_once(train, monkeypatch, capsys) -> No
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(stopping, "TOGETHER", 0.0)
+    monkeypatch.setattr(signals, "TOGETHER", 0.0)
     child = os.fork()
     if not child:
         with stopping.Stop().listening() as stop, stop.later():

@@ -1,0 +1,39 @@
+"""JSON that every reader takes: it has no NaN and no infinity, though Python writes them.
+
+They stand as "nan", "inf" and "-inf", in eval.json as in metrics.jsonl; read, they are numbers again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+SPELT = ("nan", "inf", "-inf")
+SCORES = ("base", "tuned", "difference", "tasks", "sources")  # parts of eval.json that hold numbers
+LOSSES = ("base_loss", "tuned_loss")
+TEXTS = ("source", "settings", "verdict")  # among them
+
+
+def spelt(value: Any) -> Any:
+    """Nested lists and dicts, with the numbers that JSON lacks as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: spelt(part) for key, part in value.items()}
+    return [spelt(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def scores(content: dict[str, Any]) -> dict[str, Any]:
+    """The content of eval.json with its numbers; what rows and answers say stays text."""
+    found = {key: _numbers(value) if key in SCORES else value for key, value in content.items()}
+    if worst := found.get("worst"):
+        found["worst"] = [{k: _numbers(v) if k in LOSSES else v for k, v in row.items()} for row in worst]
+    return found
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, str) and value in SPELT:
+        return float(value)
+    if isinstance(value, dict):
+        return {key: part if key in TEXTS else _numbers(part) for key, part in value.items()}
+    return [_numbers(part) for part in value] if isinstance(value, list) else value
