@@ -28,13 +28,17 @@ TOGETHER = 1.0  # seconds in which a second signal is the first again: launchers
 
 
 def check(train: Train, resumes: str | None, sharded: str) -> None:
-    """Checkpoints hold whole weights (exit 3 where they are asked for, and no rank has them)."""
+    """Checkpoints hold whole weights and moments (exit 3 where they are asked for, and no rank has them).
+
+    Args:
+        sharded: what splits them between processes: FSDP, DeepSpeed (ZeRO-2 too).
+    """
     asked = "--resume" if resumes else ""
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
         asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
     if sharded and asked and resumes != "auto":
         what, fix = (
-            f"{asked}: checkpoints are not made of weights that {sharded} splits",
+            f"{asked}: checkpoints are not made of weights or moments that {sharded} splits",
             "an unsharded launch",
         )
         raise UserError(Problem(what, found=sharded, fix=fix), code=Exit.ENVIRONMENT)

@@ -66,10 +66,10 @@ def choices(
             {
                 "train.save_strategy": (
                     "no",
-                    f"launch: {launch.sharded} splits the weights: a stop loses the run",
+                    f"launch: {launch.splitter} splits what trains: a stop loses the run",
                 )
             }
-            if launch.sharded
+            if launch.splitter
             else {}
         ),
         "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),

@@ -239,7 +239,7 @@ class Trainer(SFTTrainer):
         ranks.any_of(False)  # a rank that leaves earlier takes the others with it
         if self.schedule.stopped and self.schedule.sharded:
             what = f"stopped by {self.schedule.stopped} after step {self.state.global_step}; nothing is saved"
-            found = f"weights that {self.schedule.sharded} splits, of which no checkpoints are made"
+            found = f"{self.schedule.sharded} splits what trains, of which no checkpoints are made"
             raise UserError(Problem(what, found=found, fix="an unsharded launch"), code=Exit.TRAINING)
         if self.schedule.stopped:
             saved = self.writer.published

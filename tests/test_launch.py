@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,7 +244,7 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
         )
         optimizer = torch.optim.AdamW(model.parameters())
         ledger = Ledger()
-        prepared = launch_receipts.Prepared(launch, model, ledger)
+        prepared = launch_receipts.Prepared(launch, SimpleNamespace(model=model), ledger)
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
         convert_model_to_fp8_ao(model, config=config)
         given: Any = {"model": model, "optimizer": optimizer}

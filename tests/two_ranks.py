@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def run(function: Callable[..., Any], *arguments: Any) -> None:
+def run(function: Callable[..., Any], *arguments: Any, **launch: str) -> None:
     """`function(*arguments)` as rank 0 and as rank 1, with the environment that `accelerate launch` gives.
 
     Call it in a process of its own. As under torchrun, the first rank that fails ends the other.
+
+    Args:
+        launch: what Accelerate's launcher sets; without, what it does for processes on CPUs.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: with the traceback of the rank that failed.
@@ -27,7 +30,7 @@ def run(function: Callable[..., Any], *arguments: Any) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    os.environ |= launch or {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     start_processes(_rank, (function, arguments), nprocs=2, start_method="fork")
 
 
