@@ -1,17 +1,10 @@
-"""DeepSpeed's ZeRO, for real, on two processes of the CPU: what one process trains is what they train.
-
-Run as a script it is these launches, one after the other, forked from one process; see `launches`.
-"""
+"""DeepSpeed's ZeRO, for real, on two processes of the CPU: what one process trains is what they train."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import two_ranks
@@ -30,11 +23,11 @@ SHORT = ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_siz
 SHORT += ["eval.max_new_tokens=2", "eval.general=false", "data.packing=false"]
 FULL = ["adapter.type=full", "train.learning_rate=1e-3"]
 TRAINED = {  # name -> config, what the recipe says
-    "lora": ("zero2_8", ["train.per_device_train_batch_size=2"]),
-    "ia3": ("zero3_8", ["adapter.type=ia3"]),
-    "dora": ("zero3_8", ["adapter.type=dora", "speed.recompute=all"]),
-    "full": ("zero3_8", FULL),
-    "untied": ("zero3_8", ["train.per_device_train_batch_size=2"]),
+    "lora": ("zero2_8", ["train.per_device_train_batch_size=2"], 0, ""),
+    "ia3": ("zero3_8", ["adapter.type=ia3"], 0, ""),
+    "dora": ("zero3_8", ["adapter.type=dora", "speed.recompute=all"], 0, ""),
+    "full": ("zero3_8", FULL, 0, ""),
+    "untied": ("zero3_8", ["train.per_device_train_batch_size=2"], 0, ""),
 }
 REFUSED = {  # name -> config, what the recipe says, exit code, what is said
     "not finite": ("zero2_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
@@ -44,51 +37,42 @@ REFUSED = {  # name -> config, what the recipe says, exit code, what is said
 }
 
 
-def one_rank(given: list[str], folder: str) -> None:
-    """`finetune train` in this process; its exit code and what it said are kept."""
+def one_rank(given: list[str], code: int) -> None:
     from finetune import cli
 
-    out = os.open(f"{folder}.{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    code = cli.main(["train", str(QUICKSTART), *SHORT, *given, f"train.output_dir={folder}", "--quiet"])
-    Path(f"{folder}.{os.environ['RANK']}.code").write_text(str(int(code)))
+    assert cli.main(["train", str(QUICKSTART), *SHORT, *given, "--quiet"]) == code
 
 
-def launches(folder: Path, models: dict[str, str], data: list[str]) -> None:
+@pytest.fixture
+def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFolder, str]]:
+    """`launched(name)`: a run without 16 bits, which DeepSpeed has on GPUs alone; and what it said."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    import launch_matrix
+    try:
+        import launch_matrix
+    finally:
+        sys.path.pop(0)
 
-    for name, (config, given, *_) in {**TRAINED, **REFUSED}.items():
+    def run(name: str) -> tuple[RunFolder, str]:
+        config, given, code, _ = {**TRAINED, **REFUSED}[name]
         text = (ROOT / "accelerate_configs" / f"{config}.yaml").read_text()
-        copy = folder / f"{config}.yaml"
+        copy = tmp_path / f"{config}.yaml"
         copy.write_text(text.replace("mixed_precision: bf16", 'mixed_precision: "no"'))
-        own = [*data, *given, f"model.name={models.get(name, models[''])}"]
-        two_ranks.run(one_rank, own, str(folder / name), **launch_matrix.environment(copy))
+        own = [*small, *given, f"model.name={untied if name == 'untied' else two_layers}"]
+        own.append(f"train.output_dir={tmp_path / 'two'}")
+        said = two_ranks.run(one_rank, own, code, **launch_matrix.environment(copy))
+        return RunFolder(tmp_path / "two"), said
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def made(small, two_layers, untied, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("zero")
-    models = {"": str(two_layers), "untied": str(untied)}
-    command = [sys.executable, __file__, str(folder), json.dumps(models), json.dumps(small)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "FINETUNE_TIMEOUT_SECONDS": "120"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=900, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
+@pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize("name", TRAINED)
 def test_two_processes_train_what_one_does(
-    name: str, made: Path, train: Callable[..., RunFolder], two_layers, untied
+    name: str, launched, train: Callable[..., RunFolder], two_layers, untied
 ) -> None:
-    config, given = TRAINED[name]
+    config, given, *_ = TRAINED[name]
     model = untied if name == "untied" else two_layers
-    said = (made / f"{name}.0.log").read_text()
-    assert [(made / f"{name}.{rank}.code").read_text() for rank in (0, 1)] == ["0", "0"], said[-3000:]
-    one, two = train(*SHORT, *given, f"model.name={model}"), RunFolder(made / name)
+    one, (two, _) = train(*SHORT, *given, f"model.name={model}"), launched(name)
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=2e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
@@ -108,18 +92,9 @@ def test_two_processes_train_what_one_does(
     assert all(float((alone[key] - t).norm()) <= 0.02 * float(t.norm()) for key, t in saved.items())
 
 
+@pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_zero_can_not_do_is_said(name: str, made: Path) -> None:
+def test_what_zero_can_not_do_is_said(name: str, launched) -> None:
     """A norm that is not finite, -1 in DeepSpeed's words, ends the run before anything is saved of it."""
-    *_, code, said = REFUSED[name]
-    assert (made / f"{name}.0.code").read_text() == str(code)
-    assert said in (made / f"{name}.0.log").read_text()
-    assert not (made / name / "adapter").exists()
-
-
-if __name__ == "__main__":
-    arguments: list[Any] = [json.loads(given) for given in sys.argv[2:]]
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    from finetune import train  # noqa: F401  # once for all ranks
-
-    launches(Path(sys.argv[1]), *arguments)
+    run, said = launched(name)
+    assert REFUSED[name][3] in said and not run.adapter.exists()
