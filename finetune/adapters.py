@@ -316,8 +316,10 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def _count_trainable(model: torch.nn.Module, ledger: Ledger) -> None:
-    count = sum(parameter.numel() for parameter in trainable(model).values())
-    total = sum(parameter.numel() for parameter in model.parameters())
+    from finetune import shards  # imports torch
+
+    count = sum(shards.shape(parameter).numel() for parameter in trainable(model).values())
+    total = sum(shards.shape(parameter).numel() for parameter in model.parameters())
     if hasattr(model, "get_nb_trainable_parameters"):  # knows that a 4-bit code holds two weights
         count, total = model.get_nb_trainable_parameters()  # type: ignore[operator]  (a PeftModel's method)
     share = f"{count:,} of {total:,} ({count / total:.2%})"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import disable_fsdp_ram_efficient_loading
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune import (
     adapter_source,
@@ -237,6 +238,7 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         )
         raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
     disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
+    unset_hf_deepspeed_config()  # with it, ZeRO-3 would split a model that no engine runs
     return qat.prepare(model.load(section, setup, device).eval(), recipe.speed.qat).eval()
 
 

@@ -56,6 +56,7 @@ class Launch:
     precision_reason: str
     sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
     fp8: str = ""  # what an fp8 launch means: launch_env.FROZEN, TE, AO
+    splitter: str = ""  # what splits the optimizer's state, the weights or not: FSDP, DeepSpeed
 
     @property
     def rows_apart(self) -> int:
@@ -180,7 +181,8 @@ def launch(hardware: Hardware) -> Launch:
         )
         raise UserError(problem, code=Exit.ENVIRONMENT)
     by = "launch" if asked else "hardware"
-    return Launch(launcher, processes, rank, precision, by, reason, launch_env.sharded(), fp8.kind)
+    split = launch_env.sharded(), fp8.kind, launch_env.splitter()
+    return Launch(launcher, processes, rank, precision, by, reason, *split)
 
 
 def default_precision(hardware: Hardware) -> Choice:

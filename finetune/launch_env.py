@@ -9,7 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import adapter_types
 from finetune.errors import Exit, Problem, UserError
@@ -66,6 +66,11 @@ def sharded() -> str:
     return "DeepSpeed" if on("ACCELERATE_USE_DEEPSPEED") and zero_stage() == "3" else ""
 
 
+def splitter() -> str:
+    """What splits the optimizer's state, and from ZeRO-3 on the weights; the empty string if nothing does."""
+    return "FSDP" if on("ACCELERATE_USE_FSDP") else "DeepSpeed" if zero_stage() else ""
+
+
 def read_by_rank_0() -> bool:
     """Whether rank 0 alone reads the base, and the others get their parts from it."""
     return sharded() == "FSDP" and on("FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -80,6 +85,12 @@ def eager() -> str:
 
 def zero_stage() -> str:
     return said("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2") if on("ACCELERATE_USE_DEEPSPEED") else ""
+
+
+def device_options(device: str) -> dict[str, Any]:
+    """SFTConfig's keys for a device. DeepSpeed runs on CPUs too, but not under `use_cpu`: that starts DDP."""
+    zero = device == "cpu" and bool(zero_stage())
+    return {"use_cpu": device == "cpu" and not zero, "ddp_backend": "gloo" if zero else None}
 
 
 def parallel(kind: str) -> int:
@@ -111,8 +122,8 @@ def check(
         what = f"{sharded()} of the {CONFIG} needs all ranks at each pass, and they ask differently often"
         fix = "eval.every: null; at the end it is evaluated"
         found.append(Problem(what, "eval.every", found=str(every), fix=fix))
-    if on("ACCELERATE_USE_FSDP") and adapter.ours("loraplus_lr_ratio"):
-        what = f"FSDP of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
+    if splitter() and adapter.ours("loraplus_lr_ratio"):
+        what = f"{splitter()} of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
         found.append(Problem(what, "adapter.loraplus_lr_ratio", fix="drop it, or ddp_8.yaml"))
     if found:
         raise UserError(*found)
@@ -249,6 +260,13 @@ def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     if machine.device == "cpu" and on("ACCELERATE_USE_FSDP"):
         what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
         found.append(Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml"))
+    if machine.device == "cpu" and zero_stage() and said("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        what = f"DeepSpeed of the {CONFIG} computes in 16 bits on GPUs alone"
+        asked = said("ACCELERATE_MIXED_PRECISION")
+        found.append(Problem(what, found=f"mixed_precision: {asked}", fix='mixed_precision: "no" on a CPU'))
+    if machine.device == "cpu" and zero_stage() and on("ACCELERATE_USE_CPU"):
+        what = f"DeepSpeed of the {CONFIG} becomes plain DDP under use_cpu: nothing would be split"
+        found.append(Problem(what, found="use_cpu: true", fix="use_cpu: false, with no GPU visible"))
     if on("ACCELERATE_USE_FSDP") and said("FSDP_VERSION", "1") != "2":
         what = f"fsdp_config of the {CONFIG} asks for FSDP1, which mixes no dtypes and is given up upstream"
         found.append(Problem(what, found=said("FSDP_VERSION", "1"), fix="fsdp_version: 2"))
@@ -276,7 +294,7 @@ def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
         what = f"DeepSpeed of the {CONFIG} casts or splits weights, and the recipe's are codes ({stored})"
         fix = "accelerate_configs/ddp_8.yaml, where it fits on each GPU, or fsdp2_8_quantised.yaml"
         found.append(Problem(what, "speed.base", found=stored, fix=fix))
-    by = "FSDP" if on("ACCELERATE_USE_FSDP") else "DeepSpeed" if on("ACCELERATE_USE_DEEPSPEED") else ""
+    by = splitter()
     if by and adapter_types.find(kind).peft == "adalora":
         what = f"{by} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by whole ones"
         found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))

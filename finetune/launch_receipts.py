@@ -8,8 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from finetune import shards
 from finetune.errors import Exit
-from finetune.launch_env import BACKENDS, said
+from finetune.launch_env import BACKENDS, said, zero_stage
 
 if TYPE_CHECKING:
     from finetune.hardware import Launch
@@ -27,7 +28,9 @@ def add(trainer: Any, launch: Launch, ledger: Ledger) -> None:
         for name, value in asked_of(launch.fp8).items():
             held = getattr(getattr(handler, "config", handler), name)
             ledger.add(f"fp8_config.{name}", value, str(held).lower(), "its fp8 recipe", code=code)
-    trainer.add_callback(Prepared(launch, trainer.model, ledger))
+    split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(got.distributed_type.value, "")
+    ledger.add("splits what trains", launch.splitter or "nothing", split or "nothing", how, code=code)
+    trainer.add_callback(Prepared(launch, trainer, ledger))
 
 
 def asked_of(backend: str) -> dict[str, str]:
@@ -44,22 +47,25 @@ def asked_of(backend: str) -> dict[str, str]:
 class Prepared(TrainerCallback):
     """Receipts of the model as it is prepared: what trains, what of it the optimizer holds, what is split."""
 
-    def __init__(self, launch: Launch, model: Any, ledger: Ledger) -> None:
-        self.launch, self.ledger = launch, ledger
-        self.trained = numbers(model)
+    def __init__(self, launch: Launch, trainer: Any, ledger: Ledger) -> None:
+        self.launch, self.trainer, self.ledger = launch, trainer, ledger
+        self.trained = numbers(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model, optimizer = given["model"], given["optimizer"]
         how, add = "parameters with requires_grad, before and after preparing", self.ledger.add
-        by_zero = self.launch.sharded == "DeepSpeed"  # where a process has its part, and the shape is empty
-        if not by_zero:
-            add("trained numbers of the prepared model", self.trained, numbers(model), how)
-        groups = getattr(optimizer, "optimizer", optimizer).param_groups
-        held = {id(p) for group in groups for p in group["params"]}
+        add("trained numbers of the prepared model", self.trained, numbers(model), how)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        groups = [group["params"] for group in inner.param_groups]
+        if self.launch.splitter == "DeepSpeed":  # it steps on flattened copies; by ZeRO-1 and 2, or by 3
+            groups = getattr(inner, "bit16_groups", None) or inner.fp16_groups
+        held = {id(p) for group in groups for p in group}
         trained = [p for p in model.parameters() if p.requires_grad]
-        if not (by_zero or type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith(_COPIES)):
+        if not type(inner).__module__.startswith(_COPIES):
             got = sum(id(p) in held for p in trained)
             add("tensors that the optimizer holds", len(trained), got, "the optimizer's groups")
+        if self.launch.splitter == "DeepSpeed":
+            self._by_zero(model)
         if self.launch.sharded == "FSDP":
             split = [p for p in model.parameters() if isinstance(p, DTensor)]
             whole = sum(p.numel() for p in model.parameters())
@@ -73,6 +79,19 @@ class Prepared(TrainerCallback):
             self._converted(model)
         self.ledger.check()
 
+    def _by_zero(self, model: Any) -> None:
+        """The engine's own stage, and this process's share where that splits weights."""
+        stage, processes = self.trainer.model_wrapped.zero_optimization_stage(), self.launch.processes
+        parts = [p.ds_tensor.numel() for p in model.parameters() if hasattr(p, "ds_tensor")]
+        share = sum(parts) / sum(shards.shape(p).numel() for p in model.parameters())
+        got = f"ZeRO-{stage}" + (
+            f", {share:.1%} of the model's numbers, {len(parts)} tensors" if parts else ""
+        )
+        ok = str(stage) == zero_stage() and bool(parts) == (stage == 3) and share < 1.5 / processes
+        asked = f"ZeRO-{zero_stage()}, {processes} processes"
+        how, code = "the engine, and DeepSpeed's parts in this process", Exit.ENVIRONMENT
+        self.ledger.add("split by DeepSpeed", asked, got, how, ok=ok, code=code)
+
     def _converted(self, model: Any) -> None:
         """Layers that Accelerate put in place of plain linear ones."""
         own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
@@ -83,9 +102,9 @@ class Prepared(TrainerCallback):
 
 
 # Optimizers that hold copies of the parameters, and step on these
-_COPIES = ("torchao.optim.cpu_offload", "deepspeed", "accelerate.utils.deepspeed")
+_COPIES = ("torchao.optim.cpu_offload",)
 
 
 def numbers(model: Any) -> int:
     """Numbers that train, over all processes."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return sum(shards.shape(p).numel() for p in model.parameters() if p.requires_grad)

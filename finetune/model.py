@@ -174,7 +174,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
     digest, found = hashlib.sha256(), shards.sums(tensors)
     for name in sorted(tensors):
         plain, weighted = found[name]
-        digest.update(f"{name} {tuple(tensors[name].shape)} {plain} {weighted}\n".encode())
+        digest.update(f"{name} {tuple(shards.shape(tensors[name]))} {plain} {weighted}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -61,7 +61,8 @@ class NonFinite(TrainerCallback):
         self.check()
         engine, inner = self.trainer.model_wrapped, optimizer.optimizer
         if hasattr(engine, "get_global_grad_norm"):  # DeepSpeed has made its update already
-            norm = torch.tensor(float(engine.get_global_grad_norm() or 0.0))
+            norm = float(engine.get_global_grad_norm() or 0.0)
+            norm = torch.tensor(norm if norm >= 0 else math.nan)  # it says -1 of one that is not finite
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         parts = isinstance(norm, DTensor)  # under FSDP

@@ -69,6 +69,10 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
         if launch.precision == "fp16":
             what = "fp16's loss scaler does not see gradients that are in the CPU's memory"
             problems.append(Problem(what, "speed.offload", found=offload, fix=f"speed.offload: {without}"))
+    if launch.splitter == "FSDP" and _OF_BITSANDBYTES.search(optim):  # ZeRO hands it plain tensors
+        what = "FSDP of the launch splits tensors that bitsandbytes' kernels take whole"
+        low = "adamw_torch_8bit" if _LOW_BITS.search(optim) else DEFAULT
+        problems.append(Problem(what, "train.optim", found=optim, fix=f"optim: {low}; or ddp_8.yaml"))
     if "paged" in optim and cpu:
         what = "there is no GPU here whose memory could be paged"
         problems.append(Problem(what, "train.optim", found=optim, fix=optim.replace("paged_", "")))

@@ -11,16 +11,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     Numbers = Sequence[float | None]
 
@@ -227,6 +224,9 @@ def smoothed(values: Numbers) -> list[float]:
 
 
 def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure  # a second, which ranks that draw nothing are spared
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     figure = Figure(figsize=(WIDTH, HEIGHT))  # margins are our own: a layout engine draws it three times
     axes = figure.add_subplot()
     figure.patch.set_visible(False)
@@ -305,6 +305,8 @@ def _is_wide(values: list[np.ndarray]) -> bool:
 
 
 def _log(axis: Any, set_scale: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     set_scale("log")
     axis.set_major_locator(LogLocator(numticks=6))
     axis.set_major_formatter(FuncFormatter(_number))
@@ -327,6 +329,9 @@ def _error(error: Any) -> Any:
 
 def _svg(figure: Figure, alt: str) -> str:
     """The figure as an <svg> element that brings its colours along."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     file = io.BytesIO()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "same numbers, same text"}
     settings |= {"font.family": ["sans-serif"], "font.sans-serif": ["DejaVu Sans"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
 AGREEMENT_SECONDS = 60  # that a process whose run failed waits for the others to say so too
 
 
+def timeout() -> datetime.timedelta:
+    """How long one process waits for another, whatever they exchange by."""
+    return datetime.timedelta(seconds=launch_env.timeout_seconds())
+
+
+def start(device: str) -> None:
+    """Join the processes of a launch on CPUs: the Trainer gives its `ddp_timeout` to those on GPUs alone."""
+    if (
+        device == "cpu"
+        and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        and not torch.distributed.is_initialized()
+    ):
+        torch.distributed.init_process_group("gloo", timeout=timeout())
+
+
 @functools.cache
 def failures() -> Any:
     """A group in which processes tell each other that they failed. All have to make it, before they do."""
@@ -32,7 +48,9 @@ def failures() -> Any:
 @functools.cache
 def steps() -> Any:
     """A group in which processes agree between steps, in the CPU's memory: no GPU is waited for."""
-    return torch.distributed.new_group(backend="gloo") if PartialState().num_processes > 1 else None
+    if PartialState().num_processes == 1:
+        return None
+    return torch.distributed.new_group(backend="gloo", timeout=timeout())
 
 
 def any_of(*flags: bool) -> list[bool]:
@@ -87,8 +105,7 @@ def agree(facts: dict[str, str]) -> None:
     if count == 1:
         return
     found: list[Any] = [None] * count
-    waits = datetime.timedelta(seconds=launch_env.timeout_seconds())
-    group = torch.distributed.new_group(backend="gloo", timeout=waits)
+    group = torch.distributed.new_group(backend="gloo", timeout=timeout())
     torch.distributed.all_gather_object(found, facts, group=group)
     names = sorted({name for each in found for name in each})
     differ = [name for name in names if len({each.get(name) for each in found}) > 1]

@@ -15,12 +15,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. Of a part every process must ask: they exchange theirs."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
-    if hasattr(tensor, "ds_id"):
-        from deepspeed.zero import GatheredParameters  # pyright: ignore[reportMissingImports]  (GPU only)
+    if tensor.shape != shape(tensor):
+        from deepspeed.runtime.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
 
         with GatheredParameters([tensor]):
             return tensor.detach().clone()
     return tensor
+
+
+def shape(tensor: torch.Tensor) -> torch.Size:
+    """Of the whole: a part under ZeRO-3 is empty, and knows it."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """A trained tensor to be hashed: whole, or as FSDP splits it, which `sums` reads where it lies."""
+    return (tensor if isinstance(tensor, DTensor) else whole(tensor)).float()
 
 
 def sharded(model: torch.nn.Module) -> bool:
@@ -77,8 +87,8 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     they lie, from their own place on, and the sums added up over the processes.
     """
     found, split = dict[str, tuple[int, int]](), list[str]()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
+    for name, given in tensors.items():
+        tensor = given.detach()  # which does not know that it is a part under ZeRO-3
         if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),) and tensor.dim():
             mesh, local = tensor.device_mesh, tensor.to_local()
             rows = -(-tensor.shape[0] // mesh.size())  # of each part, as torch.chunk divides
@@ -87,7 +97,7 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
             found[name] = _sums(local, first * size)
             split.append(name)
         else:
-            found[name] = _sums(whole(tensor), 0)
+            found[name] = _sums(whole(given).detach(), 0)
     if split:
         parts: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(parts, {name: found[name] for name in split})

@@ -126,7 +126,7 @@ def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
 
 def check_space(adapted: Any, section: Train, fast: Speed, setup: Setup, where: str | None) -> None:
     """Rank 0 looks whether its disk holds the run's checkpoints, where it makes some."""
-    if section.save_strategy == "no" or stopping.unsaved(section, setup.launch.sharded):
+    if section.save_strategy == "no" or stopping.unsaved(section, setup.launch.splitter):
         return
     weights = adapters.trainable(adapted).values()
     trained, place = sum(p.nbytes for p in weights), Path(where or "runs") / "checkpoints"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune import launch_env, optimizers, ranks, signals
+from finetune import optimizers, ranks, signals
 from finetune.errors import Exit, Problem, Stopped, UserError
 
 if TYPE_CHECKING:
@@ -25,17 +25,21 @@ if TYPE_CHECKING:
 MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
 
 
-def unsaved(train: Train, sharded: str) -> str:
-    """Why no checkpoints can be made: what splits the optimizer's state so that it is not whole again."""
-    if zero := launch_env.zero_stage():
-        return f"DeepSpeed (ZeRO-{zero})"
-    low = re.search("[48]bit", optim := optimizers.asked(train))
-    return f"{sharded}, under {optim}" if sharded and low else ""
+def unsaved(train: Train, splitter: str) -> str:
+    """Why no checkpoints can be made: what splits state so that it is not made whole again; empty: they can.
+
+    Args:
+        splitter: what splits weights or moments between processes: FSDP, DeepSpeed (ZeRO-2 too).
+    """
+    optim = optimizers.asked(train)
+    if splitter != "FSDP":
+        return splitter
+    return f"FSDP, under {optim}," if re.search("[48]bit", optim) else ""
 
 
-def check(train: Train, resumes: str | None, sharded: str) -> None:
+def check(train: Train, resumes: str | None, splitter: str) -> None:
     """Checkpoints hold whole state (exit 3 where they are asked for, and none can be made)."""
-    parts = unsaved(train, sharded)
+    parts = unsaved(train, splitter)
     asked = "--resume" if resumes else ""
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
         asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
@@ -107,8 +111,8 @@ class Schedule(TrainerCallback):
     complete = False
     """Whether it would have ended here by itself."""
 
-    def __init__(self, train: Train, stop: Stop, writer: Writer, sharded: str) -> None:
-        self.train, self.stop, self.writer, self.parts = train, stop, writer, unsaved(train, sharded)
+    def __init__(self, train: Train, stop: Stop, writer: Writer, splitter: str) -> None:
+        self.train, self.stop, self.writer, self.parts = train, stop, writer, unsaved(train, splitter)
         stop.keeps = not self.parts
         self.strategy = "no" if self.parts else train.save_strategy
         if self.strategy == "auto" and train.save_steps is not None:

@@ -107,7 +107,8 @@ def _run(
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet), Ledger()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
-    arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
+    ranks.start(setup.hardware.device)
+    arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts them on GPUs
     harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
@@ -143,7 +144,7 @@ def _run(
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
-        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.sharded)
+        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.splitter)
         unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen)
         watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += callbacks.refreshing(adapted, ledger)
@@ -192,7 +193,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "seed": train.seed,
         "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
         "fp16": setup.launch.precision == "fp16",
-        "use_cpu": setup.hardware.device == "cpu",
+        **launch_env.device_options(setup.hardware.device),
         checkpointing: False,  # `speed.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
@@ -304,7 +305,7 @@ def find_checkpoint(
     section: Train, resumes: str | None, contract: dict[str, Any], setup: Setup
 ) -> Found | None:
     """The checkpoint to go on from, verified by rank 0 and held against this run by all."""
-    stopping.check(section, resumes, setup.launch.sharded)
+    stopping.check(section, resumes, setup.launch.splitter)
     folder = RunFolder(Path(section.output_dir or ""))
     found: Found | None = ranks.from_main(lambda: resume.find(folder, resumes))
     if found:

@@ -56,7 +56,7 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
         bound = max(bound, REBASED[adapted.get_input_embeddings().weight.dtype])
     config: Any = adapted.config
     base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
-    shapes = {name: tensor.shape for name, tensor in _to_save(adapted).items()}
+    shapes = {name: shards.shape(tensor) for name, tensor in _to_save(adapted).items()}
     with torch.compiler.set_stance("force_eager"):  # as it is reopened: nothing is compiled for four rows
         logits = scoring.logits(adapted, rows)
     return Live(hashes(adapted, shapes), shapes, rows, logits, base, bound)
@@ -64,7 +64,9 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
 
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
     """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
-    return {name: model.fingerprint({name: p.float()}) for name, p in adapters.trainable(adapted).items()}
+    return {
+        name: model.fingerprint({name: shards.in_fp32(p)}) for name, p in adapters.trainable(adapted).items()
+    }
 
 
 def add_moved_receipt(before: dict[str, str], adapted: torch.nn.Module, steps: int, ledger: Ledger) -> None:
@@ -94,7 +96,7 @@ def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
     """
     named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
     for name, shape in shapes.items():
-        if name in named and named[name].dim() == len(shape):
+        if name in named and len(shards.shape(named[name])) == len(shape):
             tensor = shards.whole(named[name]).detach().float()[tuple(slice(size) for size in shape)]
             found[name] = model.fingerprint({name: tensor})
     return found

@@ -4,14 +4,12 @@ Run as a script it is two ranks of one launch: see `sft`.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import two_ranks
-from conftest import QUICKSTART, ROOT
+from conftest import QUICKSTART
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
@@ -308,10 +306,7 @@ def test_two_processes_and_micro_batches_make_one_step(in_one, short, tmp_path) 
     (whole, of_whole), of_parts = in_one, Keep()
     parts = sft(tmp_path, *short, split(2), keep=of_parts)
     assert apart(of_parts.gradients[0], of_whole) < 1e-6
-    command = [sys.executable, __file__, str(tmp_path), *short, split(2)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    two_ranks.run(one_rank, str(tmp_path), *short, split(2))
     one, two = (load_file(tmp_path / f"rank{rank}.safetensors") for rank in (0, 1))
     assert same(one, two), "gradients, weights and masks of both processes"
     gradients = {n.removeprefix("gradient."): t for n, t in one.items() if n.startswith("gradient.")}
@@ -351,10 +346,3 @@ def one_rank(folder: str, *overrides: str) -> None:
     state = adalora.allocation_state(sft(Path(folder), *overrides, keep=kept))
     state |= {f"gradient.{name}": tensor for name, tensor in kept.gradients[0].items()}
     save_file(state, Path(folder) / f"rank{os.environ['RANK']}.safetensors")
-
-
-if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from finetune import train  # noqa: F401  # once for both ranks
-
-    two_ranks.run(one_rank, *sys.argv[1:])

@@ -1,16 +1,13 @@
 """Comparing: adapter types on one recipe, and two runs with each other."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import two_ranks
-from conftest import QUICKSTART, ROOT, metrics
+from conftest import QUICKSTART, metrics
 
 from finetune import cli, compare, compare_table, differences
 from finetune.recipe import load as load_recipe
@@ -158,13 +155,11 @@ def together(who: str, folder: str) -> None:
 
 
 def test_of_several_processes_all_end_unless_all_failed_alike(tmp_path) -> None:
-    command = [sys.executable, __file__, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    all_failed, _, one_failed = done.stdout.partition("all ranks ended\n")
-    assert all_failed.count("went on: gradients of step 1 are not finite|") == 2, done.stderr
-    assert done.returncode != 0 and "all ranks ended" in done.stdout and "went on" not in one_failed
-    assert "failed on process 0, and not on all in the same way" in done.stderr
+    said = two_ranks.run(together, "all", str(tmp_path))
+    assert said.count("went on: gradients of step 1 are not finite|") == 2
+    with pytest.raises(AssertionError, match="failed on process 0, and not on all in the same way") as raised:
+        two_ranks.run(together, "one", str(tmp_path))
+    assert "went on" not in str(raised.value)
 
 
 def test_ranked_by_the_first_task_that_was_asked_for() -> None:
@@ -363,9 +358,3 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     types = of(a=(0.9, 0, 5), b=(0.8, 0, 1), c=(0.7, 0, 3), d=(0.9, 0, 7))
     assert compare_table.front(types, "bytes", True) == ["a", "b"]
     assert compare_table.front(types, "bytes", False) == ["b", "c"]
-
-
-if __name__ == "__main__":
-    two_ranks.run(together, "all", sys.argv[1])
-    print("all ranks ended", flush=True)
-    two_ranks.run(together, "one", sys.argv[1])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,7 +244,7 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
         )
         optimizer = torch.optim.AdamW(model.parameters())
         ledger = Ledger()
-        prepared = launch_receipts.Prepared(launch, model, ledger)
+        prepared = launch_receipts.Prepared(launch, SimpleNamespace(model=model), ledger)
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
         convert_model_to_fp8_ao(model, config=config)
         given: Any = {"model": model, "optimizer": optimizer}
@@ -282,7 +283,6 @@ def test_an_estimate_is_what_the_weights_are() -> None:
 
 FAILS = """
 import argparse, datetime, os, sys, time
-import torch.distributed as dist
 from finetune import cli, launch_env
 from finetune.errors import Exit, Problem, UserError
 
@@ -290,6 +290,7 @@ def work(options):
     rank, how = int(os.environ["RANK"]), sys.argv[1]
     if how == "one fails" and rank == 1:
         raise UserError(Problem("rank 1's disk is full"), code=Exit.ENVIRONMENT)
+    import torch.distributed as dist
     waits = datetime.timedelta(seconds=launch_env.timeout_seconds())
     dist.init_process_group("gloo", timeout=waits)
     if how == "one hangs" and rank == 1:
@@ -360,11 +361,11 @@ def test_the_competition_s_numbers() -> None:
         assert (loaded.adapter.type, loaded.model.attention) == ("dora", "flash_attention_3")
 
 
-def test_a_base_that_no_gpu_holds_is_evaluated_apart(trained, monkeypatch) -> None:
+def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, monkeypatch) -> None:
     """What was saved is compared from the file, and the evaluation is a process outside the launch."""
     from safetensors.torch import load_file, save_file
 
-    run = trained("dora")
+    run = train("adapter.type=dora")
     opened = evaluate.reopen(run, run_folder.recipe_of(run))
     shapes = {name: p.shape for name, p in opened.named_parameters() if "lora_" in name}
     live = verify.Live(verify.hashes(opened, shapes), shapes, [], [], "", 0.0)
@@ -376,7 +377,7 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(trained, monkeypatch) -> No
     before, ledger = run.read("eval.json"), Ledger()
     (run.path / "eval.json").unlink()
     made = apart.evaluate(run, live, ledger)
-    assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) > 100
+    assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
     assert ledger.receipts[-1].got == f"all {len(shapes)}"
     path = run.adapter / "adapter_model.safetensors"
     tensors = load_file(path)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import two_ranks
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
 from finetune import arguments, checkpoint, cli, prove, publish, recipe, signals, state, stopping
@@ -225,19 +226,8 @@ def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, c
     """A signal to one of them; what each rank draws is its own. One rank alone can't go on with it."""
     given = [*SHORT, "train.effective_batch_size=4", f"model.name={two_layers}", *small]
     words = ["train", str(QUICKSTART), *given]
-    program = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import test_stopping, two_ranks; "
-    program += f"two_ranks.run(test_stopping._ranks, {words!r})"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "stopped by SIGUSR1 after step 2" in done.stderr  # which rank 1 alone has heard
+    said = two_ranks.run(_ranks, words, cwd=tmp_path)
+    assert "stopped by SIGUSR1 after step 2" in said  # which rank 1 alone has heard
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     names = [path.name for path in checkpoint.published(resumed / "checkpoints")]
     assert names == ["step-4", "step-2"]

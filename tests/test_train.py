@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import two_ranks
 import yaml
 from conftest import MODEL, QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
@@ -26,9 +27,6 @@ FILES = {
     "eval.json",
     "log.txt",
 }
-
-
-IN_ONE: list[RunFolder] = []
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora", "full"])
@@ -197,50 +195,17 @@ def test_full_fine_tuning_leaves_a_model_and_its_base_untouched(train, two_layer
     assert (two_layers / "model.safetensors").read_bytes() == before
 
 
-@pytest.fixture
-def in_one_process(train) -> RunFolder:
-    """What two processes are held against, trained once for both launchers."""
-    if not IN_ONE:
-        IN_ONE.append(train("train.max_steps=4", "train.per_device_train_batch_size=4", name="one"))
-    return IN_ONE[0]
-
-
 @pytest.mark.usefixtures("the_only_launch")
-@pytest.mark.parametrize("launcher", ["command", "script"])
-def test_two_processes_learn_what_one_does(
-    launcher: str, in_one_process, small, two_layers, tmp_path
-) -> None:
-    """By `finetune train --accelerate`, as the README says, and by the script under `accelerate launch`."""
-    one, overrides = in_one_process, ["train.warmup_steps=0", "train.per_device_train_batch_size=4", *small]
-    overrides += [
-        "train.max_steps=4",
-        "train.effective_batch_size=8",
-        "eval.max_new_tokens=8",
-        "eval.general=false",
-    ]
-    overrides.append(f"model.name={two_layers}")
-    two = tmp_path / "two"
-    config = ["accelerate_configs/ddp_8.yaml", "--num_processes", "2", "--mixed_precision", "no"]
-    if launcher == "command":
-        launch = ["finetune", "train", str(QUICKSTART), "--accelerate", "cpu_2"]
-    else:
-        launch = ["accelerate.commands.launch", "--config_file", *config, "scripts/train.py", str(QUICKSTART)]
-    command = [sys.executable, "-m", *launch, *overrides, f"train.output_dir={two}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def test_two_processes_learn_what_one_does(train, small, two_layers, tmp_path) -> None:
+    """By `finetune train --accelerate`, as the README says; scripts/train.py: test_two_hosts.py."""
+    overrides = ["train.warmup_steps=0", "train.per_device_train_batch_size=4", *small, "train.max_steps=4"]
+    overrides += ["train.effective_batch_size=8", "eval.max_new_tokens=8", "eval.general=false"]
+    overrides += [f"model.name={two_layers}", f"train.output_dir={tmp_path / 'two'}"]
+    line = [sys.executable, "-m", "finetune", "train", str(QUICKSTART), "--accelerate", "cpu_2", *overrides]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    run = RunFolder(two)
-    assert receipts(run)["processes"]["got"] == "2"
-    assert run.read("environment.json")["launch"]["launcher"] == "accelerate"
-    for a, b in zip(metrics(one), metrics(run), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-6)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    weights = [load_file(folder.adapter / "adapter_model.safetensors") for folder in (one, run)]
-    assert weights[0].keys() == weights[1].keys()
-    for name, tensor in weights[0].items():
-        assert torch.linalg.norm(tensor - weights[1][name]) < 1e-3 * torch.linalg.norm(tensor), name
-    assert run.read("eval.json")["tuned"]["loss"] == pytest.approx(
-        one.read("eval.json")["tuned"]["loss"], abs=1e-5
-    )
+    one = train("train.max_steps=4", "train.per_device_train_batch_size=4", name="one")
+    two_ranks.compare(one, RunFolder(tmp_path / "two"))
     assert done.stdout.count("receipts") == 1, "only rank 0 speaks"
 
 

@@ -1,6 +1,6 @@
 """Two ranks of one launch: one step however its rows are split, FSDP2 on each base, ranks that disagree.
 
-Run as a script it is these two ranks, started once for all tests; see `one_rank`.
+The two ranks are started once for all tests; see `one_rank`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 import two_ranks
-from conftest import MODEL, QUICKSTART, ROOT, in_four_bits
+from conftest import MODEL, QUICKSTART, in_four_bits
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
@@ -241,15 +239,10 @@ def one_rank(folder: str, data: str, base: str) -> None:
 def both(small, two_layers, tmp_path_factory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
     """What both ranks found, and the folder with their tensors."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, __file__, str(folder), small[0], str(two_layers)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     shared = tmp_path_factory.getbasetemp().parent  # as `the_only_launch`, which is each test's
     with (shared / "launch.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-    assert done.returncode == 0, done.stderr
+        two_ranks.run(one_rank, str(folder), small[0], str(two_layers))
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -321,10 +314,3 @@ def test_what_is_saved_of_a_split_model_is_whole(kind: str, both) -> None:
     for key, (live, digest) in trained.items():
         assert fingerprint({live: saved[key].float()}) == digest, key
     assert all(tensor.numel() and tensor.any() for tensor in saved.values())
-
-
-if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from finetune import train  # noqa: F401  # once for both ranks
-
-    two_ranks.run(one_rank, *sys.argv[1:])

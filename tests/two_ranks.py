@@ -1,36 +1,98 @@
-"""Two ranks of one launch, forked from one process that has imported the libraries once.
+"""Two ranks of one launch, forked from a server that has imported the libraries once for a worker's tests.
 
-Launchers themselves: test_train.py (`finetune train --accelerate`, `accelerate launch`) and test_evaluate.py.
+Launchers themselves: test_launch.py, test_train.py, test_two_hosts.py and test_evaluate.py.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import metrics, receipts
+from safetensors.torch import load_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from finetune.run_folder import RunFolder
 
-def run(function: Callable[..., Any], *arguments: Any) -> None:
+SECONDS = 300.0
+GRACE = 5.0  # seconds for the other rank, once one has failed
+
+
+def run(function: Callable[..., Any], *arguments: Any, cwd: Path | None = None, **launch: str) -> str:
     """`function(*arguments)` as rank 0 and as rank 1, with the environment that `accelerate launch` gives.
 
-    Call it in a process of its own. As under torchrun, the first rank that fails ends the other.
+    As under torchrun, the first rank that fails ends the other.
+
+    Args:
+        function: of a module that can be imported.
+        launch: what Accelerate's launcher sets; without, what it does for processes on CPUs.
+
+    Returns:
+        What both said.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: with the traceback of the rank that failed.
+        AssertionError: a rank failed, or did not end; with what both said.
     """
-    from torch.multiprocessing import start_processes
-
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["finetune.train"])  # as `finetune.measured` has it
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
-    start_processes(_rank, (function, arguments), nprocs=2, start_method="fork")
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    environment |= {"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= launch or {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(rank) for rank in (0, 1)]
+        given = (str(cwd or Path.cwd()), dict(environment), function, arguments)
+        ranks = [context.Process(target=_rank, args=(rank, str(logs[rank]), *given)) for rank in (0, 1)]
+        for process in ranks:
+            process.start()
+        until = time.monotonic() + SECONDS
+        while running := [process for process in ranks if process.exitcode is None]:
+            wait([process.sentinel for process in running], max(0.0, until - time.monotonic()))
+            failed = any(process.exitcode for process in ranks)
+            if time.monotonic() >= until:
+                for process in running:
+                    process.kill()
+            elif failed and until - time.monotonic() > GRACE:
+                until = time.monotonic() + GRACE
+        said = "".join(log.read_text() for log in logs if log.exists())
+    assert [process.exitcode for process in ranks] == [0, 0], said
+    return said
 
 
-def _rank(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+def compare(one: RunFolder, two: RunFolder) -> None:
+    """That two processes trained what one did: each step, the weights, the evaluation."""
+    assert receipts(two)["processes"]["got"] == "2"
+    assert two.read("environment.json")["launch"]["launcher"] == "accelerate"
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+    alone, made = (load_file(run.adapter / "adapter_model.safetensors") for run in (one, two))
+    assert alone.keys() == made.keys()
+    for name, tensor in alone.items():
+        assert torch.linalg.norm(tensor - made[name]) < 1e-3 * torch.linalg.norm(tensor), name
+    evaluated = [run.read("eval.json")["tuned"]["loss"] for run in (one, two)]
+    assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-5)
+
+
+def _rank(
+    rank: int, log: str, cwd: str, environment: dict[str, str], function: Any, arguments: tuple[Any, ...]
+) -> None:
+    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(cwd)
     function(*arguments)

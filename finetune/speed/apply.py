@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import estimate, qat
+from finetune import estimate, qat, shards
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile, choose_recompute
 from finetune.hardware import Choice
@@ -42,7 +42,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         count = int(recompute.value.split()[0]) if " of " in recompute.value else 0
         add_recompute(model, layers, count, ledger, mlps=whole and recompute.value != "cheap")
     if speed.offload in ("activations", "all"):
-        Activations([layer for layer in layers if layer.gradient_checkpointing], model.device)
+        device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
+        Activations([layer for layer in layers if layer.gradient_checkpointing], device)
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
         torch._dynamo.utils.counters.clear()
@@ -180,7 +181,7 @@ def memory(
     model: Any, tokens: int, hardware: Hardware, *, fused: bool, compiled: bool, offload: str = "none"
 ) -> Memory:
     """The memory plan of `tokens` tokens on this model and device."""
-    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    trained = {n: shards.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
     ia3 = any("ia3_l" in name for name in trained)
     columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
     adapted, layers = hasattr(model, "peft_config"), max(1, len(decoder_layers(model)))

@@ -186,7 +186,10 @@ def install(model: Any, *, compiled: bool) -> Installed:
         labels = inputs.pop("labels")
         hidden = self.base_model(*args, **{**inputs, "use_cache": False}).last_hidden_state
         head = self.get_output_embeddings()
-        weight, bias = (t.full_tensor() if isinstance(t, DTensor) else t for t in (head.weight, head.bias))
+        weight, bias = (
+            t.full_tensor().to(hidden.device) if isinstance(t, DTensor) else t  # FSDP's part may be the CPU's
+            for t in (head.weight, head.bias)
+        )
         result = token_loss(
             hidden * found.scale if found.scale != 1 else hidden,
             weight,

@@ -1,0 +1,100 @@
+"""DeepSpeed's ZeRO, for real, on two processes of the CPU: what one process trains is what they train."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+import two_ranks
+from conftest import QUICKSTART, ROOT, metrics, receipts
+from safetensors.torch import load_file
+
+from finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(
+    not find_spec("deepspeed"), reason="no DeepSpeed: pip install 'finetune-toolkit[deepspeed]'"
+)
+SHORT = ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
+SHORT += ["eval.max_new_tokens=2", "eval.general=false", "data.packing=false"]
+FULL = ["adapter.type=full", "train.learning_rate=1e-3"]
+TRAINED = {  # name -> config, what the recipe says
+    "lora": ("zero2_8", ["train.per_device_train_batch_size=2"], 0, ""),
+    "ia3": ("zero3_8", ["adapter.type=ia3"], 0, ""),
+    "dora": ("zero3_8", ["adapter.type=dora", "speed.recompute=all"], 0, ""),
+    "full": ("zero3_8", FULL, 0, ""),
+    "untied": ("zero3_8", ["train.per_device_train_batch_size=2"], 0, ""),
+}
+REFUSED = {  # name -> config, what the recipe says, exit code, what is said
+    "not finite": ("zero2_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
+    "not finite in parts": ("zero3_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
+    "checkpoints": ("zero2_8", ["train.save_strategy=steps"], 3, "moments that DeepSpeed splits"),
+    "LoRA+": ("zero2_8", ["adapter.loraplus_lr_ratio=16"], 2, "which LoRA+ needs"),
+}
+
+
+def one_rank(given: list[str], code: int) -> None:
+    from finetune import cli
+
+    assert cli.main(["train", str(QUICKSTART), *SHORT, *given, "--quiet"]) == code
+
+
+@pytest.fixture
+def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFolder, str]]:
+    """`launched(name)`: a run without 16 bits, which DeepSpeed has on GPUs alone; and what it said."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import launch_matrix
+    finally:
+        sys.path.pop(0)
+
+    def run(name: str) -> tuple[RunFolder, str]:
+        config, given, code, _ = {**TRAINED, **REFUSED}[name]
+        text = (ROOT / "accelerate_configs" / f"{config}.yaml").read_text()
+        copy = tmp_path / f"{config}.yaml"
+        copy.write_text(text.replace("mixed_precision: bf16", 'mixed_precision: "no"'))
+        own = [*small, *given, f"model.name={untied if name == 'untied' else two_layers}"]
+        own.append(f"train.output_dir={tmp_path / 'two'}")
+        said = two_ranks.run(one_rank, own, code, **launch_matrix.environment(copy))
+        return RunFolder(tmp_path / "two"), said
+
+    return run
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_processes_train_what_one_does(
+    name: str, launched, train: Callable[..., RunFolder], two_layers, untied
+) -> None:
+    config, given, *_ = TRAINED[name]
+    model = untied if name == "untied" else two_layers
+    one, (two, _) = train(*SHORT, *given, f"model.name={model}"), launched(name)
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=2e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert b["learning_rate"] == a["learning_rate"] and b["tokens"] == a["tokens"]
+    found = receipts(two)
+    assert all(receipt["ok"] for receipt in found.values())
+    assert found["splits what trains"]["got"] == "DeepSpeed"
+    share = "50.0% of the model's numbers" if config == "zero3_8" else "ZeRO-2"
+    assert share in found["split by DeepSpeed"]["got"]
+    if name != "full":  # of the weights themselves, which one process has at another place
+        assert (
+            found["base weights after training"]["got"] == receipts(one)["base weights after training"]["got"]
+        )
+    kind = "model" if name == "full" else "adapter_model"
+    alone, saved = (load_file(run.weights / f"{kind}.safetensors") for run in (one, two))
+    assert {key: t.shape for key, t in alone.items()} == {key: t.shape for key, t in saved.items()}
+    assert all(float((alone[key] - t).norm()) <= 0.02 * float(t.norm()) for key, t in saved.items())
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_zero_can_not_do_is_said(name: str, launched) -> None:
+    """A norm that is not finite, -1 in DeepSpeed's words, ends the run before anything is saved of it."""
+    run, said = launched(name)
+    assert REFUSED[name][3] in said and not run.adapter.exists()
