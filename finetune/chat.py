@@ -100,7 +100,7 @@ def run(
         if prompt is not None:
             answer(talk, prompt)
             return
-        for note in evaluate.storage_note(recipe):
+        for note in (*evaluate.storage_note(recipe), *model.foreign_template(recipe.model, tokenizer)):
             console.print(f"note: {note}", markup=False)
         if sys.stdin.isatty():
             drawn = "greedy" if not temperature else f"drawn at temperature {temperature:g}"

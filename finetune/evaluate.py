@@ -81,7 +81,7 @@ def run(
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
     rows, notes = held_out(folder, recipe, tokenizer)
-    notes += storage_note(recipe)
+    notes += [*storage_note(recipe), *model.foreign_template(recipe.model, tokenizer)]
 
     def measured(asked: Any) -> Measured:
         return measure(asked, tokenizer, rows, texts, recipe)

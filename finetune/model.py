@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,39 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         )
     tokenizer.add_tokens(model.add_tokens)
     return tokenizer
+
+
+def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A note where chats are not rendered as the base's repository says: a template is a program, and a place
+    to hide instructions."""
+    own, used = own_template(model), tokenizer.chat_template
+    if used is None or used == own:
+        return []
+    known = f"own ({digest(own)})" if own else "own: it has none"
+    return [f"the chat template ({digest(str(used))}) is not {model.name}'s {known}"]
+
+
+def own_template(model: Model) -> str | None:
+    """The chat template in the files of a base, which a recipe, or an adapter's tokenizer, may overrule."""
+    found = {name: _small_file(model, name) for name in ("chat_template.jinja", "tokenizer_config.json")}
+    if path := found["chat_template.jinja"]:
+        return path.read_text(encoding="utf-8")
+    path = found["tokenizer_config.json"]
+    said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
+    return said if isinstance(said, str) else None
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _small_file(model: Model, name: str) -> Path | None:
+    """A file of a model that may lack it, here or on the Hub."""
+    if local_path(model.name):
+        path = Path(model.name) / name
+        return path if path.is_file() else None
+    found = untrusted.from_hub(model.name, model.revision or "main", name)
+    return Path(found) if found else None
 
 
 def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -30,10 +30,11 @@ WORTH_A_WORD = 2.0  # times the median
 class NonFinite(TrainerCallback):
     """Stop before the update of a step whose gradients are not finite, or leave the step out.
 
-    Ranks share gradients, so all see the same. A GPU is not asked at once, for it would stand still until the
-    next step is queued: a fused optimizer leaves its update out by itself (`found_inf`, as a loss scaler
-    tells it), and the norm is read one step later, or when the step is logged, evaluated or saved. Where
-    steps may be left out, or the optimizer can't, it is asked at once.
+    Ranks share gradients, and tell each other whether theirs are finite: one whose copy was spoilt after the
+    exchange takes the others with it. A GPU is not asked at once, for it would stand still until the next
+    step is queued: a fused optimizer leaves its update out by itself (`found_inf`, as a loss scaler tells
+    it), and the norm is read one step later, or when the step is logged, evaluated or saved. Where steps may
+    be left out, or the optimizer can't, it is asked at once.
     """
 
     trainer: Any = None
@@ -82,6 +83,8 @@ class NonFinite(TrainerCallback):
             optimizer._is_overflow = (
                 left_out  # so that the schedule and AdaLoRA wait, as after fp16's overflow
             )
+            if left_out and fused:
+                inner.found_inf = torch.ones_like(inner.found_inf)  # perhaps it is another rank's
             if left_out and not fused:
                 optimizer.zero_grad()  # none: nothing to update with
                 getattr(inner, "queue", {}).clear()  # torchao's, of gradients that are on the CPU already
@@ -111,7 +114,8 @@ class NonFinite(TrainerCallback):
         if self.copied is not None:
             self.copied.synchronize()
         step, self.step = self.step, None
-        if torch.isfinite(self.norm):
+        (spoilt,) = ranks.any_of(not torch.isfinite(self.norm))
+        if not spoilt:
             self.in_a_row = 0
             return False
         self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
@@ -127,14 +131,15 @@ class NonFinite(TrainerCallback):
         rank = ranks.index()
         keep(place, rank, self.trainer.micro_batches.kept.get(step, []))
         finding = self.trainer.look_again(step)
+        norm = next(norm for norm in ranks.gathered(self.norm.item()) if not math.isfinite(norm))
         findings = [f"rank {number}: {said}" for number, said in enumerate(ranks.gathered(finding))]
         if rank == 0:
-            told = {"step": step, "norm": str(self.norm.item()), "first_not_finite": findings}
+            told = {"step": step, "norm": str(norm), "first_not_finite": findings}
             (place / "finding.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         what = f"gradients of step {step} are not finite"
         if self.in_a_row > 1:
             what += f", nor were those of {self.in_a_row - 1} steps before it"
-        found = "; ".join([str(self.norm.item()), *findings])
+        found = "; ".join([str(norm), *findings])
         fix = "lower train.learning_rate, or look at that module and these rows; nothing was saved after it"
         raise UserError(Problem(what, where=str(place), found=found, fix=fix), code=Exit.TRAINING)
 

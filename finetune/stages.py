@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.receipts import Ledger
     from finetune.recipe import Recipe
-    from finetune.sections import Speed, Train
+    from finetune.screen import Screen
+    from finetune.sections import Model, Speed, Train
 
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
@@ -147,6 +148,20 @@ def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
         resume.check_base(found.contract, frozen, found.path)
         state.structure(found.path)
     return frozen
+
+
+def add_template_receipt(section: Model, tokenizer: Any, screen: Screen, ledger: Ledger) -> None:
+    """Which chat template it is, beside the one in the base's repository; another one is said."""
+    if tokenizer.chat_template is None:
+        return
+    own, used = (
+        model.digest(text) if text else "none"
+        for text in (model.own_template(section), str(tokenizer.chat_template))
+    )
+    ledger.add(
+        "chat template", own, used, "sha256 of the base repository's own, and of the one in use", ok=True
+    )
+    screen.say(*(f"note: {said}" for said in model.foreign_template(section, tokenizer)))
 
 
 def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:

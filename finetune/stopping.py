@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune import optimizers, ranks, signals
+from finetune import nested, optimizers, ranks, signals
 from finetune.errors import Exit, Problem, Stopped, UserError
 
 if TYPE_CHECKING:
@@ -125,8 +125,11 @@ class Schedule(TrainerCallback):
         given = self.train.save_steps or 500  # upstream's own number
         self.every = given if given >= 1 else math.ceil(given * state.max_steps)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.writer.check()
+        if self.stepped_at is None and optimizer is not None and self.strategy != "no":
+            # what can't be kept is said now, not when the first checkpoint is made
+            nested.flatten(optimizer.state_dict(), {}, "optimizer", lambda tensor: tensor)
         now, step = time.monotonic(), state.global_step
         if self.stepped_at is not None:  # this process's first one also compiled, and found its place
             self.longest = max(self.longest, now - self.stepped_at)

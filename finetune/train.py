@@ -156,7 +156,7 @@ def _run(
         if flat and compiled and rows is not None:
             trainer.shape = stages.one_shape(batch, dataset, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
-        add_data_receipts(recipe.data, data_report["train"], ledger)
+        add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
         with stop.later(), contextlib.closing(writer):
             train(trainer, recipe.adapter, validating, found, ledger)
             live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
@@ -321,8 +321,10 @@ def start_folder(where: str | None, setup: Setup, arguments: SFTConfig) -> RunFo
     return folder
 
 
-def add_data_receipts(data: Data, report: Report, ledger: Ledger) -> None:
+def add_data_receipts(recipe: Recipe, tokenizer: Any, report: Report, screen: Screen, ledger: Ledger) -> None:
     """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
+    data = recipe.data
+    stages.add_template_receipt(recipe.model, tokenizer, screen, ledger)
     ends, allowed = report.kept - report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
     how, ok = "rows whose last trained token ends the turn", ends >= (1 - allowed) * report.kept
     ledger.add("end of turn trained", f"{report.kept} rows", f"{ends} rows", how, ok=ok, code=Exit.INPUT)

@@ -62,19 +62,24 @@ def check_adapter(folder: Path, key: str) -> None:
 @cache
 def check_hub(name: str, revision: str, key: str) -> None:
     """The same of a model on the Hub, whose JSON files are fetched for it (exit 2)."""
-    from transformers.utils.hub import cached_file
-
     problems: list[Problem] = []
     for file, look in {**_LOOKS, "adapter_config.json": _redirects}.items():
-        missing_is_fine = {
-            "_raise_exceptions_for_gated_repo": False,
-            "_raise_exceptions_for_missing_entries": False,
-            "_raise_exceptions_for_connection_errors": False,
-        }
-        path = cached_file(name, file, revision=revision, **missing_is_fine)
+        path = from_hub(name, revision, file)
         problems += look(Path(path), key) if path else ()
     if problems:
         raise UserError(*problems)
+
+
+def from_hub(name: str, revision: str, file: str) -> str | None:
+    """Where a file of a repository lies; `None`: it has none, or can't be reached."""
+    from transformers.utils.hub import cached_file
+
+    missing_is_fine = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    return cached_file(name, file, revision=revision, **missing_is_fine)
 
 
 def check_links(files: Iterable[Path], key: str) -> None:

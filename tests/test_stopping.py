@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import two_ranks
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
@@ -164,6 +166,20 @@ def test_the_first_step_does_not_say_how_long_one_takes(monkeypatch) -> None:
         now[0] += took
         schedule.on_step_end(None, state, control)
         assert schedule.longest == longest
+
+
+def test_an_optimizer_whose_state_can_t_be_kept_is_said_after_one_step() -> None:
+    """Not ten minutes later, by the first checkpoint."""
+    writer: Any = SimpleNamespace(check=lambda: None, seconds=0.0)
+    state: Any = SimpleNamespace(global_step=1, max_steps=10, epoch=0.5)
+    control: Any = SimpleNamespace(should_training_stop=False, should_save=False)
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    optimizer: Any = SimpleNamespace(state_dict=lambda: {"state": {0: {"odd": jagged}}})
+    for strategy in ("auto", "no"):
+        schedule = stopping.Schedule(Train(save_strategy=strategy), stopping.Stop(), writer, "")
+        schedule.on_train_begin(None, state, control)
+        with pytest.raises(UserError, match="can't be kept") if strategy == "auto" else nullcontext():
+            schedule.on_step_end(None, state, control, optimizer=optimizer)
 
 
 def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:

@@ -40,6 +40,7 @@ class Keep(TrainerCallback):
     """The first step's gradients, and how often and how much DDP sent for them."""
 
     trainer: Any
+    spoils = ""
     sent: list[int]
     by_ddp: list[int]
 
@@ -57,10 +58,12 @@ class Keep(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
         self.sent.append(self.trainer.exchanged)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self.spoils == os.environ.get("RANK"):  # what came out of the exchange
+            next(iter(trained.values())).grad.view(-1)[0] = float("inf")
         self.gradients = {f"gradient.{name}": p.grad.clone() for name, p in trained.items()}
 
 
-def step(folder: Path, data: str, base: str, rows: int, fault: str = "") -> Keep:
+def step(folder: Path, data: str, base: str, rows: int, fault: str = "", spoils: str = "") -> Keep:
     """What one optimizer step of eight rows in float64 made of them, `rows` in a pass."""
     os.environ[faults.VARIABLE] = fault
     from transformers import set_seed
@@ -86,7 +89,7 @@ def step(folder: Path, data: str, base: str, rows: int, fault: str = "") -> Keep
     in_double(adapted)
     exchange.prepare(adapted, arguments)
     first, keep = callbacks.FirstStep(Ledger(), setup, steps=1, batch=8), Keep()
-    first.dtype = "float64"
+    first.dtype, keep.spoils = "float64", spoils
     made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
     stops = nonfinite.NonFinite(0, folder, Screen(quiet=True))
     trainer = build(*made[:-1], [*made[-1], stops])
@@ -222,6 +225,10 @@ def one_rank(folder: str, data: str, base: str) -> None:
         step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:nan")
     except UserError as error:
         found["nan"] = str(error)
+    try:
+        step(Path(folder) / "spoilt", data, base, 4, spoils="1")
+    except UserError as error:
+        found["spoilt"] = str(error)
     said = []
     for facts in ({"seed": "1"}, {"seed": rank, "torch": "2", **({"extra": "x"} if rank == "1" else {})}):
         try:
@@ -283,6 +290,12 @@ def test_a_gradient_that_one_rank_alone_lost_stops_both_before_the_update(both) 
         "batches-rank1.safetensors",
         "finding.json",
     }
+
+
+def test_a_gradient_spoilt_on_one_rank_after_the_exchange_stops_both_too(both) -> None:
+    """The other one's are finite; without a word from the first it would wait in the next exchange."""
+    for each in both[1]:
+        assert "gradients of step 1 are not finite" in each["spoilt"] and "inf" in each["spoilt"]
 
 
 def test_ranks_that_mean_different_runs_all_say_so(both) -> None:
