@@ -95,8 +95,6 @@ def main(given: list[str]) -> int:
 
     # torch's launcher would end with these itself, and kill what is still saving after 30 seconds
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
-    # ranks that are started again would meet in a store that knows them still (torch 2.13, --max_restarts)
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for number in FORWARDED:
         signal.signal(number, forward)
     try:
@@ -105,12 +103,9 @@ def main(given: list[str]) -> int:
         # those that the launcher ended itself, once one had failed, have an exit code below 0
         own = {rank: one for rank, one in error.failures.items() if one.exitcode > 0} or error.failures
         rank, failure = min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
-        if failure.exitcode == -signal.SIGABRT and rank in error.failures:
-            what = (
-                "was ended by SIGABRT, as NCCL's watchdog does where another process does not answer in time"
-            )
-            problem = Problem(f"rank {rank} {what}", fix=f"what stands above; {launch_env.TIMEOUT}")
-            print(problem, file=sys.stderr)
+        if failure.exitcode == -signal.SIGABRT:
+            what = f"rank {rank} was ended by SIGABRT, as NCCL does where another one does not answer in time"
+            print(Problem(what, fix=f"what stands above; {launch_env.TIMEOUT}"), file=sys.stderr)
             return Exit.TRAINING
         if isinstance(failure.message, str) and not failure.message.startswith("To enable traceback"):
             print(f"rank {rank} failed first:\n{failure.message}", file=sys.stderr)

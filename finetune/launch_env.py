@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
 BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
 TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
-# Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and between steps ranks meet by gloo,
-# whose timeout is an error with a message. NCCL's clock starts earlier, when a step is queued
+# Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
+# too, whose timeout is an error with a message. NCCL's clock starts earlier, when the step is queued
 NCCL_LATER = 60
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
 CONFIG = "accelerate config"  # as messages call the other side
@@ -154,11 +154,11 @@ def leave(code: int) -> int:
     torch ends them while the interpreter does, and the launcher ends the other ranks only when this one has.
     """
     torch = sys.modules.get("torch")
-    if code and torch and torch.distributed.is_available() and torch.distributed.is_initialized():
-        if "nccl" in torch.distributed.get_backend_config():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    started = code and torch and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if started and "nccl" in torch.distributed.get_backend_config():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 

@@ -117,7 +117,7 @@ def in_double(adapted: Any) -> None:
 
 
 def small_base(kind: str, *, read: bool) -> Any:
-    """Two layers of the embedded model in bf16; not `read`: as a process has it that gets its part of rank 0."""
+    """Two layers of the embedded model in bf16; not `read`: as a process has it that waits for rank 0's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(MODEL)
@@ -173,7 +173,8 @@ def split(model: Any, *, by_rank_0: bool) -> Any:
     plugin.mixed_precision_policy = exchange.fsdp_policy("bf16")
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16", device=torch.device("cpu"),
-        is_main_process=os.environ["RANK"] == "0", torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+        is_main_process=os.environ["RANK"] == "0",
+        torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
         parallelism_config=SimpleNamespace(fsdp_dim_names=("dp",)),
     )  # fmt: skip
     return fsdp2_prepare_model(accelerator, model)
@@ -322,7 +323,7 @@ def test_a_model_that_fsdp2_split_is_the_same_model(kind: str, both) -> None:
         assert len(set(found["frozen"])) == 1, "whole, split, after training"
         whole, parts = found["trained"]
         assert whole == parts and len(whole) == {"dora": 42, "full": 20}.get(kind.split()[0], 28)
-        assert found["off"] < 0.02 and found["off again"] < 0.02
+        assert found["off"] < 0.02 and found["off again"] < (0.05 if kind == "fp8" else 0.02)
 
 
 @pytest.mark.parametrize("kind", FSDP)
