@@ -14,6 +14,8 @@ lora-*          8B, LoRA r=16 on all linear layers, rows of 4,096, four on each 
 70b-bf16-fsdp2  the same on a bf16 base that all GPUs share (the checkpoint takes 132 GiB of --work)
 32k, 128k       8B on the fp8 base, one row of so many tokens on each GPU; 128k with inputs on the CPU
 128k-cp         one row of 131,072 tokens on four GPUs (context parallelism, FSDP2, bf16)
+nccl            every setting of nccl.env that can matter on one machine, each beside none: eight layers, DDP
+                and FSDP2 (`--rows nccl --gpus 2`)
 *-fsdp2 *-zero3 8B LoRA in bf16, the base split: what that costs where DDP would do
 full-*          8B, every weight trained
 """
@@ -50,6 +52,8 @@ class Row(NamedTuple):
     shared: bool = False
     """Whether all processes share each row."""
     layers: int | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+    """Of the environment, as accelerate_configs/nccl.env has them."""
 
 
 WHOLE = ("speed.compile=true", "speed.recompute=none")
@@ -81,6 +85,22 @@ ROWS = {
         shared=True,
     ),
 }
+
+
+# Each setting of nccl.env that can change the speed of one machine, beside the row without any
+NCCL = {
+    "": {},
+    "no-p2p": {"NCCL_P2P_DISABLE": "1"},
+    "no-nvls": {"NCCL_NVLS_ENABLE": "0"},
+    "trace": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
+    "debug": {"NCCL_DEBUG": "INFO"},
+    "threads": {"OMP_NUM_THREADS": "8"},
+}
+for _row in ("lora-bf16", "lora-bf16-fsdp2"):
+    for _name, _given in NCCL.items():
+        ROWS[f"nccl-{_row}{'-' * bool(_name)}{_name}"] = ROWS[_row]._replace(
+            layers=8, variables=tuple(_given.items())
+        )
 
 
 class Job(NamedTuple):
@@ -123,7 +143,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     found = options.out / "multi_gpu.json"
     measured = json.loads(found.read_text()) if found.exists() else {}
-    for name in options.rows.split(","):
+    named = [row for row in ROWS if row.startswith("nccl-")] if options.rows == "nccl" else None
+    for name in named or options.rows.split(","):
         for gpus in map(int, options.gpus.split(",")):
             job = plan(name, gpus, options)
             shape, stored, layers = job.model.name.split("-")
@@ -171,6 +192,7 @@ def launch(job: Job, *, tiny: bool = False) -> dict[str, Any]:
     log, started = job.out / f"{key}.log", time.perf_counter()
     devices = ",".join(map(str, range(job.gpus)))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": str(ROOT)}
+    environment |= dict(job.row.variables)
     with log.open("w") as file:
         line = command(job, recipe.resolve(), tiny=tiny)
         code = subprocess.run(

@@ -2,6 +2,7 @@
 
 import sys
 
+from finetune import launch_env
 from finetune.cli import main
 
-sys.exit(main())
+sys.exit(launch_env.leave(main()))

@@ -10,27 +10,23 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from finetune.receipts import Ledger
 
-MIB = 2**20
 
+def prepare(arguments: Any) -> None:
+    """Set SFTConfig's `ddp_*`. How gradients are put together is not among it: an adapter's go by `average`.
 
-def prepare(adapted: torch.nn.Module, arguments: Any) -> None:
-    """Set SFTConfig's `ddp_*` for this model.
-
-    An adapter's gradients are one bucket: so few bytes cost what starting an exchange costs, and there is no
-    backward of a base's weights to hide it under. Buffers (an fp8 base's scales) are the same everywhere from
-    the start: DDP would send them again at each forward pass.
+    Buffers (an fp8 base's scales) are the same everywhere from the start: DDP would send them again at each
+    forward pass.
     """
     arguments.ddp_find_unused_parameters = False  # True for every PeftModel otherwise
     arguments.ddp_broadcast_buffers = False
-    if hasattr(adapted, "peft_config"):
-        arguments.ddp_bucket_cap_mb = trained_bytes(adapted) // MIB + 1
 
 
 def ours(model: Any) -> bool:
     """Whether `average` exchanges this model's gradients: an adapter's, under data parallelism.
 
     DDP would do it in the last backward, where a rank that runs out of memory leaves the others waiting. For
-    one bucket there is nothing to hide it under: it is the same bytes at the same moment.
+    so few bytes, which are ready late in backward, there is little to hide it under: it is the same bytes at
+    nearly the same moment, and in one piece costs one start.
     """
     return isinstance(model, DistributedDataParallel) and hasattr(model.module, "peft_config")
 

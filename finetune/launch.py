@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import launch_config, shipped
-from finetune.errors import Problem, UserError
+from finetune import launch_config, launch_env, shipped
+from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import default_precision, detect
 
 if TYPE_CHECKING:
@@ -103,8 +103,14 @@ def main(given: list[str]) -> int:
         # those that the launcher ended itself, once one had failed, have an exit code below 0
         own = {rank: one for rank, one in error.failures.items() if one.exitcode > 0} or error.failures
         rank, failure = min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
-        if isinstance(failure.message, str) and failure.message:
+        if failure.exitcode == -signal.SIGABRT:
+            what = f"rank {rank} was ended by SIGABRT, as NCCL does where another one does not answer in time"
+            print(Problem(what, fix=f"what stands above; {launch_env.TIMEOUT}"), file=sys.stderr)
+            return Exit.TRAINING
+        if isinstance(failure.message, str) and not failure.message.startswith("To enable traceback"):
             print(f"rank {rank} failed first:\n{failure.message}", file=sys.stderr)
+        else:
+            print(f"rank {rank} failed first, with the traceback above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except CalledProcessError as error:  # one process, which has said why itself
         return error.returncode if error.returncode > 0 else 128 - error.returncode

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
 BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
 TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
+# Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
+# too, whose timeout is an error with a message. NCCL's clock starts earlier, when the step is queued
+NCCL_LATER = 60
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
 CONFIG = "accelerate config"  # as messages call the other side
 BASE_INSTEAD = "accelerate_configs/8xh100_fp8.yaml: the frozen fp8 base, under any adapter"
@@ -142,6 +146,20 @@ def timeout_seconds() -> int:
     if not given.isdecimal() or int(given) < 1:
         raise UserError(Problem("a whole number of seconds", TIMEOUT, found=given, fix=f"{TIMEOUT}=600"))
     return int(given)
+
+
+def leave(code: int) -> int:
+    """The exit code; at once where NCCL's communicators live: to end them can mean to wait for who is gone.
+
+    torch ends them while the interpreter does, and the launcher ends the other ranks only when this one has.
+    """
+    torch = sys.modules.get("torch")
+    started = code and torch and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if started and "nccl" in torch.distributed.get_backend_config():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def report(message: str, when: float) -> None:

@@ -25,6 +25,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
     """
     import numpy as np
     import torch
+    from torch.distributed.tensor import DTensor
 
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -34,7 +35,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
     if isinstance(value, dict):
         pairs = value.items()
         return {"dict": [[key, flatten(part, tensors, f"{name}.{key}", copy)] for key, part in pairs]}
-    if hasattr(value, "__tensor_flatten__"):  # torchao's moments of 8 and 4 bits
+    if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):  # torchao's of 8 and 4 bits
         if type(value).__name__ not in LOW_BITS:
             what, fix = "can't be kept in a checkpoint", "another train.optim; or train.save_strategy=no"
             problem = Problem(f"{name}: a {type(value).__name__} {what}", fix=fix)

@@ -59,7 +59,7 @@ def adapted_model(
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
-    exchange.prepare(adapted, arguments)
+    exchange.prepare(arguments)
     return adapted
 
 

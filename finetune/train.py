@@ -107,8 +107,7 @@ def _run(
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet), Ledger()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
-    ranks.start(setup.hardware.device)
-    arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts them on GPUs
+    arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
@@ -182,6 +181,7 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
 
 def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
     """SFTConfig from the recipe's `train:` and from what this project decides itself."""
+    ranks.start(setup.hardware.device)
     new_name = "activation_checkpointing" in upstream.fields(upstream.SFT_CONFIG)  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
     epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
@@ -199,7 +199,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
         **hardware.loader(setup.hardware, setup.launch.processes),
-        "ddp_timeout": launch_env.timeout_seconds(),
+        "ddp_timeout": launch_env.timeout_seconds() + launch_env.NCCL_LATER,
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
         "save_strategy": "no",  # a whole run is saved at its end

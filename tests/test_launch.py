@@ -26,6 +26,7 @@ from finetune import (
     launch_config,
     launch_env,
     launch_receipts,
+    optimizers,
     recipe,
     run_folder,
     verify,
@@ -163,6 +164,8 @@ MORE = {
     "codes by rank 0": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": "qlora"}, "quantised"),
     "int8 in parts": (FSDP, {"base": "int8"}, "can't split a base in int8"),
     "codes under ZeRO-3": (ZERO, {"base": "fp8"}, "codes (fp8)"),
+    "DeepSpeed as DDP": ({**ZERO, "ACCELERATE_USE_CPU": "true"}, {"machine": CPU}, "becomes plain DDP"),
+    "DeepSpeed's 16 bits": (ZERO, {"machine": CPU}, "computes in 16 bits on GPUs alone"),
     "AdaLoRA in parts": (ZERO, {"kind": "adalora"}, "AdaLoRA's ranks"),
     "DeepSpeed's own number": (
         {**ZERO, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, {}, "train.effective_batch_size",
@@ -197,6 +200,32 @@ def test_options_that_want_whole_weights(launched) -> None:
         launch_env.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
     found = {problem.key for problem in raised.value.problems}
     assert found == {"adapter.init_lora_weights", "adapter.loraplus_lr_ratio", "eval.every"}
+
+
+@pytest.mark.parametrize(
+    ("split", "optim", "refused"),
+    [
+        (FSDP, "adamw_8bit", True),
+        (FSDP, "paged_adamw_8bit", True),
+        (FSDP, "adamw_torch_8bit", False),  # torchao's know FSDP's parts
+        (FSDP, "adamw_torch_fused", False),
+        (ZERO, "adamw_8bit", False),  # by ZeRO it steps on flattened parts: trained on the CPU
+    ],
+)
+def test_optimizers_that_take_tensors_whole(
+    split: dict[str, str], optim: str, refused: bool, launched, monkeypatch
+) -> None:
+    launched(**split)
+    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    asked: dict[str, Any] = {"attention": "sdpa", "base": "bf16", "adapter_type": "lora"}
+    setup = hardware.choose(**asked, against_fp8=lambda: "")
+    train = recipe.load(QUICKSTART, [f"train.optim={optim}"]).train
+    if not refused:
+        optimizers.check(train, Speed(), setup)
+        return
+    with pytest.raises(UserError, match="take whole") as raised:
+        optimizers.check(train, Speed(), setup)
+    assert raised.value.code == 3 and raised.value.problems[0].key == "train.optim"
 
 
 def test_more_processes_than_gpus(launched) -> None:

@@ -17,6 +17,7 @@ import two_ranks
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
 from finetune import arguments, checkpoint, cli, prove, publish, recipe, signals, state, stopping
+from finetune.errors import UserError
 from finetune.sections import Train
 
 SHORT = ["train.max_steps=6", "adapter.lora_dropout=0.1", "train.save_total_limit=null"]

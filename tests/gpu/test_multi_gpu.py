@@ -40,6 +40,8 @@ CASES = [
     ("fsdp2_8", ["adapter.type=lora", "data.packing=true", "data.max_length=512"], 0.03,
      ("documents apart",)),
     ("fsdp2_8", ["adapter.type=lora", "speed.recompute=all"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8", ["adapter.type=lora", "speed.recompute=all", "speed.offload=activations"], 0.02,
+     ("speed.offload",)),
     ("fsdp2_8", ["adapter.type=full", "train.learning_rate=5e-4"], 0.02, ("split by FSDP",)),
     ("fsdp2_8_offload", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
     ("fsdp2_8_quantised", ["adapter.type=qlora"], 0.02, ("split by FSDP",)),
@@ -103,6 +105,22 @@ def whole(one: RunFolder, two: RunFolder) -> None:
     alone, saved = map(load_file, names)
     assert {name: t.shape for name, t in alone.items()} == {name: t.shape for name, t in saved.items()}
     assert all(tensor.numel() and tensor.any() for tensor in saved.values())
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize("name", ["ddp_2", "fsdp2_8"])
+def test_a_rank_that_hangs_ends_all_with_a_message(name: str, small: Any, tmp_path: Path) -> None:
+    """Within the timeout, NCCL's minute and the launcher's half: by gloo's error, or by NCCL's watchdog."""
+    config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    line = [sys.executable, "-m", "finetune.launch", "--config_file", config, "--num_processes", "2"]
+    given = ["-m", "finetune", "train", str(QUICKSTART), *overrides(small, tmp_path / "run"), "--quiet"]
+    own = {"PYTHONPATH": str(ROOT), "FINETUNE_TIMEOUT_SECONDS": "30", "FINETUNE_FAULT": "step:3:hang"}
+    done = subprocess.run(
+        [*line, *given], env={**os.environ, **own}, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr[-4000:]
+    assert "did not answer in time" in done.stderr[-1500:] or "does not answer in time" in done.stderr[-1500:]
 
 
 def test_the_choice_for_this_machine_is_ddp_for_a_small_base(small: Any, tmp_path: Path) -> None:
