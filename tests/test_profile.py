@@ -64,7 +64,9 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
     for name, watchers in (("slow", [SlowLoader()]), ("fast", [])):
         loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / name}"])
         run = train.run(loaded, quiet=True, watchers=watchers)
-        waited[name] = [json.loads(line)["data_wait"] for line in (run.path / "metrics.jsonl").open()]
+        waited[name] = [
+            json.loads(line)["data_wait"] for line in (run.path / "metrics.jsonl").read_text().splitlines()
+        ]
     assert min(waited["slow"]) > 0.05 and len(waited["slow"]) == 3 and waited["fast"][-1] < 0.5
     assert "steps waited for data" in (tmp_path / "slow" / "log.txt").read_text()
     assert "steps waited for data" not in (tmp_path / "fast" / "log.txt").read_text()
