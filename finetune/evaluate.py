@@ -19,12 +19,14 @@ from accelerate.utils import disable_fsdp_ram_efficient_loading
 
 from finetune import (
     adapter_source,
+    architecture,
     attention_choice,
-    fit,
+    estimate,
     hardware,
     harness,
     model,
     modules,
+    plan_memory,
     qat,
     results,
     run_folder,
@@ -252,8 +254,8 @@ def too_large(section: Model, setup: Setup) -> bool:
     machine = setup.hardware
     if machine.device == "cpu" or machine.count < 2:
         return False
-    need = fit.needs(model.read_config(section), setup.storage.value, 16, 1, recompute=True)
-    return need.base > 0.85 * machine.memory_gib
+    base = plan_memory.weights(architecture.read(section), setup.storage.value, setup.launch.precision)
+    return base / estimate.GIB > 0.85 * machine.memory_gib
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
