@@ -207,6 +207,10 @@ MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
 PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--gpu", {"metavar": "NAME", "help": "such as h100-80gb; without it what is here"}),
     ("--gpus", {"metavar": "N", "type": at_least_one, "help": "GPUs: 1, or all that are here"}),
+    (
+        "--accelerate",
+        {"metavar": "FILE", "help": "an accelerate config; without it the one train would take"},
+    ),
     ("--price-per-hour", {"metavar": "X", "type": at_least_zero, "help": "of one GPU, in any currency"}),
 )
 MEASURE: tuple[str, dict[str, Any]] = (

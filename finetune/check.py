@@ -21,7 +21,6 @@ from finetune import (
     run_folder,
     upstream,
 )
-from finetune.batch import split_batch
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Source
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.prepare import Prepared
-    from finetune.hardware import Hardware, Setup
+    from finetune.hardware import Setup
     from finetune.recipe import Recipe
 
 TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
@@ -90,26 +89,6 @@ def setup_of(recipe: Recipe) -> Setup:
     )
     optimizers.check(recipe.train, recipe.speed, setup)
     return setup
-
-
-def launch_of(recipe: Recipe, machine: Hardware) -> tuple[str, str]:
-    """The shipped accelerate config for all GPUs of this machine, and why.
-
-    Raises:
-        UserError: what this machine or so many processes can't do with the recipe (exit 2 or 3).
-    """
-    from finetune import fit  # imports torch
-
-    setup, options = setup_of(recipe), recipe.adapter.options()
-    rank = None if recipe.adapter.type == "full" else max(16, int(options.get("r") or 0))
-    tokens = split_batch(recipe.train, machine.count).per_device * recipe.data.max_length
-    config, recompute = model.read_config(recipe.model), recipe.speed.recompute != "none"
-    need = fit.needs(config, setup.storage.value, rank, tokens, recompute=recompute)
-    name, reason = fit.choose(need, machine)
-    if need.coded and name != "ddp_8" and recipe.speed.base == "auto" and setup.storage.value == "fp8":
-        # what is split is stored in fp8 only if the recipe says so
-        name, reason = fit.choose(fit.needs(config, "bf16", rank, tokens, recompute=recompute), machine)
-    return name, reason
 
 
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:

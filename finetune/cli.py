@@ -80,6 +80,7 @@ def train(options: argparse.Namespace) -> None:
     """Train, save, reopen and evaluate a recipe."""
     from finetune import check as checks
     from finetune import launch, run_folder
+    from finetune import plan as planning
     from finetune import publish as publish_run
     from finetune.screen import Screen, quieten_libraries
 
@@ -88,7 +89,7 @@ def train(options: argparse.Namespace) -> None:
         notes = checks.run(recipe)
         if not launch.launched():
             again = arguments.train_again(options) + flags(options)
-            launch.if_needed(again, options.accelerate, functools.partial(checks.launch_of, recipe))
+            launch.if_needed(again, options.accelerate, functools.partial(planning.launch_of, recipe))
         if main and recipe.publish.repo:
             notes += publish_run.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
@@ -170,10 +171,9 @@ def plan(options: argparse.Namespace) -> None:
     from finetune import plan_changes
     from finetune.screen import Screen
 
-    recipe = load(options)
-    with located(recipe):
-        given = {"gpu": options.gpu, "count": options.gpus, "price": options.price_per_hour}
-        plan_changes.run(recipe, options.overrides, Screen(quiet=options.quiet), **given)
+    with located(recipe := load(options)):
+        asked = plan_changes.Asked(options.gpu, options.gpus, options.price_per_hour, options.accelerate)
+        plan_changes.run(recipe, options.overrides, Screen(quiet=options.quiet), asked)
 
 
 def profile(options: argparse.Namespace) -> None:

@@ -20,12 +20,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune import (
     adapter_source,
+    architecture,
     attention_choice,
-    fit,
+    estimate,
     hardware,
     harness,
     model,
     modules,
+    plan_memory,
     qat,
     results,
     run_folder,
@@ -255,8 +257,8 @@ def too_large(section: Model, setup: Setup) -> bool:
     machine = setup.hardware
     if machine.device == "cpu" or machine.count < 2:
         return False
-    need = fit.needs(model.read_config(section), setup.storage.value, 16, 1, recompute=True)
-    return need.base > 0.85 * machine.memory_gib
+    base = plan_memory.weights(architecture.read(section), setup.storage.value, setup.launch.precision)
+    return base / estimate.GIB > 0.85 * machine.memory_gib
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:

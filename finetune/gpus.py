@@ -1,7 +1,9 @@
 """The GPUs whose peaks are known: one table for `finetune plan`, MFU and whatever else asks.
 
 Sources: NVIDIA's data sheets and architecture white papers of each; products without sparsity, sums in fp32.
-Memory is what torch reports of such a GPU, which is less than what is on the box.
+Memory is what torch reports of such a GPU, which is less than what is on the box. Links are of
+the same sheets: NVLink's total (V100 300 GB/s, A100 600, H100 900, B200 1,800) or PCIe's (Gen4 64, Gen5 128).
+What NCCL makes of them is measured by `finetune doctor --measure`.
 """
 
 from __future__ import annotations

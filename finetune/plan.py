@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from finetune import (
     hardware,
     measure,
     optimizers,
+    plan_launch,
     plan_memory,
     plan_time,
 )
@@ -34,9 +35,11 @@ from finetune.batch import Batch, count_steps, split_batch
 from finetune.data import load
 from finetune.errors import Problem, UserError
 from finetune.hardware import Choice, Hardware
+from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
+    from finetune.plan_launch import Share
     from finetune.recipe import Recipe
     from finetune.sections import Data
 
@@ -81,6 +84,10 @@ class Plan:
     trained: int
     source: str
     notes: tuple[str, ...]
+    by: Sharding
+    """How several processes share the training."""
+    sent: tuple[float, float] = (0.0, 0.0)
+    """Bytes that leave a GPU in a step, and bytes/s at which they do; 0: not known."""
 
     @property
     def peak(self) -> float:
@@ -129,35 +136,67 @@ def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]
     return here, count or int(os.environ.get("WORLD_SIZE", here.count))
 
 
-def make(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | None = None) -> Plan:
+def make(
+    recipe: Recipe,
+    machine: Hardware,
+    processes: int,
+    cpu_rate: float | None = None,
+    by: Sharding | None = None,
+) -> Plan:
     """The plan of a recipe.
 
     Args:
         cpu_rate: FLOP/s of a layer on the CPU, if it has been timed.
+        by: how the launch divides the training; `None`: as `finetune train` chooses it.
 
     Raises:
         UserError: what a run would refuse as well.
     """
-    found, launch = architecture.read(recipe.model), hardware.launch(machine)
-    base, attention = storage_and_attention(recipe, found, launch.precision, machine)
+    if by is not None or processes == 1:
+        return under(recipe, machine, processes, by or ONE, cpu_rate)
+    whole = under(recipe, machine, processes, DDP, cpu_rate)
+    split = None if whole.fits else under(recipe, machine, processes, FSDP2, cpu_rate)
+    made, parts = split or whole, split.peak if split else None
+    storage = made.choices["base"].value
+    reason = plan_launch.reason(processes, machine.memory_gib, whole.peak, parts, made.usable, storage)
+    launch = Choice(plan_launch.config_name(made.by, storage), reason)
+    return replace(made, choices={"launch": launch, **made.choices})
+
+
+def launch_of(recipe: Recipe, machine: Hardware) -> Choice:
+    """The shipped accelerate config for all GPUs of this machine, and why: that of the plan.
+
+    Raises:
+        UserError: what this machine or so many processes can't do with the recipe (exit 2 or 3).
+    """
+    check.setup_of(recipe)
+    return make(recipe, machine, machine.count).choices["launch"]
+
+
+def under(
+    recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
+) -> Plan:
+    """The plan of a recipe under a launch."""
+    found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
+    base, attention = storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes)
     rows = rows_of(recipe.data, batch.per_device)
     steps = known_steps(recipe, rows, batch, processes)
     has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length
-    plain = "bfloat16" if base.value in adapter_types.QUANTISED else hardware.STORED[base.value]
-    asked, rounds = recipe.speed, recipe.speed.qat is not None
-    fused = estimate.choose_fused(asked.fused, machine, adapted=not full, dtype=plain, rounding=rounds)
+    fused = _fused(recipe, machine, base.value, by, full)
     work = estimate.Work(tokens, flops(found, has, full) * tokens * batch.accumulation * (steps or 0))
-    compile = estimate.choose_compile(asked.compile, work if steps else None, machine)
+    compile = estimate.choose_compile(recipe.speed.compile, work if steps else None, machine)
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
     kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
-    memory, usable = room(recipe, machine, found, has, kept, base.value, launch.precision, tokens)
-    recompute = estimate.choose_recompute(asked.recompute, memory, machine, asked.offload)
+    gathered = partial(plan_memory.gathered, found, base.value, precision)
+    share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
+    memory, usable = room(recipe, machine, found, has, kept, base.value, precision, tokens, share)
+    recompute = estimate.choose_recompute(recipe.speed.recompute, memory, machine, recipe.speed.offload)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
-        precision=launch.precision, sections=(recipe.train, recipe.speed, recipe.eval), processes=processes,
+        precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
         longest=length, usable=usable,
     )  # fmt: skip
     again = int(recompute.value.split()[0]) / memory.layers if " of " in recompute.value else 0.0
@@ -166,19 +205,15 @@ def make(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | No
     spans = max(1, round(rows.attended)) if rows else length
     flat = recipe.data.packing or recipe.data.padding_free
     step = plan_time.Step(passed, spans, batch.accumulation, base.value, full, again, halves, processes, flat)
-    parts, source = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
+    step = step._replace(by=by, base=gathered(full=False, layers=memory.layers) * estimate.GIB)
+    parts, source, link = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
     notes = _notes(found, has, recipe, rows, steps, sum(phases["evaluation"].values()) > usable)
-    choices = {
-        "base": base,
-        "attention": attention,
-        "fused": fused,
-        "compile": compile,
-        "recompute": recompute,
-    }
+    moved = plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation)
+    choices = {"base": base, "attention": attention, "fused": fused}
     return Plan(
         machine=machine,
         processes=processes,
-        choices=choices,
+        choices={**choices, "compile": compile, "recompute": recompute},
         batch=batch,
         tokens=tokens,
         steps=steps,
@@ -189,7 +224,18 @@ def make(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | No
         trained=has.trained,
         source=source,
         notes=tuple(notes),
+        by=by,
+        sent=(sum(moved), link) if processes > 1 else (0.0, 0.0),
     )
+
+
+def _fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: bool) -> Choice:
+    """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there."""
+    asked, rounds = recipe.speed.fused, recipe.speed.qat is not None
+    if by.weights and not full and asked == "auto":
+        return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
+    plain = "bfloat16" if storage in adapter_types.QUANTISED else hardware.STORED[storage]
+    return estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
 
 
 def room(
@@ -201,26 +247,37 @@ def room(
     storage: str,
     precision: str,
     tokens: int,
+    share: Share,
 ) -> tuple[estimate.Memory, float]:
-    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
-    held = plan_memory.weights(found, storage, precision) / estimate.GIB
-    held += 4 * has.trained / estimate.GIB if kept.adapted else 0.0
+    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take.
+
+    A run makes it before its model is divided: it counts a base of codes and what trains whole.
+    """
+    base = plan_memory.weights(found, storage, precision) / estimate.GIB
+    adapter = 4 * has.trained / estimate.GIB if kept.adapted else 0.0
+    held = base / share.weights / (2 if share.half and not kept.adapted else 1) + adapter / share.weights
+    held += share.gathered
     system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
     free = max(0.0, machine.memory_gib - system - held)
+    coded = share.weights > 1 and storage in adapter_types.QUANTISED
+    known = max(0.0, machine.memory_gib - system - base - adapter) if coded else free
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
     extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
-    given: dict[str, Any] = {"free": free, "trained": has.trained, "offload": recipe.speed.offload}
+    given: dict[str, Any] = {"free": known, "trained": has.trained, "offload": recipe.speed.offload}
     memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
     return memory, min(held + estimate.SPARE * free, machine.memory_gib)
 
 
 def storage_and_attention(
-    recipe: Recipe, found: Architecture, precision: str, machine: Hardware
+    recipe: Recipe, found: Architecture, precision: str, machine: Hardware, by: Sharding
 ) -> tuple[Choice, Choice]:
     """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
     flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
     against = partial(check.against_fp8, recipe, copy.copy(found.config))
-    base = hardware.choose_base(recipe.speed.base, kind, precision, machine, against)
+    if by.weights:  # as in hardware.choose
+        against = partial(str.format, "{} splits the weights, which fast forwards want whole", by.name)
+    asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
+    base = hardware.choose_base(asked, kind, precision, machine, against)
     dtype = hardware.compute_dtype(precision, base.value)
     shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
     attends = attention_choice.read(found.config)
@@ -229,17 +286,22 @@ def storage_and_attention(
 
 def _parts(
     found: Any, has: Any, kept: Any, step: Any, machine: Hardware, attention: str, cpu_rate: float | None
-) -> tuple[dict[str, float], str]:
-    """Seconds of a step by what they go into, and where the rates come from."""
+) -> tuple[dict[str, float], str, float]:
+    """Seconds of a step by what they go into, where the rates come from, and bytes/s between GPUs."""
     if machine.device == "cpu":
         if cpu_rate is None:
-            return {}, "not known: this CPU has not been timed"
+            return {}, "not known: this CPU has not been timed", 0.0
         whole = flops(found, has, step.full) * step.tokens * step.passes
-        return {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}, "a layer timed here"
+        return (
+            {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)},
+            "a layer timed here",
+            0.0,
+        )
     rates = plan_time.rates_of(machine.name, attention, step)
     if rates is None:
-        return {}, f"not known: {machine.name} is not in the table of GPUs"
-    return plan_time.seconds(found.config, has, found.linear, kept, step, rates), rates.source
+        return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
+    made = plan_time.seconds(found.config, has, found.linear, kept, step, rates)
+    return made, rates.source, rates.link
 
 
 def _notes(

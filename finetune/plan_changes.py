@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune import adapter_types, gpus, plan
+from finetune import adapter_types, gpus, launch, plan, plan_launch
 from finetune.errors import UserError
 from finetune.recipe import load
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from finetune.hardware import Hardware
     from finetune.plan import Plan
+    from finetune.plan_launch import Sharding
     from finetune.recipe import Recipe
     from finetune.screen import Screen
 
@@ -29,40 +30,49 @@ class Change(NamedTuple):
     plan: Plan
 
 
-def run(
-    recipe: Recipe,
-    overrides: list[str],
-    screen: Screen,
-    *,
-    gpu: str | None,
-    count: int | None,
-    price: float | None,
-) -> tuple[Plan, list[Change]]:
+class Asked(NamedTuple):
+    """What `finetune plan` was asked, beside the recipe."""
+
+    gpu: str | None
+    gpus: int | None
+    price: float | None
+    """Of a GPU for an hour, in any currency."""
+    config: str | None
+    """An accelerate config, by name or file; its number of processes is taken where `gpus` is not given."""
+
+
+def run(recipe: Recipe, overrides: list[str], screen: Screen, asked: Asked) -> tuple[Plan, list[Change]]:
     """Plan a recipe and its cheapest changes, and print both.
 
     Args:
         overrides: those the recipe was loaded with.
-        price: of a GPU for an hour, in any currency.
 
     Raises:
         UserError: what the recipe or the command line has wrong, or a run would refuse.
     """
-    machine, processes = plan.planned_machine(gpu, count)
+    by, started = plan_launch.of_config(launch.find(asked.config)) if asked.config else (None, None)
+    machine, processes = plan.planned_machine(asked.gpu, asked.gpus or (started if asked.gpu else None))
     rate = plan.cpu_rate(recipe) if machine.device == "cpu" else None
-    made = plan.make(recipe, machine, processes, rate)
-    found = changes(recipe, overrides, made, rate)
-    show(screen, recipe, made, found, price)
+    made = plan.make(recipe, machine, processes, rate, by)
+    found = changes(recipe, overrides, made, rate, by)
+    show(screen, recipe, made, found, asked.price)
     return made, found
 
 
-def changes(recipe: Recipe, overrides: list[str], now: Plan, cpu_rate: float | None = None) -> list[Change]:
+def changes(
+    recipe: Recipe,
+    overrides: list[str],
+    now: Plan,
+    cpu_rate: float | None = None,
+    by: Sharding | None = None,
+) -> list[Change]:
     """The cheapest changes, three at most: those that make it fit, in the order of the time they take; or if
     it fits, those that make it faster, the fastest first."""
     found = []
     for change, cost in candidates(recipe, now):
         try:
             changed = load(recipe.origin.path, [*overrides, *change])
-            made = plan.make(changed, now.machine, now.processes, cpu_rate)
+            made = plan.make(changed, now.machine, now.processes, cpu_rate, by)
         except UserError:
             continue  # a run would refuse it
         if made.fits and (not now.fits or _faster(now, made)):
@@ -182,6 +192,11 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
         )
         yield "seconds a step", f"{now.step_seconds:.3f} ({shares})"
         yield "tokens/s", f"{now.tokens_per_second:,.0f}"
+    size, link = now.sent
+    if now.processes > 1 and link:
+        waits = now.parts.get("communication", 0.0)
+        text = f"{size / 1e9:,.3g} GB a step from each, {size / link:.3f} s at {link / 1e9:,.0f} GB/s"
+        yield "between GPUs", f"{now.by.name}: {text}; {waits:.3f} s not beside computing"
     yield "rates", now.source
     yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
     if now.seconds:

@@ -14,6 +14,7 @@ from finetune.hardware import DTYPES, STORED
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.batch import Batch
+    from finetune.plan_launch import Share
     from finetune.sections import Adapter, Eval, Model, Speed, Train
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -123,6 +124,21 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
     return coded + (found.parameters - sum(map(prod, linear.values()))) * other
 
 
+def gathered(found: Architecture, storage: str, precision: str, *, full: bool, layers: int) -> float:
+    """GiB of the weights that are whole at once where they are divided: some layers, and what is outside of
+    them; where they train, one layer's gradients beside them.
+
+    Gathered in the launch's dtype, or as codes.
+    """
+    other = BYTES[DTYPES[precision]]
+    depth = found.config.get_text_config().num_hidden_layers
+    size = sum(map(prod, found.linear.values()))
+    linear = size * other if storage in STORED else weights(found, storage, precision)
+    outside = (found.parameters - size) * other
+    linear -= 0.0 if storage in STORED else outside
+    return (outside + linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
+
+
 def state_bytes(optim: str) -> float | None:
     """Bytes of optimizer state for each number that trains; `None` if the optimizer is not known here."""
     return next((size for pattern, size in STATE if re.fullmatch(pattern, optim)), None)
@@ -166,40 +182,47 @@ def phases(
     storage: str,
     precision: str,
     sections: tuple[Train, Speed, Eval],
-    processes: int,
+    share: Share,
     longest: int,
     usable: float,
 ) -> dict[str, dict[str, float]]:
-    """GiB of each kind in each phase: load, step, evaluation, save, merge."""
+    """GiB of each kind in each phase of one process: load, step, evaluation, save, merge."""
     train, speed, evaluation = sections
     full = not kept.adapted
     config = found.config
     base, trained = weights(found, storage, precision) / GIB, has.trained / GIB
-    own = {"weights": base, "adapters": 0.0 if full else 4 * trained}
+    part = base / share.weights / (2 if share.half and full else 1)
+    own = {"weights": part, "adapters": 0.0 if full else 4 * trained / share.weights}
     state = 8.0 if (known := state_bytes(optimizers.asked(train))) is None else known
-    state = 0.0 if speed.offload in ("optimizer", "all") else state * trained
+    state = (
+        0.0 if speed.offload in ("optimizer", "all") else (state + 4 * share.half) * trained / share.states
+    )
     state += 12 * trained if has.allocates else 0.0
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
-    copies = 2 * sum(map(prod, found.linear.values())) / GIB if full and precision != "no" else 0.0
-    buckets = 4 * trained if processes > 1 else 0.0
+    autocast = full and precision != "no" and share.weights == 1 and not share.half
+    copies = 2 * sum(map(prod, found.linear.values())) / GIB if autocast else 0.0
+    copies += share.gathered
+    buckets = 4 * trained if share.buckets else 0.0
+    gradients = 4 * trained / share.states
     held = {**own, "optimizer": state}
     at_loss, at_backward = estimate.at_once(plan, recompute)
     loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, chunked=not full)
     passing = estimate.backward_gib(config, tokens, kept)
     if speed.offload in ("activations", "all"):  # a layer's input that leaves, and one that comes
         passing += 2 * tokens * estimate.widths(config).hidden * 2 / GIB
-    some = 0.0 if full and batch.accumulation == 1 else 4 * trained
+    some = 0.0 if full and batch.accumulation == 1 else gradients
     moments = [
         {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": copies + buckets},
         {**held, "gradients": some, "activations": at_backward, "buffers": passing + copies + buckets},
-        {**held, "gradients": 4 * trained, "buffers": buckets},
+        {**held, "gradients": gradients, "buffers": buckets},
     ]
     step = max(moments, key=lambda moment: sum(moment.values()))
-    evaluated = _evaluation(own, found, evaluation, longest, usable)
+    evaluated = _evaluation({**own, "buffers": share.gathered}, found, evaluation, longest, usable)
+    read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
     made = {
-        "load": {"weights": base, "buffers": biggest * BYTES[DTYPES[precision]]},
+        "load": {"weights": read, "buffers": biggest * BYTES[DTYPES[precision]]},
         "step": step,
-        "evaluation": {**own, **evaluated},
+        "evaluation": {**own, "buffers": share.gathered, **evaluated},
         "save": held,
     }
     if not full:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import attention_choice, estimate, gpus, measure
+from finetune import attention_choice, estimate, gpus, measure, plan_launch
 
 if TYPE_CHECKING:
     from finetune.estimate import Keeps
@@ -26,6 +26,9 @@ H200_PEAK = 989.0  # TFLOP/s, that `attention_choice.SPEED` is of
 MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it computes the square, so half counts
 SHORT = 1194  # tokens of a document at which packed attention has half its rate: 280 of 2048, 133 of 512
 LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
+# Of what runs beside sums between GPUs, which take some of its multiprocessors: 4 H200s reach 3.95 times the
+# tokens/s of one (LoRA on an fp8 base, benchmarks/LOG.md)
+BESIDE = 0.013
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
 # shape at 4 rows (adapters.json); fused and compiled ones are guessed from LOG.md's profiles
 LAUNCH = {
@@ -67,6 +70,8 @@ class Step(NamedTuple):
     halves: float  # share of the layers whose gate and up alone are made again
     processes: int
     flat: bool  # documents end to end
+    by: plan_launch.Sharding = plan_launch.DDP  # of several processes
+    base: float = 0.0  # bytes of all weights, as they are gathered where they are divided
 
 
 def rates_of(name: str, attention: str, step: Step) -> Rates | None:
@@ -134,11 +139,31 @@ def seconds(
     busy = sum(parts.values())
     parts["launch gaps"] = max(0.0, launch - busy)
     if step.processes > 1:
-        sent = 4 * has.trained * 2 * (step.processes - 1) / step.processes / rates.link
-        hidden = 0.0 if step.passes > 1 else base / 2  # beside backward
-        parts["communication"] = (max(0.0, sent - hidden) + 0.013 * busy * step.passes) / step.passes
+        parts["communication"] = (
+            waited(step, has.trained, busy, base / 2, one.layers, rates.link) / step.passes
+        )
     made = {name: value * step.passes for name, value in parts.items()}
     return {**made, "rank allocation": ALLOCATION * len(has.names)} if has.allocates else made
+
+
+def waited(step: Step, trained: int, busy: float, backward: float, layers: int, link: float) -> float:
+    """Seconds of an optimizer step that computing waits for other GPUs.
+
+    DDP sums adapters' gradients when the last backward is through, but for what fits beside that of a single
+    pass. Gathered layers come while the ones before them run: a wait is what that does not cover, and the
+    first layer of each pass, which nothing covers.
+
+    Args:
+        busy: seconds of a pass; `backward`: of its products in backward.
+        link: bytes/s that leave a GPU.
+    """
+    gathers, sums = plan_launch.sent(step.by, step.processes, step.base, trained, step.passes)
+    own = BESIDE * busy * step.passes
+    if not step.by.weights:
+        hidden = 0.0 if step.passes > 1 and not step.by.states else backward * step.passes
+        return max(0.0, sums / link - hidden) + gathers / link + own
+    first = gathers / 2 / layers / link
+    return max(first, (gathers + sums) / link - busy * step.passes) + own
 
 
 def passes(

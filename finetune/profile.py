@@ -1,14 +1,15 @@
-"""`finetune profile`: one traced step of a recipe: where the time goes, in one sentence what to do about it.
+"""`finetune profile`: a traced step of a recipe: where the time goes, in one sentence what to do about it.
 
     finetune profile recipes/quickstart.yaml          # DIR/trace.json is for chrome://tracing or Perfetto
 
-The run is an ordinary one, cut short: after a warm-up some steps are timed as they are, then one is traced,
-and nothing is saved. Time waited for data is of the timed steps, all else of the traced one.
+The run is an ordinary one, cut short: after a warm-up some steps are timed as they are, then one is traced
+(three on the CPU), and nothing is saved. Time waited for data is of the timed steps, all else of the traced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware
     from finetune.recipe import Recipe
 
-WARM, TIMED = 3, 4  # steps before the traced one
+WARM, TIMED = 2, 3  # steps before the traced ones
+TRACED = {"cpu": 3, "cuda": 1}  # on the CPU several, so that an operation has others to be compared with
 ENOUGH = 0.05  # of a step, from which something is worth a sentence
 USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # of a step: the loop's own, whatever the batch
 # Kinds of GPU kernels and of CPU operations by their names, in this order
@@ -48,6 +50,7 @@ OPERATIONS = (
 )
 SOFTMAX = re.compile(r"aten::_softmax|aten::_softmax_backward_data")
 OVERHEAD = 5e-6  # seconds to call an operation under the CPU's profiler, in which nothing is computed
+INTERRUPTED = 5e-4  # seconds beyond three times the usual, of an operation whose thread lost the CPU
 
 
 class Traced(Exception):
@@ -86,6 +89,10 @@ class Trace(TrainerCallback):
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def own(self) -> float:
+        """Seconds of the traced step: on the CPU those this thread ran, not those another process took."""
+        return self.now() if self.cuda else time.thread_time()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model: Any = kwargs["model"]
         self.attention = str(model.config.get_text_config()._attn_implementation).removeprefix("finetune_")
@@ -100,22 +107,23 @@ class Trace(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun = self.now()
-        if state.global_step > WARM:
+        if state.global_step > WARM and self.profiler is None:
             self.waits.append(self.begun - self.ended)
         if state.global_step == WARM + TIMED:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
             self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True, acc_events=True)
             self.profiler.start()
-            self.begun = self.now()
+            self.traced = self.own()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.ended = self.ended, self.now()
         if self.profiler is not None:
-            self.traced = self.ended - self.begun
-            self.profiler.stop()
-            raise Traced
-        if state.global_step > WARM:
+            if state.global_step == WARM + TIMED + TRACED["cuda" if self.cuda else "cpu"]:
+                self.traced = self.own() - self.traced
+                self.profiler.stop()
+                raise Traced
+        elif state.global_step > WARM:
             self.steps.append(self.ended - before)
 
 
@@ -160,7 +168,11 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     machine = hardware.detect()
     whole = recipe.load(path, overrides)
     compiled = plan.make(whole, machine, 1).choices["compile"].value == "on"  # as in a run of full length
-    cut = {"train.max_steps": WARM + TIMED + 2, "train.warmup_steps": 0, "train.report_to": "none"}
+    cut = {
+        "train.max_steps": WARM + TIMED + max(TRACED.values()) + 1,
+        "train.warmup_steps": 0,
+        "train.report_to": "none",
+    }
     cut |= {"train.logging_steps": 1, "eval.every": "null", "publish.repo": "null"}
     cut |= {"speed.compile": str(compiled).lower(), "train.output_dir": tempfile.mkdtemp(dir=folder) + "/run"}
     dropped = {*cut, "train.num_train_epochs"}
@@ -184,19 +196,37 @@ def shares(trace: Trace) -> dict[str, float]:
     """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed."""
     waited = statistics.median(trace.waits) / statistics.median(trace.steps)
     spent: dict[str, float] = dict.fromkeys(("products", "attention", "memory-bound", "communication"), 0.0)
-    for event in trace.profiler.events():
-        on_gpu = str(event.device_type).endswith("CUDA")
-        if on_gpu != trace.cuda or not (on_gpu or "::" in event.name):
-            continue
-        seconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        spent[kind_of(event, KERNELS if on_gpu else OPERATIONS)] += max(
-            0.0, seconds / 1e6 - (0.0 if on_gpu else OVERHEAD)
-        )
+    for event, seconds in computed(trace):
+        spent[kind_of(event, KERNELS if trace.cuda else OPERATIONS)] += seconds
     rest = 1 - waited
     found = {name: rest * seconds / trace.traced for name, seconds in spent.items()}
     over = max(1.0, sum(found.values()) / rest)  # kernels of several streams run at once
     found = {name: share / over for name, share in found.items()}
     return {**found, "data wait": waited, "launch gaps": max(0.0, rest - sum(found.values()))}
+
+
+def computed(trace: Trace) -> list[tuple[Any, float]]:
+    """Kernels of the traced step, or operations of the CPU, and seconds that each computed.
+
+    The CPU's profiler gives times of the clock. One of an operation that took far longer than others of its
+    name and shapes held a wait for the CPU, which another process had: theirs is taken.
+    """
+    if trace.cuda:
+        kernels = [e for e in trace.profiler.events() if str(e.device_type).endswith("CUDA")]
+        return [(event, event.self_device_time_total / 1e6) for event in kernels]
+    alike: dict[tuple[str, int], list[tuple[Any, float]]] = {}
+    for event in trace.profiler.events():
+        if "::" in event.name:
+            numbers = sum(math.prod(shape) for shape in event.input_shapes or [] if shape)
+            times = alike.setdefault((event.name, numbers.bit_length()), [])
+            times.append((event, event.self_cpu_time_total / 1e6))
+    found = []
+    for times in alike.values():
+        usual = statistics.median_low(seconds for _, seconds in times)
+        for event, seconds in times:
+            own = usual if seconds > 3 * usual + INTERRUPTED else seconds
+            found.append((event, max(0.0, own - OVERHEAD)))
+    return found
 
 
 def kind_of(event: Any, kinds: tuple[tuple[str, str], ...]) -> str:

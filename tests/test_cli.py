@@ -39,7 +39,9 @@ def test_the_surface() -> None:
         "train": sorted([*common, "--accelerate", "--resume", "--until", "recipe", "overrides"]),
         "check": sorted([*common, "--prove-resume", "--preflight", "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
-        "plan": sorted([*common, "recipe", "overrides", "--gpu", "--gpus", "--price-per-hour"]),
+        "plan": sorted(
+            [*common, "recipe", "overrides", "--accelerate", "--gpu", "--gpus", "--price-per-hour"]
+        ),
         "profile": sorted([*common, "recipe", "overrides", "--output"]),
         "ablate": sorted([*common, "recipe", "overrides", "--ladder", "--output"]),
         "evaluate": sorted([*common, "run", "overrides", "--tasks"]),

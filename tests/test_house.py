@@ -39,7 +39,6 @@ LAYERS = (
     ),
     ("run_folder", "screen", "adapter_source", "plots", "estimate", "architecture", "checkpoint"),
     ("speed",),
-    ("fit",),
     (
         "data",
         "model",
@@ -58,6 +57,7 @@ LAYERS = (
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("measured",),
     ("ablate_table",),
+    ("plan_launch",),
     ("plan_memory", "plan_time"),
     ("harness", "check"),
     ("results",),

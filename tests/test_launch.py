@@ -21,12 +21,12 @@ from finetune import (
     checkpoint,
     cli,
     evaluate,
-    fit,
     hardware,
     launch_config,
     launch_env,
     launch_receipts,
     optimizers,
+    plan,
     recipe,
     run_folder,
     verify,
@@ -286,28 +286,31 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "storage", "rank", "machine", "chosen"),
+    ("shape", "given", "machine", "chosen"),
     [
-        ("8b", "bf16", 16, H100, "ddp_8"),
-        ("8b", "fp32", None, H100, "fsdp2_8"),
-        ("70b", "bf16", 16, H200, "fsdp2_8"),
-        ("70b", "fp8", 16, H200, "ddp_8"),
-        ("70b", "fp8", 16, H100, "fsdp2_8_quantised"),
-        ("70b", "nf4", 16, H100, "ddp_8"),
+        ("8b", ("speed.base=bf16",), H100, "ddp_8"),
+        ("8b", ("adapter.type=full",), H100, "fsdp2_8"),
+        ("70b", ("speed.base=bf16",), H200, "fsdp2_8"),
+        ("70b", ("speed.base=fp8",), H200, "ddp_8"),
+        ("70b", ("speed.base=fp8",), H100, "fsdp2_8_quantised"),
+        ("70b", ("adapter.type=qlora",), H100, "ddp_8"),
     ],
 )
 def test_the_base_is_split_only_where_it_does_not_fit(
-    shape: str, storage: str, rank: int | None, machine: Hardware, chosen: str
+    shape: str, given: tuple[str, ...], machine: Hardware, chosen: str, tmp_path
 ) -> None:
-    need = fit.needs(of(shape), storage, rank, 8192, recompute=True)
-    name, reason = fit.choose(need, machine)
+    """The plan says which, and it is the one that `finetune train` starts."""
+    of(shape).save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a few words"}\n' * 9)
+    asked = [f"model.name={tmp_path}/model", f"data.name={tmp_path}/rows.jsonl", "data.validation=null"]
+    asked += ["data.format=text", "data.train_on=all", "adapter.type=lora", "data.max_length=8192"]
+    asked += ["train.effective_batch_size=8", "train.per_device_train_batch_size=1", *given]
+    loaded = recipe.load(QUICKSTART, [*asked, *given])
+    made = plan.make(loaded, machine, 8)
+    name, reason = made.choices["launch"]
     assert name == chosen and "8 GPUs" in reason and ("DDP" if name == "ddp_8" else "FSDP2") in reason
-
-
-def test_an_estimate_is_what_the_weights_are() -> None:
-    assert fit.needs(of("8b"), "bf16", 16, 8192, recompute=True).base == pytest.approx(14.96, abs=0.01)
-    full = fit.needs(of("8b"), "fp32", None, 8192, recompute=True)
-    assert full.base + full.trained == pytest.approx(16 * 8.03e9 / 2**30, rel=0.001)
+    assert made.fits and made.by.weights == (name != "ddp_8")
+    assert f"{made.peak:.0f} GiB" in reason
 
 
 FAILS = """

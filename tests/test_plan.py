@@ -25,6 +25,7 @@ from finetune import (
     model,
     plan,
     plan_changes,
+    plan_launch,
     plan_memory,
     plan_time,
     recipe,
@@ -215,6 +216,69 @@ def test_more_gpus_share_a_step(large) -> None:
     assert (one.batch.accumulation, eight.batch.accumulation, eight.processes) == (8, 1, 8)
     assert 6 < (eight.tokens_per_second or 0) / (one.tokens_per_second or 1) <= 8
     assert "communication" in eight.parts and "communication" not in one.parts
+
+
+def test_four_h200_share_a_step_as_they_were_measured(large) -> None:
+    """LoRA on an fp8 base under DDP: 21,287 tokens/s on one H200, 84,119 on four (a prototype's)."""
+    one, four = (planned(large, f"train.effective_batch_size={4 * n}", count=n) for n in (1, 4))
+    assert four.choices["base"].value == "fp8" and four.choices["launch"].value == "ddp_8"
+    assert (four.tokens_per_second or 0) / (one.tokens_per_second or 1) == pytest.approx(
+        84119 / 21287, rel=0.02
+    )
+    assert four.sent[0] == 2 * 4 * four.trained * 3 / 4  # adapters' gradients alone, in fp32
+    assert four.phases["step"]["weights"] == one.phases["step"]["weights"]
+
+
+def test_what_does_not_fit_whole_is_divided_and_gathered(large) -> None:
+    """Full fine-tuning of 8B: weights and states lie on eight GPUs, two layers are whole at once."""
+    full = ("adapter.type=full", "train.effective_batch_size=8", "data.max_length=2048")
+    one, eight = (planned(large, *full, gpu="h100-80gb", count=count) for count in (1, 8))
+    assert not one.fits and eight.fits and eight.by == plan_launch.FSDP2
+    for kind in ("weights", "optimizer"):
+        assert eight.phases["step"][kind] == pytest.approx(one.phases["step"][kind] / 8)
+    layer = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) / 2**30
+    ends = 2 * 2 * 128256 * 4096 / 2**30
+    assert eight.phases["step"]["buffers"] == pytest.approx(ends + (2 + 2) * layer, rel=0.3)
+    parameters = one.trained
+    assert eight.sent[0] == pytest.approx((2 * 2 + 4) * parameters * 7 / 8, rel=0.001)
+
+
+def test_gathering_waits_where_the_link_is_slow(large) -> None:
+    split = ("speed.base=bf16", "train.effective_batch_size=8")
+    fast, slow = (
+        plan.make(recipe.load(large, split), *plan.planned_machine(gpu, 8), by=plan_launch.FSDP2)
+        for gpu in ("h100-80gb", "h100-pcie")
+    )
+    assert fast.sent[0] == slow.sent[0] == pytest.approx(2 * 2 * 8.03e9 * 7 / 8, rel=0.01)
+    assert fast.choices["fused"].value == "off" and "FSDP2 splits" in fast.choices["fused"].reason
+    shares = [made.parts["communication"] / (made.step_seconds or 1) for made in (fast, slow)]
+    assert shares[0] < 0.1 < shares[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "by", "halves"),
+    [
+        ("ddp_4", plan_launch.DDP, (1, 1)),
+        ("fsdp2_8", plan_launch.FSDP2, (8, 8)),
+        ("zero2_8", plan_launch.ZERO[2], (1, 8)),
+        ("zero3_8", plan_launch.ZERO[3], (8, 8)),
+    ],
+)
+def test_an_accelerate_config_says_how_it_is_divided(
+    config: str, by: plan_launch.Sharding, halves: tuple[int, int]
+) -> None:
+    found, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    assert found._replace(precision="") == by and processes == int(config[-1])
+    share = plan_launch.share(found, processes, 1.0)
+    assert (share.weights, share.states) == halves and share.gathered == (halves[0] > 1)
+
+
+def test_a_launch_that_is_not_planned_is_refused(large, capsys) -> None:
+    asked = ["plan", str(large), "--gpu", "h200", "--accelerate"]
+    assert cli.main([*asked, "fsdp2_8_offload"]) == 2
+    assert "such a launch is not planned" in capsys.readouterr().err
+    assert cli.main([*asked, "zero2_8", "train.effective_batch_size=8"]) == 0
+    assert "ZeRO-2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:

@@ -35,7 +35,7 @@ PLANTED = {
     "data": (["train.effective_batch_size=4"], [SlowLoader()], "waits for data"),
     "batch": (["train.effective_batch_size=1"], [], "too small a batch"),
     "attention": (
-        ["train.effective_batch_size=1", "data.packing=true", "data.max_length=512", "model.attention=eager"],
+        ["train.effective_batch_size=2", "data.packing=true", "data.max_length=384", "model.attention=eager"],
         [],
         "eager attention takes",
     ),
@@ -57,17 +57,17 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
 
 
 def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
-    given = [
-        *small,
-        f"model.name={two_layers}",
-        "eval.general=false",
-        "eval.max_new_tokens=1",
-        "eval.samples=0",
-    ]
-    given += ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_size=2"]
+    given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.general=false"]
+    given += ["eval.samples=0"]
+    given += ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_size=8"]
+    waited = {}
     for name, watchers in (("slow", [SlowLoader()]), ("fast", [])):
         loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / name}"])
-        train.run(loaded, quiet=True, watchers=watchers)
+        run = train.run(loaded, quiet=True, watchers=watchers)
+        waited[name] = [
+            json.loads(line)["data_wait"] for line in (run.path / "metrics.jsonl").read_text().splitlines()
+        ]
+    assert min(waited["slow"]) > 0.05 and len(waited["slow"]) == 3 and waited["fast"][-1] < 0.5
     assert "steps waited for data" in (tmp_path / "slow" / "log.txt").read_text()
     assert "steps waited for data" not in (tmp_path / "fast" / "log.txt").read_text()
 

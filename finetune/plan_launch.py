@@ -1,0 +1,130 @@
+"""How several GPUs share a training: what each of them holds, what they send each other, and why so.
+
+Of n GPUs in a ring, a sum over all (all-reduce) sends 2 (n - 1) / n of a tensor from each; a gathering
+(all-gather), or a sum of which each keeps its part (reduce-scatter), half. FSDP2 and ZeRO-3 gather all
+weights for forward and again for backward: Rajbhandari et al., ZeRO (2020), section 7.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune import launch_config
+from finetune.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CODED = ("fp8", "nf4", "fp4")  # stored in codes, which FSDP2 splits by a config of its own
+WHOLE_LAYERS = 2  # that are gathered at once: the one that runs, and the next
+
+
+class Sharding(NamedTuple):
+    """How a launch divides a training."""
+
+    name: str
+    """Empty: one process."""
+    weights: bool = False
+    """Each process holds a part of the weights, and gathers a layer while it runs."""
+    states: bool = False
+    """Each holds a part of gradients and optimizer state."""
+    half: bool = False
+    """DeepSpeed: weights in 16 bits, what trains has a copy in fp32 beside the optimizer's moments."""
+    precision: str = ""
+    """The launch's mixed_precision; empty: the machine's."""
+    frozen_fp8: bool = False
+    """mixed_precision: fp8 without a backend: a frozen base in fp8."""
+
+
+ONE, DDP, FSDP2 = Sharding(""), Sharding("DDP"), Sharding("FSDP2", True, True)
+ZERO = {2: Sharding("ZeRO-2", states=True, half=True), 3: Sharding("ZeRO-3", True, True, half=True)}
+
+
+class Share(NamedTuple):
+    """What one process holds of a whole."""
+
+    weights: int = 1
+    """In how many parts they lie; as with the states, each process has one."""
+    states: int = 1
+    half: bool = False
+    gathered: float = 0.0
+    """GiB of weights that are whole for a while: two layers, and what is outside of layers."""
+    buckets: bool = False
+    """Gradients are summed in a copy (DDP)."""
+
+
+def of_config(path: Path) -> tuple[Sharding, int]:
+    """How an accelerate config divides a training, and its number of processes.
+
+    Raises:
+        UserError: not a config, or a kind of launch that is not planned (exit 2).
+    """
+    given: dict[str, Any] = launch_config.read(path)
+    count, asked = int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
+    kind, known = str(given.get("distributed_type") or "NO"), {"NO": ONE, "MULTI_GPU": DDP, "FSDP": FSDP2}
+    stage = int((given.get("deepspeed_config") or {}).get("zero_stage", 0))
+    found = ZERO.get(stage) if kind == "DEEPSPEED" else known.get(kind)
+    offloads = "offload_params: true" in str(given.get("fsdp_config")).replace("'", "").lower()
+    offloads |= "cpu" in (given.get("deepspeed_config") or {}).values()
+    if found is None or offloads or given.get("parallelism_config"):
+        what, expected = "such a launch is not planned", "one process, DDP, FSDP2, ZeRO-2 or ZeRO-3"
+        shown = "offloading" if offloads else f"{kind} {stage or ''}".strip()
+        raise UserError(Problem(what, "--accelerate", str(path), found=shown, expected=expected))
+    precision = "bf16" if asked == "fp8" else asked
+    frozen = asked == "fp8" and not given.get("fp8_config")
+    return (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen), count
+
+
+def share(by: Sharding, processes: int, gathered: float) -> Share:
+    """What one of so many processes holds; `gathered`: GiB, where weights are divided."""
+    weights, states = processes if by.weights else 1, processes if by.states else 1
+    return Share(weights, states, by.half, gathered if by.weights else 0.0, by.name == "DDP")
+
+
+def sent(by: Sharding, processes: int, base: float, trained: int, passes: int) -> tuple[float, float]:
+    """Bytes that leave each GPU in an optimizer step: before the sums of gradients, and those sums.
+
+    Args:
+        base: bytes of all weights as they are gathered.
+        trained: numbers that train; gradients are summed in fp32, by DeepSpeed in 16 bits.
+        passes: forward and backward passes of a step. DDP sums in the last one; divided gradients are
+            summed in each.
+    """
+    part = (processes - 1) / processes
+    size = 2 if by.half else 4
+    if by.weights:
+        return 2 * base * part * passes, size * trained * part * passes
+    if by.states:  # each gathers the weights that others have moved
+        return 2 * trained * part, size * trained * part * passes
+    return 0.0, 2 * size * trained * part
+
+
+def config_name(by: Sharding, storage: str) -> str:
+    """The shipped config of a launch that was chosen: for all GPUs of a machine, however many."""
+    if by.weights:
+        return "fsdp2_8_quantised" if storage in CODED else "fsdp2_8"
+    return "ddp_8" if by.name else "single_gpu"
+
+
+def reason(count: int, memory: float, whole: float, split: float | None, usable: float, storage: str) -> str:
+    """Why each GPU holds the whole base, or a part of it.
+
+    Each GPU with the whole base exchanges an adapter's gradients alone, a few MB a step; splitting the base
+    (FSDP2, ZeRO-3) moves all of it over the wires in each pass, so it is for what does not fit.
+
+    Args:
+        memory: GiB of a GPU; `usable` of it.
+        whole: GiB that training takes with the base whole on each GPU.
+        split: with a part of it on each; `None`: not asked.
+        storage: of the base, where it is split.
+    """
+    text = f"{count} GPUs: training needs about {whole:.0f} GiB of a GPU's {memory:.0f}"
+    if split is None:
+        return f"{text}, so each holds the whole base (DDP)"
+    text += f" with the whole base on it, so it is split: {split:.0f} GiB each (FSDP2)"
+    if split > usable:
+        other = (
+            "adapter.type=qlora" if storage in CODED else "speed.base=fp8, or --accelerate fsdp2_8_offload"
+        )
+        text += f"; that may not fit either: {other}"
+    return text
