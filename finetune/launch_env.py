@@ -153,7 +153,7 @@ def leave(code: int) -> int:
 
     torch ends them while the interpreter does, and the launcher ends the other ranks only when this one has.
     """
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     started = code and torch and torch.distributed.is_available() and torch.distributed.is_initialized()
     if started and "nccl" in torch.distributed.get_backend_config():
         sys.stdout.flush()
