@@ -115,6 +115,15 @@ def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> No
     assert "256 MB" in found[1].error and child.process.pid != before
 
 
+def test_a_process_that_something_else_ended_is_begun_again() -> None:
+    encoder = encoder_of(tokenizer_with(bundled.read_template("chatml")))
+    before = encoder.render([example(TURNS)])
+    child = render._child(os.getpid())
+    child.process.kill()
+    child.process.wait()
+    assert encoder.render([example(TURNS)]) == before and before[0]
+
+
 def test_more_text_than_the_child_holds_at_once_is_sent_in_portions() -> None:
     content = "word " * 400_000
     chats: list[tuple[Any, Any]] = [

@@ -96,6 +96,8 @@ class Child:
         return answers
 
     def _exchange(self, head: str, chats: list[str]) -> list[Any] | None:
+        if self.process.poll() is not None:  # ended by something else than a chat, since the last question
+            self._restart()
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin and stdout
         try:
