@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import DATA, QUICKSTART, receipts
+from conftest import DATA, QUICKSTART, ROOT, metrics, receipts
 
 from finetune import check, checkpoint, cli, nested, prove, recipe, resume, state
 from finetune import train as training
@@ -213,6 +213,101 @@ def test_what_differs_must_match_or_is_named(straight, stopped_after, train, tmp
     assert "train.logging_steps" in log and "now 2" in log and "goes on after step 3" in log
     resolved = tmp_path / "lora-3" / "recipe.resolved.yaml"
     assert cli.main(["train", str(resolved), "--resume", "--until=5", "--quiet"]) == 75  # what `auto` became
+
+
+MUST = [
+    "adapter.type",
+    "adapter.r",
+    "adapter.lora_alpha",
+    "adapter.target_modules",
+    "data.columns",
+    "data.format",
+    "data.max_length",
+    "data.packing",
+    "data.padding_free",
+    "data.reasoning",
+    "data.role_map",
+    "data.shuffle_buffer",
+    "data.split",
+    "data.streaming",
+    "data.too_long",
+    "data.train_on",
+    "eval.best",
+    "eval.keep_best",
+    "model.add_tokens",
+    "model.attention",
+    "speed.base",
+    "speed.compile",
+    "speed.fused",
+    "speed.loss",
+    "speed.offload",
+    "speed.recompute",
+    "train.effective_batch_size",
+    "train.learning_rate",
+    "train.lr_scheduler_type",
+    "train.max_steps",
+    "train.seed",
+    "train.warmup_steps",
+    "precision",
+    "device",
+    "processes",
+    "steps",
+    "rows",
+    "accumulation",
+    "tokenizer",
+]
+MUST += ["chat template", "data: content", "storage of the base"]
+MAY = [
+    "data.expect",
+    "data.name",
+    "data.validation",
+    "eval.general",
+    "eval.samples",
+    "eval.tasks",
+    "hardware",
+    "model.name",
+    "publish.samples",
+    "train.logging_steps",
+    "train.save_strategy",
+    "train.skip_nonfinite",
+    "versions.torch",
+    "versions.python",
+]
+
+
+def test_no_difference_is_silent(straight) -> None:
+    """Every key of a recipe and every fact, changed alone: refused by name, or named; and which is which."""
+    kept = checkpoint.read_json(straight("lora").path / "checkpoints" / "step-3", checkpoint.CONTRACT)
+    kept["chosen"] = {}
+    refused, named = set[str](), set[str]()
+    for part in ("recipe", "facts"):
+        for key, value in kept[part].items():
+            for other in (f"not {value}", None):  # another value; a key that is there in one of them alone
+                now = {**kept, part: {**kept[part], key: other}}
+                try:
+                    (said,) = resume.compare(kept, now, Path("step-3"))
+                    named.add(key)
+                except UserError as error:
+                    said = str(error)
+                    assert error.code == 4
+                    refused.add(key)
+                assert key in said
+    assert set(MUST) <= refused and set(MAY) <= named and not refused & named
+    assert len(refused | named) > 60
+
+
+def test_a_kept_checkpoint_of_format_1_goes_on(train, two_layers, tmp_path) -> None:
+    """Made when format 1 was the only one (AdaLoRA, while it prunes): later formats still read it."""
+    kept, folder = ROOT / "tests" / "golden" / "format-1", tmp_path / "kept"
+    shutil.copytree(kept / "step-2", folder / "checkpoints" / "step-2")
+    given = ["adapter.type=adalora", "adapter.r=2", "adapter.target_modules=[q_proj]", "adapter.tinit=1"]
+    given += ["adapter.lora_dropout=0.1", "adapter.tfinal=1", "train.max_steps=4", "train.warmup_steps=1"]
+    given += ["train.effective_batch_size=4", "train.per_device_train_batch_size=2", "data.validation=null"]
+    given += ["train.learning_rate=5e-3", "data.max_length=128", f"data.name={kept}/rows.jsonl"]
+    given += ["eval.samples=0", "train.save_strategy=no", f"train.output_dir={folder}"]
+    train(*given, "--resume", "--until=4", code=75)
+    losses = [line["loss"] for line in metrics(RunFolder(folder))]
+    assert losses == pytest.approx([5.509415149688721, 5.386411666870117], abs=1e-5), "of steps 3 and 4"
 
 
 def test_another_base_is_refused_before_anything_is_changed(
