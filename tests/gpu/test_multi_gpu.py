@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -121,6 +122,23 @@ def test_a_rank_that_hangs_ends_all_with_a_message(name: str, small: Any, tmp_pa
     )  # fmt: skip
     assert done.returncode == 5, done.stderr[-4000:]
     assert "did not answer in time" in done.stderr[-1500:] or "does not answer in time" in done.stderr[-1500:]
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize("name", ["ddp_2", "fsdp2_8"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_two_gpus_go_on_from_a_checkpoint(name: str, kind: str, small: Any, tmp_path: Path) -> None:
+    """What FSDP splits is gathered whole, and divided again."""
+    config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    line = ["accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "-m", "finetune"]
+    given = [f"adapter.type={kind}", "train.learning_rate=1e-3", "train.save_steps=3"]
+    straight, folder = run(line, given, small, tmp_path / "straight"), tmp_path / "again"
+    shutil.copytree(straight.path / "checkpoints" / "step-3", folder / "checkpoints" / "step-3")
+    shutil.copy(straight.path / "metrics.jsonl", folder)
+    again = run(line, [*given, "--resume"], small, folder)
+    for a, b in zip(metrics(straight), metrics(again), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+    whole(straight, again)
 
 
 def test_the_choice_for_this_machine_is_ddp_for_a_small_base(small: Any, tmp_path: Path) -> None:
