@@ -31,6 +31,7 @@ bench: .venv/installed-dev
 schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py
 	$(BIN)/python scripts/make_optimizations.py
+	$(BIN)/python scripts/make_tables.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'

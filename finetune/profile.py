@@ -1,6 +1,9 @@
 """`finetune profile`: a traced step of a recipe: where the time goes, in one sentence what to do about it.
 
     finetune profile recipes/quickstart.yaml          # DIR/trace.json is for chrome://tracing or Perfetto
+    nsys profile finetune profile recipes/quickstart.yaml      # on a GPU: forward, backward, optimizer
+
+On a GPU DIR/memory.pickle holds each allocation of the traced step, for pytorch.org/memory_viz.
 
 The run is an ordinary one, cut short: after a warm-up some steps are timed as they are, then one is traced
 (three on the CPU), and nothing is saved. Time waited for data is of the timed steps, all else of the traced.
@@ -22,7 +25,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from finetune import check, hardware, launch, plan, recipe, train
+from finetune import (
+    architecture,
+    check,
+    estimate,
+    gpus,
+    hardware,
+    launch,
+    measure,
+    plan,
+    plan_memory,
+    recipe,
+    train,
+)
 from finetune.errors import Problem, UserError
 from finetune.scoring import memory_errors
 from finetune.screen import Screen
@@ -70,6 +85,10 @@ class Profile(NamedTuple):
     verdict: str
     lever: str
     trace: Path
+    roofline: tuple[float, str] | None = None
+    """Share of the machine's peak that products reach, and which peak; `None`: not known."""
+    memory: Path | None = None
+    """A snapshot of the GPU's allocations; `None` on the CPU."""
 
 
 class Trace(TrainerCallback):
@@ -80,7 +99,8 @@ class Trace(TrainerCallback):
         self.ended = self.begun = self.traced = 0.0
         self.waits: list[float] = []
         self.steps: list[float] = []
-        self.tokens = self.real = 0
+        self.tokens = self.real = self.computed = self.scored = 0
+        self.ranges: list[Any] = []
         self.profiler: Any = None
         self.attention = ""
 
@@ -97,10 +117,35 @@ class Trace(TrainerCallback):
         model: Any = kwargs["model"]
         self.attention = str(model.config.get_text_config()._attn_implementation).removeprefix("finetune_")
         model.register_forward_pre_hook(self.count, with_kwargs=True)
+        model.register_forward_pre_hook(lambda *_: self.enter("forward"))
+        model.register_forward_hook(lambda *_: self.enter("backward"))
+
+    def enter(self, name: str) -> None:
+        """Begin a range of the traced step, the one before it being over: in the trace, and for nsys."""
+        if self.profiler is not None:
+            self.leave()
+            self.ranges = [torch.profiler.record_function(name)]
+            self.ranges += [torch.cuda.nvtx.range(name)] if self.cuda else []
+            for part in self.ranges:
+                part.__enter__()
+
+    def leave(self) -> None:
+        while self.ranges:
+            self.ranges.pop().__exit__(None, None, None)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.enter("optimizer")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.leave()
 
     def count(self, module: Any, given: Any, inputs: dict[str, Any]) -> None:
         """Tokens of a batch, and those that are not padding."""
-        if self.profiler is None and "input_ids" in inputs:
+        if self.profiler is not None and "input_ids" in inputs:
+            size, labels = inputs["input_ids"].numel(), inputs.get("labels")
+            self.computed += size
+            self.scored += size if labels is None else int((labels != -100).sum())
+        elif "input_ids" in inputs:
             self.tokens += inputs["input_ids"].numel()
             mask = inputs.get("attention_mask")
             self.real += inputs["input_ids"].numel() if mask is None else int(mask.sum())
@@ -113,6 +158,8 @@ class Trace(TrainerCallback):
             kinds = [torch.profiler.ProfilerActivity.CPU]
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
             self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True, acc_events=True)
+            if self.cuda:
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
             self.profiler.start()
             self.traced = self.own()
 
@@ -120,6 +167,7 @@ class Trace(TrainerCallback):
         before, self.ended = self.ended, self.now()
         if self.profiler is not None:
             if state.global_step == WARM + TIMED + TRACED["cuda" if self.cuda else "cpu"]:
+                self.leave()
                 self.traced = self.own() - self.traced
                 self.profiler.stop()
                 raise Traced
@@ -185,11 +233,52 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     rank = int(os.environ.get("RANK", "0"))
     file = folder / (f"trace-{rank}.json" if rank else "trace.json")
     trace.profiler.export_chrome_trace(str(file))
+    memory = snapshot(file.with_name(file.name.replace("trace", "memory")).with_suffix(".pickle"), trace.cuda)
     shutil.rmtree(Path(cut["train.output_dir"]).parent)
     found = shares(trace)
     padding = 1 - trace.real / max(1, trace.tokens)
-    verdict, lever = judge(found, padding, trace.attention, whole, machine)
-    return Profile(statistics.median(trace.steps), found, padding, trace.attention, verdict, lever, file)
+    reached = roofline(trace, whole, machine)
+    verdict, lever = judge(found, padding, trace.attention, whole, machine, reached)
+    seconds = statistics.median(trace.steps)
+    return Profile(seconds, found, padding, trace.attention, verdict, lever, file, reached, memory)
+
+
+def snapshot(path: Path, cuda: bool) -> Path | None:
+    """Write what was allocated while the step was traced, by torch's own format; nothing on the CPU."""
+    if not cuda:
+        return None
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return path
+
+
+def roofline(trace: Trace, whole: Recipe, machine: Hardware) -> tuple[float, str] | None:
+    """Share of a peak that the traced products reach: FLOPs by the plan's arithmetic, over their time.
+
+    The head is counted for tokens with a loss; layers that run again are not. The peak is what `finetune
+    doctor --measure` found, or the data sheet's; of a CPU that was not measured, it is timed now (0.3 s).
+    `None`: of a GPU that is not in the table, or a model whose products are not known.
+    """
+    found = architecture.read(whole.model)
+    has = plan_memory.adapted(whole.adapter, whole.model, found, 100)
+    full, one = whole.adapter.type == "full", estimate.widths(found.config)
+    each, head = plan.flops(found, has, full), (6.0 if full else 4.0) * one.vocabulary * one.hidden
+    work = (each - head) * trace.computed + head * trace.scored
+    kinds = KERNELS if trace.cuda else OPERATIONS
+    seconds = sum(seconds for event, seconds in computed(trace) if kind_of(event, kinds) == "products")
+    known, gpu = measure.read(machine.name), gpus.of_device(machine.name)
+    fp8 = trace.cuda and any("fp8" in event.name or "e4m3" in event.name for event, _ in computed(trace))
+    if found.unknown or not seconds:
+        return None
+    if known and known.get("fp8" if fp8 else "product"):
+        peak, source = known["fp8" if fp8 else "product"], "measured by `finetune doctor --measure`"
+    elif gpu:
+        peak, source = gpu.fp8 if fp8 else gpu.bf16, "of its data sheet"
+    elif not trace.cuda:
+        peak, source = ceiling(), "timed now with a large product"
+    else:
+        return None
+    return work / seconds / peak, f"{peak / 1e12:,.3g} TFLOP/s{' in fp8' * fp8}, {source}"
 
 
 def shares(trace: Trace) -> dict[str, float]:
@@ -209,16 +298,16 @@ def computed(trace: Trace) -> list[tuple[Any, float]]:
     """Kernels of the traced step, or operations of the CPU, and seconds that each computed.
 
     The CPU's profiler gives times of the clock. One of an operation that took far longer than others of its
-    name and shapes held a wait for the CPU, which another process had: theirs is taken.
+    name and about its shapes held a wait for the CPU, which another process had: theirs is taken.
     """
     if trace.cuda:
         kernels = [e for e in trace.profiler.events() if str(e.device_type).endswith("CUDA")]
         return [(event, event.self_device_time_total / 1e6) for event in kernels]
-    alike: dict[tuple[str, int], list[tuple[Any, float]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[Any, float]]] = {}
     for event in trace.profiler.events():
         if "::" in event.name:
-            numbers = sum(math.prod(shape) for shape in event.input_shapes or [] if shape)
-            times = alike.setdefault((event.name, numbers.bit_length()), [])
+            about = [[size.bit_length() for size in shape] for shape in event.input_shapes or []]
+            times = alike.setdefault((event.name, str(about)), [])
             times.append((event, event.self_cpu_time_total / 1e6))
     found = []
     for times in alike.values():
@@ -238,8 +327,24 @@ def kind_of(event: Any, kinds: tuple[tuple[str, str], ...]) -> str:
     )
 
 
+def ceiling(seconds: float = 0.3, width: int = 1024) -> float:
+    """FLOP/s of a large square product on this CPU, in fp32: the best of many, by this thread's own time."""
+    x, weight = torch.randn(width, width), torch.randn(width, width)
+    best, until = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < until or best == math.inf:
+        begun = time.thread_time()
+        torch.nn.functional.linear(x, weight)
+        best = min(best, time.thread_time() - begun)
+    return 2.0 * width**3 / best
+
+
 def judge(
-    found: dict[str, float], padding: float, attention: str, whole: Recipe, machine: Hardware
+    found: dict[str, float],
+    padding: float,
+    attention: str,
+    whole: Recipe,
+    machine: Hardware,
+    reached: tuple[float, str] | None = None,
 ) -> tuple[str, str]:
     """One sentence of verdict and the next lever: where most time could be had back.
 
@@ -262,7 +367,8 @@ def judge(
         lever = (
             "speed.base: fp8" if gpu and machine.capability >= hardware.FP8_CAPABILITY else "a faster machine"
         )
-        return f"products and attention take {share:.0%} of the step: nothing large is in their way", lever
+        text = f"products and attention take {share:.0%} of the step: nothing large is in their way"
+        return text + (f"; products reach {reached[0]:.0%} of {reached[1]}" if reached else ""), lever
     several = "train.dataloader_num_workers: 2"
     prepared = "a stream is read while training: data.streaming: false" if whole.data.streaming else several
     said = {
@@ -298,4 +404,8 @@ def show(screen: Screen, found: Profile) -> None:
     ]
     screen.table(f"a step of {found.seconds:.3f} s", ("part", "share", "ms"), rows)
     screen.say(f"padding: {found.padding:.1%} of the tokens; attention: {found.attention}")
+    known = f"{found.roofline[0]:.0%} of {found.roofline[1]}" if found.roofline else "not known here"
+    screen.say(f"roofline: products reach {known}")
+    held = f"{found.memory}, for pytorch.org/memory_viz" if found.memory else "none on the CPU"
+    screen.say(f"memory snapshot: {held}")
     screen.say("", f"verdict: {found.verdict}", f"next: {found.lever}", f"wrote {found.trace}")

@@ -52,7 +52,9 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
     assert found.shares["products"] > 0.02 and found.attention == (
         "eager" if planted == "attention" else "sdpa"
     )
-    assert json.loads(found.trace.read_text())["traceEvents"]
+    traced = json.loads(found.trace.read_text())["traceEvents"]
+    assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in traced}
+    assert found.roofline and 0.01 < found.roofline[0] < 1.5 and "timed now" in found.roofline[1]
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
@@ -77,6 +79,7 @@ def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys)
     assert cli.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert "verdict:" in text and "next:" in text and "padding:" in text and "launch gaps" in text
+    assert "roofline: products reach" in text and "memory snapshot: none on the CPU" in text
     assert (tmp_path / "out" / "trace.json").exists()
 
 
@@ -86,6 +89,8 @@ def test_a_verdict_is_about_what_could_be_had_back() -> None:
     whole = recipe.load(QUICKSTART)
     verdict, lever = profile.judge(even, 0.0, "flash_attention_4", whole, GPU)
     assert "nothing large is in their way" in verdict and "fp8" in lever
+    near = profile.judge(even, 0.0, "flash_attention_4", whole, GPU, (0.71, "989 TFLOP/s, of its data sheet"))
+    assert near[0].endswith("products reach 71% of 989 TFLOP/s, of its data sheet")
     assert "padding" in profile.judge(even, 0.4, "flash_attention_4", whole, GPU)[0]
     talk = {**even, "communication": 0.3, "products": 0.45}
     assert "between processes" in profile.judge(talk, 0.0, "flash_attention_4", whole, GPU)[0]
