@@ -69,7 +69,8 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
         if launch.precision == "fp16":
             what = "fp16's loss scaler does not see gradients that are in the CPU's memory"
             problems.append(Problem(what, "speed.offload", found=offload, fix=f"speed.offload: {without}"))
-    if launch.splitter == "FSDP" and _OF_BITSANDBYTES.search(optim):  # ZeRO hands it plain tensors
+    split = launch.splitter == "FSDP" and not _OF_TORCHAO.fullmatch(optim)
+    if split and _OF_BITSANDBYTES.search(optim):  # ZeRO hands it plain tensors
         what = "FSDP of the launch splits tensors that bitsandbytes' kernels take whole"
         low = "adamw_torch_8bit" if _LOW_BITS.search(optim) else DEFAULT
         problems.append(Problem(what, "train.optim", found=optim, fix=f"optim: {low}; or ddp_8.yaml"))
