@@ -217,8 +217,8 @@ def test_what_differs_must_match_or_is_named(straight, stopped_after, train, tmp
 
 MUST = {
     "adapter.": "type r lora_alpha target_modules",
-    "data.": "columns format max_length packing padding_free reasoning role_map shuffle_buffer split streaming "
-    "too_long train_on",
+    "data.": "columns format max_length packing padding_free reasoning role_map shuffle_buffer split "
+    "streaming too_long train_on",
     "model.": "add_tokens attention",
     "speed.": "base compile fused loss offload recompute",
     "train.": "effective_batch_size learning_rate lr_scheduler_type max_steps seed warmup_steps",
