@@ -16,7 +16,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     if tensor.shape != shape(tensor):
-        from deepspeed.runtime.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
+        from deepspeed.runtime.zero import GatheredParameters  # pyright: ignore[reportMissingImports]  (extra)
 
         with GatheredParameters([tensor]):
             return tensor.detach().clone()
