@@ -190,9 +190,11 @@ def launch(job: Job, *, tiny: bool = False) -> dict[str, Any]:
     recipe.write_text(RECIPE.format(model=job.model, data=job.data, folder=folder, **sizes))
     shutil.rmtree(folder, ignore_errors=True)
     log, started = job.out / f"{key}.log", time.perf_counter()
-    devices = ",".join(map(str, range(job.gpus)))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": str(ROOT)}
-    environment |= dict(job.row.variables)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")  # of which the first: x1 rows can run side by side
+    devices = seen.split(",") if seen else [*map(str, range(job.gpus))]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    given = {"CUDA_VISIBLE_DEVICES": ",".join(devices[: job.gpus]), "PYTHONPATH": paths}
+    environment = {**os.environ, **given, **dict(job.row.variables)}
     with log.open("w") as file:
         line = command(job, recipe.resolve(), tiny=tiny)
         code = subprocess.run(

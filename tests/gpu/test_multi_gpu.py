@@ -58,6 +58,9 @@ CASES = [
                  ("fp8 layers", "fp8_config.fp8_format"), marks=[needs_fp8, needs_te]),
 ]  # fmt: skip
 STEPS = 6
+PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+# On a port that is free, so that tests can run side by side: pytest -n 8
+LAUNCH = ("accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2")
 
 
 def overrides(small: tuple[str, str], folder: Path, *given: str) -> list[str]:
@@ -69,7 +72,7 @@ def overrides(small: tuple[str, str], folder: Path, *given: str) -> list[str]:
 def run(line: list[str], recipe: list[str], small: Any, folder: Path, **variables: str) -> RunFolder:
     """`finetune train` in processes of their own, by this launcher."""
     given = ["train", str(QUICKSTART), *overrides(small, folder, *recipe), "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FINETUNE_TIMEOUT_SECONDS": "120", **variables}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "FINETUNE_TIMEOUT_SECONDS": "120", **variables}
     done = subprocess.run(
         [sys.executable, "-m", *line, *given], env=environment, cwd=ROOT, capture_output=True, text=True,
         timeout=400, check=False,
@@ -78,7 +81,6 @@ def run(line: list[str], recipe: list[str], small: Any, folder: Path, **variable
     return RunFolder(folder)
 
 
-@pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize(("name", "recipe", "allowed", "wanted"), CASES)
 def test_two_gpus_learn_what_one_does(
     name: str, recipe: list[str], allowed: float, wanted: tuple[str, ...], small: Any, tmp_path: Path
@@ -88,7 +90,7 @@ def test_two_gpus_learn_what_one_does(
         alone.append("speed.base=fp8")
     one = run(["finetune"], alone, small, tmp_path / "one", CUDA_VISIBLE_DEVICES="0")
     config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
-    line = ["accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "-m", "finetune"]
+    line = [*LAUNCH, "--config_file", config, "-m", "finetune"]
     two = run(line, recipe, small, tmp_path / "two")
     found = {receipt["option"]: receipt for receipt in two.read("receipts.json")}
     assert all(receipt["ok"] for receipt in found.values()) and found.keys() >= {"processes", *wanted}
@@ -108,14 +110,13 @@ def whole(one: RunFolder, two: RunFolder) -> None:
     assert all(tensor.numel() and tensor.any() for tensor in saved.values())
 
 
-@pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize("name", ["ddp_2", "fsdp2_8"])
 def test_a_rank_that_hangs_ends_all_with_a_message(name: str, small: Any, tmp_path: Path) -> None:
     """Within the timeout, NCCL's minute and the launcher's half: by gloo's error, or by NCCL's watchdog."""
     config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
-    line = [sys.executable, "-m", "finetune.launch", "--config_file", config, "--num_processes", "2"]
+    line = [sys.executable, "-m", "finetune.launch", *LAUNCH[1:], "--config_file", config]
     given = ["-m", "finetune", "train", str(QUICKSTART), *overrides(small, tmp_path / "run"), "--quiet"]
-    own = {"PYTHONPATH": str(ROOT), "FINETUNE_TIMEOUT_SECONDS": "30", "FINETUNE_FAULT": "step:3:hang"}
+    own = {"PYTHONPATH": PATHS, "FINETUNE_TIMEOUT_SECONDS": "30", "FINETUNE_FAULT": "step:3:hang"}
     done = subprocess.run(
         [*line, *given], env={**os.environ, **own}, cwd=ROOT, capture_output=True, text=True, timeout=300,
         check=False,
@@ -124,13 +125,12 @@ def test_a_rank_that_hangs_ends_all_with_a_message(name: str, small: Any, tmp_pa
     assert "did not answer in time" in done.stderr[-1500:] or "does not answer in time" in done.stderr[-1500:]
 
 
-@pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize("name", ["ddp_2", "fsdp2_8"])
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_two_gpus_go_on_from_a_checkpoint(name: str, kind: str, small: Any, tmp_path: Path) -> None:
     """What FSDP splits is gathered whole, and divided again."""
     config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
-    line = ["accelerate.commands.launch", "--config_file", config, "--num_processes", "2", "-m", "finetune"]
+    line = [*LAUNCH, "--config_file", config, "-m", "finetune"]
     given = [f"adapter.type={kind}", "train.learning_rate=1e-3", "train.save_steps=3"]
     straight, folder = run(line, given, small, tmp_path / "straight"), tmp_path / "again"
     shutil.copytree(straight.path / "checkpoints" / "step-3", folder / "checkpoints" / "step-3")
@@ -147,7 +147,7 @@ def test_the_choice_for_this_machine_is_ddp_for_a_small_base(small: Any, tmp_pat
     batch = f"train.effective_batch_size={8 * torch.cuda.device_count()}"
     given = overrides(small, tmp_path / "all", batch, "train.max_steps=1")
     done = subprocess.run(
-        [*line, *given], env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True,
+        [*line, *given], env={**os.environ, "PYTHONPATH": PATHS}, cwd=ROOT, capture_output=True,
         text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
