@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
+import multiprocessing
 import os
 import re
 import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -160,9 +163,18 @@ class Schedule(TrainerCallback):
         self.complete = kept["complete"]
 
 
-def deaf(prepare: Any, worker: int) -> None:
-    """Begin a loader's worker that signals to the whole group do not end: the run still reads from it."""
+def keep_workers(prepare: Any) -> Any:
+    """What begins loader workers that signals to the whole group do not end: the run still reads from them.
+
+    When this process ends they may: Python sends them SIGTERM and waits, without an end, until they are gone.
+    """
+    over = multiprocessing.RawValue("b")
+    atexit.register(setattr, over, "value", 1)
+    return partial(_kept_worker, over, prepare)
+
+
+def _kept_worker(over: Any, prepare: Any, worker: int) -> None:
     for number in signals.ENDING:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: os._exit(0) if over.value else None)
     if prepare:
         prepare(worker)

@@ -251,7 +251,7 @@ class Trainer(SFTTrainer):
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
-        inner.worker_init_fn = partial(stopping.deaf, inner.worker_init_fn)
+        inner.worker_init_fn = stopping.keep_workers(inner.worker_init_fn)
         return loader
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -20,6 +20,27 @@ from finetune import arguments, checkpoint, cli, prove, publish, recipe, signals
 from finetune.errors import UserError
 from finetune.sections import Train
 
+# A loader's worker that does not leave by itself, as one that waits for more to read
+WAITING = """
+import multiprocessing, os, signal, time
+from finetune import stopping
+
+def work(begin, ready):
+    begin(0)
+    ready.set()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    ready = multiprocessing.Event()
+    begin = stopping.keep_workers(None)
+    worker = multiprocessing.Process(target=work, args=(begin, ready), daemon=True)
+    worker.start()
+    ready.wait()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+    worker.join(0.5)
+    print("alive" if worker.is_alive() else "ended", flush=True)
+"""
 SHORT = ["train.max_steps=6", "adapter.lora_dropout=0.1", "train.save_total_limit=null"]
 
 
@@ -254,3 +275,14 @@ def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, c
     assert random_states.tensors == 4  # torch's and numpy's, of two ranks
     train(*given, f"train.output_dir={resumed}", "--resume", code=4)
     assert "processes" in capsys.readouterr().err
+
+
+def test_a_loader_s_worker_outlives_signals_but_not_its_run(tmp_path) -> None:
+    """torch 2.11 leaves workers that persist to the end of Python, which waits for each."""
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=45, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr
