@@ -63,6 +63,7 @@ WHOLE = ("speed.compile=true", "speed.recompute=none")
 SMALL = ("speed.compile=true", "speed.recompute=all")
 HALF = ("speed.compile=true", "speed.recompute=mlp")
 OFFLOADED = ("speed.compile=true", "speed.offload=activations")
+FULL = ("adapter.type=full", "train.learning_rate=1e-5", "train.save_strategy=no")
 ATTENTION = "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
 ROWS = {
     "lora-bf16": Row(("speed.base=bf16", *WHOLE)),
@@ -85,7 +86,7 @@ ROWS = {
     "1b-fp8": Row(("speed.base=fp8", *WHOLE), "1b-bf16"),
     "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),
     "lora-fp8-packed": Row(("speed.base=fp8", "data.packing=true", *WHOLE), packed=True),
-    "full-bf16": Row(("adapter.type=full", "train.learning_rate=1e-5", *WHOLE), layers=8),
+    "full-bf16": Row((*FULL, *WHOLE), layers=8),
     "70b-fp8": Row(("speed.base=fp8", "speed.compile=true", ATTENTION), "70b-fp8", length=8192, batch=1),
     "cap-24": Row(("speed.compile=true",), length=2048, batch=8, cap_gib=24),
     "cap-48": Row(("adapter.type=qlora", "speed.compile=true"), "70b-nf4", length=2048, batch=1, cap_gib=48),

@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu import ATTENTION, RECIPE, WARM, failure
+from gpu import ATTENTION, FULL, RECIPE, WARM, failure
 
 RESULTS = Path(__file__).with_name("multi_gpu.json")
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,6 @@ class Row(NamedTuple):
 WHOLE = ("speed.compile=true", "speed.recompute=none")
 LONG = ("speed.compile=true", "speed.base=fp8")
 LARGE = ("speed.compile=true", ATTENTION)
-FULL = ("adapter.type=full", "train.learning_rate=1e-5")
 ROWS = {
     "lora-bf16": Row("ddp_8", ("speed.base=bf16", *WHOLE)),
     "lora-fp8": Row("8xh100_fp8", WHOLE),

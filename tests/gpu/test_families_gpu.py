@@ -54,12 +54,12 @@ def model(family: str, stored: str, dora: bool) -> Any:
 def test_largest_shapes(family: str, stored: str, dora: bool) -> None:
     """Compiled whole, on PEFT's own gradients to what 16 and 8 bits allow (as in test_kernels_gpu)."""
     made = model(family, stored, dora)
-    loss, gradients = step(made)
+    loss, gradients = step(made, 4096)
     fused = Fused(made, decoder_layers(made))
     assert not fused.left and fused.mlps == 2
     torch._dynamo.reset()
     for layer in decoder_layers(made):
         layer.compile(fullgraph=True)
-    ours, our_gradients = step(made)
+    ours, our_gradients = step(made, 4096)
     assert abs(ours - loss) < 2e-2
     assert apart(our_gradients, gradients) < (0.06 if stored == "bf16" else 0.25)
