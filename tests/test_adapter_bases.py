@@ -78,6 +78,6 @@ def test_a_quantised_base_trains_through_the_command(storage: str, train, two_la
 
 
 def test_torchao_s_tensors_keep_their_own_products(train, two_layers, capsys) -> None:
-    """Their layer is torch's own, only the weight is not: nothing else tells that it can't be laid together."""
+    """Their layer is torch's own, only the weight is not: no other sign that it can't be laid together."""
     train("speed.base=torchao_int8", f"model.name={two_layers}", "speed.fused=true", code=3)
     assert "14 by PEFT: the base is stored as Int8Tensor" in capsys.readouterr().err

@@ -219,7 +219,7 @@ def obstacle(layer: Any) -> str:
     if type(base) not in (nn.Linear, fp8.Fp8Linear) and not four_bit.is_four_bit(base):
         return f"the base is stored as {type(base).__name__}"
     if type(base.weight) not in (torch.Tensor, nn.Parameter) and not four_bit.is_four_bit(base):
-        return f"the base is stored as {type(base.weight).__name__}"  # torchao's: a tensor with products of its own
+        return f"the base is stored as {type(base.weight).__name__}"  # torchao's own tensors
     if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TYPES):
         return f"{type(layer).__module__.split('.')[-2]} has a forward of its own"
     if four_bit.is_four_bit(base) and (found := four_bit.obstacle(base)):
