@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 if TYPE_CHECKING:
@@ -38,11 +39,20 @@ def sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
+def give_back(model: torch.nn.Module) -> None:
+    """Undo what a forward without a backward leaves under FSDP2: parameters of the outermost modules whole, as
+    copies in the precision that products have (bf16), where what trains is in fp32."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gathered(model: Any) -> dict[str, torch.Tensor] | None:
     """What rank 0 saves of a split model, on the CPU: of an adapter what trains. `None`: the model is whole.
 
     All processes call it; on the others the tensors are empty.
     """
+    give_back(model)
     if not sharded(model):
         return None
     main = torch.distributed.get_rank() == 0

@@ -158,7 +158,7 @@ def _run(
         add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
         with stop.later(), contextlib.closing(writer):
             train(trainer, recipe.adapter, validating, found, ledger)
-            live = verify.remember(adapted, dataset, setup.hardware.device == "cpu")
+            live = verify.remember(adapted, dataset, setup)
             save(adapted, tokenizer, folder, initial)
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()

@@ -17,15 +17,17 @@ from finetune.errors import Exit, UserError
 from finetune.speed import fp8_base
 
 if TYPE_CHECKING:
+    from finetune.hardware import Setup
     from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
 
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
 ROUNDED = 5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
-# Relative, of logits of an adapter that was taken out of the base's weights, which are rounded without it in
-# training and with it afterwards; what was trained is compared bit for bit all the same
-REBASED = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# Relative, of logits of weights that training rounds otherwise: an adapter that was taken out of the base's
+# weights, which have it in them afterwards; what FSDP gathers in 16 bits, norms and adapters in fp32 too. What
+# was trained is compared bit for bit all the same
+ROUNDED_TO = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Live(NamedTuple):
@@ -41,19 +43,21 @@ class Live(NamedTuple):
     """Largest relative difference of logits; 0: bit for bit."""
 
 
-def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
+def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
     """What the saved weights must reproduce: the trained tensors, and the logits of the first rows.
 
-    Args:
-        exact: the same operations run in the same order when it is reopened, so not a bit may differ.
+    On a CPU the same operations run in the same order when it is reopened, so not a bit may differ.
     """
+    exact, split = setup.hardware.device == "cpu", setup.launch.sharded and setup.launch.precision != "no"
     rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
     by_torchao = any(type(module).__name__ == "Float8Linear" for module in adapted.modules())
     if not exact and (by_torchao or getattr(adapted, "quantization_method", None) == fp8_base.METHOD):
         bound = ROUNDED
     if adapter_init.rebases(adapted):
-        bound = max(bound, REBASED[adapted.get_input_embeddings().weight.dtype])
+        bound = max(bound, ROUNDED_TO[adapted.get_input_embeddings().weight.dtype])
+    if split:
+        bound = max(bound, ROUNDED_TO[getattr(torch, setup.compute_dtype)])
     config: Any = adapted.config
     base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
     shapes = {name: shards.shape(tensor) for name, tensor in _to_save(adapted).items()}
@@ -64,6 +68,7 @@ def remember(adapted: Any, dataset: Any, exact: bool) -> Live:
 
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
     """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
+    shards.give_back(adapted)
     return {
         name: model.fingerprint({name: shards.in_fp32(p)}) for name, p in adapters.trainable(adapted).items()
     }
@@ -94,6 +99,7 @@ def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
     Where a saved one is larger, the trained one is its first part: PiSSA and its kin come back as [A | A0]
     and [B | -B0], less their beginning.
     """
+    shards.give_back(adapted)
     named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
     for name, shape in shapes.items():
         if name in named and len(shards.shape(named[name])) == len(shape):
