@@ -40,8 +40,8 @@ def sharded(model: torch.nn.Module) -> bool:
 
 
 def give_back(model: torch.nn.Module) -> None:
-    """Undo what a forward without a backward leaves under FSDP2: parameters of the outermost modules whole, as
-    copies in the precision that products have (bf16), where what trains is in fp32."""
+    """Undo what a forward without a backward leaves under FSDP2: the outermost modules' parameters whole, as
+    copies in the precision of products (bf16), where what trains is in fp32."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

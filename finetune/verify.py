@@ -25,7 +25,7 @@ PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights 
 TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
 ROUNDED = 5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
 # Relative, of logits of weights that training rounds otherwise: an adapter that was taken out of the base's
-# weights, which have it in them afterwards; what FSDP gathers in 16 bits, norms and adapters in fp32 too. What
+# weights, which have it in them afterwards; all that FSDP gathers in 16 bits, norms and adapters too. What
 # was trained is compared bit for bit all the same
 ROUNDED_TO = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

@@ -124,6 +124,20 @@ def test_the_adapters_tables_are_what_was_measured() -> None:
         assert table(rows) in (ROOT / page).read_text(), f"{page}: adapters.py --table"
 
 
+def test_the_table_of_speed_on_several_gpus_is_made_from_its_measurements() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import multi_gpu
+    finally:
+        sys.path.pop(0)
+    measured = json.loads(multi_gpu.RESULTS.read_text())
+    assert multi_gpu.table(measured) in (ROOT / "benchmarks" / "README.md").read_text()
+    rates = {name: row["tokens_per_second"] for name, row in measured.items()}
+    bf16, fp8 = (rates[f"lora-{base} x2"] / rates[f"lora-{base} x1"] for base in ("bf16", "fp8"))
+    assert f"{bf16:.2f} (bf16) and {fp8:.2f} (fp8 base) times" in README
+    assert f"[{rates['lora-fp8 x2']:,.0f} tokens/s]" in README
+
+
 def test_the_table_of_speed_on_a_gpu_is_made_from_its_measurements() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
