@@ -13,6 +13,7 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 *-recomputed   every layer recomputed, for little memory
 *-small        and their inputs kept in the CPU's memory
 *-mlp          norms and gate and up made again
+*-mlp-small    and all else that layers keep in the CPU's memory
 1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
 lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
 full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
@@ -82,6 +83,8 @@ ROWS = {
     "lora-fp8-mlp": Row(("speed.base=fp8", *HALF)),
     "lora-bf16-small": Row(("speed.base=bf16", *OFFLOADED)),
     "lora-fp8-small": Row(("speed.base=fp8", *OFFLOADED)),
+    "lora-bf16-mlp-small": Row(("speed.base=bf16", *HALF, "speed.offload=activations")),
+    "lora-fp8-mlp-small": Row(("speed.base=fp8", *HALF, "speed.offload=activations")),
     "1b-bf16": Row(("speed.base=bf16", *WHOLE), "1b-bf16"),
     "1b-fp8": Row(("speed.base=fp8", *WHOLE), "1b-bf16"),
     "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),

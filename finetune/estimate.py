@@ -270,7 +270,10 @@ def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
         return plan.kept, plan.kept
     half = plan.norms + (0.0 if recompute == "cheap" else plan.mlps)  # of layers that are not whole
     if recompute in ("cheap", "mlp"):
-        return plan.kept - half, plan.kept - half + half / layers
+        kept = plan.kept - half
+        if not plan.entry:  # offloaded: of one layer that computes, one that leaves and one that comes
+            kept = min(kept, 3 * kept / layers)
+        return kept, kept + half / layers
     count = int(recompute.split()[0])
     each = (plan.kept - half) / layers if count < layers else plan.kept / layers
     kept = (layers - count) * each + count * plan.entry

@@ -212,8 +212,8 @@ class Speed(Section):
     layers, beside that of the others. `auto` takes the least that fits."""
     offload: Literal["none", "activations", "optimizer", "all"] = "none"
     """What a GPU keeps in the CPU's memory. `activations`: the inputs of recomputed layers, so of all where
-    `recompute` is auto; costs next to no time. `optimizer`: AdamW's state, which steps on the CPU; for
-    `full`, as an adapter's is small."""
+    `recompute` is auto, which costs next to no time; under `recompute: mlp` all that layers keep, at PCIe's
+    speed. `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's is small."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy of a frozen head in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

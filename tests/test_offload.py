@@ -6,23 +6,32 @@ import weakref
 import pytest
 import torch
 from conftest import MODEL, QUICKSTART, metrics, receipts
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from finetune import cli, optimizers
+from finetune.hardware import Choice
 from finetune.receipts import Ledger
 from finetune.sections import Speed
 from finetune.speed import apply, offload
 
+ADAPTERS = {
+    "lora": lambda: LoraConfig(r=16, target_modules="all-linear"),
+    "dora": lambda: LoraConfig(r=16, target_modules="all-linear", use_dora=True),
+    "ia3": lambda: IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
 
 def model_of(kind: str):
     """Two layers of the embedded model in fp32: `full`, or LoRA on all linear layers."""
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     model.model.layers = model.model.layers[:2]
-    return model if kind == "full" else get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    return model if kind == "full" else get_peft_model(model, ADAPTERS[kind]())
 
 
 def batches(model, number: int) -> list[torch.Tensor]:
@@ -67,6 +76,69 @@ def test_inputs_that_left_and_came_back_change_nothing(kind: str, recomputed: in
     assert not ledger.receipts[-1].ok
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
+    """Norms and MLPs are made again, what is left leaves: inputs, attention's q, k, v and output."""
+    model = model_of(kind)
+    layers = apply.decoder_layers(model)
+    apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
+    plain = gradients(model)
+    ledger = Ledger()
+    apply.add_recompute(model, layers, 0, ledger, mlps=True)
+    made = offload.Activations(layers, model.device)
+    assert_same(plain, gradients(model))
+    one = 2 * 32 * model.config.hidden_size * 4  # bytes of a layer's input
+    assert made.out == made.back == 4 and made.bytes >= 4 * 4 * one
+    weights = [p for layer in layers for p in layer.parameters() if p.numel() * 4 > one]
+    assert weights and all(made.stays(weight, 1) for weight in weights)
+    made.add_receipt(2, ledger)
+    ledger.check()
+
+
+# torch 2.13's own, when its decompositions are imported (torch/jit/_script.py)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_made_again_is_not_kept_when_compiled(again: bool) -> None:
+    """A compiler sees that forward and backward make the same product, and would keep it."""
+    model, saved = model_of("lora"), list[torch.Size]()
+    layers = apply.decoder_layers(model)[:1]
+    apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
+    plain = gradients(model)
+    apply.add_recompute(model, layers, 0, Ledger(), mlps=again)
+    layers[0].compile(backend="aot_eager_decomp_partition")
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses, found = gradients(model)
+    both = 2 * model.config.intermediate_size
+    assert any(shape == (64, both) for shape in saved) is not again
+    assert losses == pytest.approx(plain[0], rel=1e-6)
+    for name, gradient in plain[1].items():
+        assert torch.allclose(gradient, found[name], atol=1e-5), name
+
+
+def test_a_pass_that_failed_leaves_nothing() -> None:
+    model = model_of("lora")
+    layers = apply.decoder_layers(model)
+    apply.add_recompute(model, layers, len(layers), Ledger())
+    made = offload.Activations(layers, model.device)
+    right = gradients(model)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    hook = layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(model)
+    hook.remove()
+    made.restart()
+    assert_same(right, gradients(model))
+    assert made.out == made.back == 4
+
+
 def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
     model = model_of("lora")
     layers = apply.decoder_layers(model)
@@ -84,10 +156,11 @@ def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
     ids = batches(model, 1)[0]
     loss = model.train()(input_ids=ids, labels=ids).loss
     entries = [one() for one in kept if isinstance(one(), offload.Kept)]
-    assert len(entries) == 2 and entries[1].before() is entries[0] and entries[0].before is None
+    first, second = (entry.owner for entry in entries)
+    assert second.before() is first and first.before is None
     loss.backward()
     assert all(entry.arriving is None for entry in entries) and not made.leaving
-    del entries, loss
+    del entries, loss, first, second
     gc.collect()
     assert not any(isinstance(one(), offload.Kept) for one in kept)
 

@@ -43,7 +43,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         add_recompute(model, layers, count, ledger, mlps=whole and recompute.value != "cheap")
     if speed.offload in ("activations", "all"):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
-        Activations([layer for layer in layers if layer.gradient_checkpointing], device)
+        chosen = [one for one in layers if one.gradient_checkpointing or recompute.value == "mlp"]
+        Activations(chosen, device)
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
         torch._dynamo.utils.counters.clear()

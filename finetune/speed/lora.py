@@ -291,8 +291,8 @@ class _GatedMlp(torch.autograd.Function):
         kept, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
         grad, first = grads[0].contiguous(), stored[: ctx.count]
         if ctx.again and len(first) > 2:  # dequantised once for both products
-            first = (ops.dequantise(list(first), grad.dtype),)
-        gu = product(kept, first) if ctx.again else kept
+            first = (ops.dequantise(list(first), grad.dtype, grad),)
+        gu = product(ops.later(kept, grad), first) if ctx.again else kept
         dh = input_gradient(grad, stored[ctx.count :])
         dt_down = None if a_down is None else grad @ b_down
         db_down = None if a_down is None else grad.t() @ t_down

@@ -1,8 +1,10 @@
-"""Less GPU memory for the CPU's: inputs of recomputed layers, and the optimizer's state.
+"""Less GPU memory for the CPU's: what backward keeps of layers, and the optimizer's state.
 
 Of a recomputed layer nothing but its input is kept until backward: tokens x hidden, 2 bytes a number in
 bf16. These inputs are what is offloaded (as Unsloth does; TRL's `activation_offloading` moves all that
-backward keeps, 20 times as much, at PCIe's speed). Copies run on a stream of their own, beside the layers.
+backward keeps, 20 times as much, at PCIe's speed). Under `recompute: mlp` it is what is left without norms
+and MLPs, 4 to 6 times a layer's input: more to copy, less to compute again. Copies run on a stream of their
+own, beside the layers.
 """
 
 from __future__ import annotations
@@ -22,92 +24,136 @@ if TYPE_CHECKING:
 
     from finetune.receipts import Ledger
 
-LEAVING = 1  # inputs whose copies forward does not wait for; each is GPU memory
+LEAVING = 1  # passes whose copies forward does not wait for; what they copy is GPU memory
+SMALL = 8  # what is less than this part of a layer's input stays: factors of adapters, attention's sums
 
 
 class Kept:
-    """A layer's input in CPU memory, and on its way back."""
+    """A tensor in CPU memory, and on its way back."""
 
-    def __init__(self, host: Tensor, like: Tensor, before: Kept | None) -> None:
-        self.host, self.device = host, like.device
-        self.before = weakref.ref(before) if before else None  # whose turn in backward is next
+    def __init__(self, host: Tensor, device: torch.device, owner: Pass) -> None:
+        self.host, self.device, self.owner = host, device, owner
         self.arriving: Tensor | None = None
-        self.arrived: Any = None  # the event of that copy
+
+
+class Pass:
+    """One pass through a layer: what it keeps in CPU memory, which lives as long as autograd holds it."""
+
+    def __init__(self, least: int, before: Pass | None) -> None:
+        self.least = least  # numbers of a tensor that leaves
+        self.before = weakref.ref(before) if before else None  # whose turn in backward is next
+        self.kept: list[weakref.ref[Kept]] = []
+        self.leaving: list[Tensor] = []  # GPU memory that copies still read
+        self.gone: Any = None  # the event of the last copy
+        self.arrived: Any = None  # that of the last copy back
+        self.asked = False
 
 
 class Activations:
-    """Keeps the inputs of recomputed layers in CPU memory, pinned where they come from a GPU.
+    """Keeps what backward needs of layers in CPU memory, pinned where it comes from a GPU.
 
-    Around each layer's checkpoint, which saves the layer's input through the hooks that it stands in and all
-    else through its own. The layer itself, compiled or not, is not touched, and what comes back is what left,
-    bit for bit: loss and gradients are those of `offload: none`.
+    Around each layer's call: of a checkpointed layer the checkpoint saves the input through the hooks that it
+    stands in and all else through its own; of another all large tensors pass. The layer itself, compiled or
+    not, is not touched, and what comes back is what left, bit for bit: loss and gradients are those of
+    `offload: none`.
 
-    In backward the input of the layer that comes next is fetched while a layer is computed: two inputs are
-    on the GPU at a time, whatever the number of layers.
+    In backward what the layer that comes next needs is fetched while a layer is computed: that of two layers
+    is on the GPU at a time, whatever their number.
     """
 
     def __init__(self, layers: list[Any], device: torch.device) -> None:
-        self.layers, self.gpu = len(layers), torch.get_device_module(device)
+        self.layers, self.gpu = layers, torch.get_device_module(device)
         self.stream = self.gpu.Stream()
-        self.leaving: list[tuple[Tensor, Any]] = []
-        self.last: weakref.ref[Kept] | None = None
         self.restart()
         for layer in layers:
-            layer._gradient_checkpointing_func = partial(self.run, layer._gradient_checkpointing_func)
+            own = layer._gradient_checkpointing_func if layer.gradient_checkpointing else _straight
+            layer.gradient_checkpointing = True  # transformers calls the layer through what follows
+            layer._gradient_checkpointing_func = partial(self.run, own)
 
     def restart(self) -> None:
-        """Count from here on."""
-        self.out = self.back = self.bytes = self.pinned = 0
+        """Count from here on, and let go of what a pass that failed has left."""
+        self.out = self.back = 0  # passes
+        self.tensors = self.bytes = self.pinned = 0
+        self.leaving: list[Pass] = []
+        self.current: Pass | None = None
+        self.last: weakref.ref[Pass] | None = None
+        self.weights: set[int] | None = None  # where they lie: they stay
 
-    def run(self, checkpoint: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
-        """A layer's checkpoint, by transformers' own call."""
-        with saved_tensors_hooks(self.keep, self.give_back):
-            return checkpoint(layer, *inputs)
+    def run(self, around: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+        """A layer's call, by transformers' own."""
+        if self.weights is None:
+            held = (t for one in self.layers for t in (*one.parameters(), *one.buffers()))
+            self.weights = {tensor.untyped_storage().data_ptr() for tensor in held}
+        self.wait_for_leaving(LEAVING)
+        self.current = Pass(inputs[0].numel() // SMALL, self.last() if self.last else None)
+        try:
+            with saved_tensors_hooks(self.keep, self.give_back):
+                return around(layer, *inputs)
+        finally:
+            if self.current.kept:
+                self.out += 1
+                self.last = weakref.ref(self.current)
+                self.leaving.append(self.current)
+            self.current = None
 
     def keep(self, tensor: Tensor) -> Tensor | Kept:
-        """Start to copy a layer's input into CPU memory; masks and the like stay."""
-        if not tensor.is_floating_point() or not tensor.numel():
+        """Start to copy what a layer keeps into CPU memory; weights, masks and what is small stay."""
+        if self.current is None or self.stays(tensor, self.current.least):
             return tensor
-        self.wait_for_leaving(LEAVING)
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        owner, host = self.current, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self.stream.wait_stream(self.gpu.current_stream())
         with self.gpu.stream(self.stream):
             host.copy_(tensor, non_blocking=True)
-        kept = Kept(host, tensor, self.last() if self.last else None)
-        self.last = weakref.ref(kept)
-        self.leaving.append((tensor, self.mark()))
-        self.out, self.pinned = self.out + 1, self.pinned + host.is_pinned()
+        owner.leaving.append(tensor)
+        owner.gone = self.mark()
+        kept = Kept(host, tensor.device, owner)
+        owner.kept.append(weakref.ref(kept))
+        self.tensors, self.pinned = self.tensors + 1, self.pinned + host.is_pinned()
         self.bytes += host.nbytes
         return kept
 
+    def stays(self, tensor: Tensor, least: int) -> bool:
+        """Whether a tensor is small, a weight, or a part of another, which would hold its memory."""
+        if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.numel() < max(least, 1):
+            return True
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        return not dense or tensor.untyped_storage().data_ptr() in (self.weights or ())
+
     def give_back(self, kept: Tensor | Kept) -> Tensor:
-        """The input again, for its layer's backward; starts to fetch the one that comes after it."""
+        """What was kept, for its layer's backward; starts to fetch what the layer after it needs."""
         if not isinstance(kept, Kept):
             return kept
         self.wait_for_leaving(0)
+        owner = kept.owner
         if kept.arriving is None:
-            self.fetch(kept)
-        kept.arrived.wait(self.gpu.current_stream())
+            self.fetch(owner)
+        owner.arrived.wait(self.gpu.current_stream())
         tensor, kept.arriving = kept.arriving, None
-        before = kept.before() if kept.before else None
-        if before and before.arriving is None:
+        before = owner.before() if owner.before else None
+        if before and before.arrived is None:
             self.fetch(before)
-        self.back += 1
+        self.back, owner.asked = self.back + (not owner.asked), True
         assert tensor is not None
         return tensor
 
-    def fetch(self, kept: Kept) -> None:
+    def fetch(self, owner: Pass) -> None:
         """Start to copy back, into memory of the stream that computes, once that stream is here."""
-        kept.arriving = torch.empty_like(kept.host, device=kept.device)
+        coming = [kept for one in owner.kept if (kept := one()) and kept.arriving is None]
+        for kept in coming:
+            kept.arriving = torch.empty_like(kept.host, device=kept.device)
         self.stream.wait_stream(self.gpu.current_stream())
         with self.gpu.stream(self.stream):
-            kept.arriving.copy_(kept.host, non_blocking=True)
-        kept.arrived = self.mark()
+            for kept in coming:
+                assert kept.arriving is not None
+                kept.arriving.copy_(kept.host, non_blocking=True)
+        owner.arrived = self.mark()
 
     def wait_for_leaving(self, most: int) -> None:
-        """Let go of inputs whose copy is done: what computes waits for it (the CPU does not)."""
+        """Let go of what passes have copied: what computes waits for it (the CPU does not)."""
         while len(self.leaving) > most:
-            self.leaving.pop(0)[1].wait(self.gpu.current_stream())
+            gone = self.leaving.pop(0)
+            gone.gone.wait(self.gpu.current_stream())
+            gone.leaving.clear()
 
     def mark(self) -> Any:
         event = self.gpu.Event()
@@ -116,10 +162,16 @@ class Activations:
 
     def add_receipt(self, micro_batches: int, ledger: Ledger) -> None:
         """What left in the first step and came back."""
-        asked = self.layers * micro_batches
-        got = f"{self.out} out, {self.back} back, {self.bytes / 2**20:.1f} MiB, {self.pinned} pinned"
-        how = f"copies made in step 1: {self.layers} recomputed layers x {micro_batches} micro-batches"
-        ledger.add("speed.offload", f"{asked} inputs", got, how, ok=self.out == self.back == asked)
+        asked = len(self.layers) * micro_batches
+        got = f"{self.out} out, {self.back} back: {self.tensors} tensors, {self.bytes / 2**20:.1f} MiB"
+        how = f"copies made in step 1: {len(self.layers)} layers x {micro_batches} micro-batches"
+        ok = self.out == self.back == asked
+        ledger.add("speed.offload", f"{asked} passes", f"{got}, {self.pinned} pinned", how, ok=ok)
+
+
+def _straight(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """In a checkpoint's place, where the layer is not recomputed whole."""
+    return layer(*inputs)
 
 
 def of(model: torch.nn.Module) -> Activations | None:

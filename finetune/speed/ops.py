@@ -131,6 +131,18 @@ def _(stored: list[torch.Tensor], dtype: torch.dtype, after: object = None) -> t
     return stored[0].new_empty(rows, 2 * stored[0].shape[1], dtype=dtype)
 
 
+@torch.library.custom_op("finetune::later", mutates_args=(), schema="(Tensor x, Tensor after) -> Tensor")
+def later(x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """A copy of x that is there no earlier than `after`, in backward its gradient: so is what is computed from
+    it. A compiler that sees the same product in forward and backward would keep it instead."""
+    return x.clone()
+
+
+@later.register_fake
+def _(x: torch.Tensor, after: object) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def _dequantise(
     packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
