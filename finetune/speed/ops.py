@@ -133,8 +133,8 @@ def _(stored: list[torch.Tensor], dtype: torch.dtype, after: object = None) -> t
 
 @torch.library.custom_op("finetune::later", mutates_args=(), schema="(Tensor x, Tensor after) -> Tensor")
 def later(x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A copy of x that is there no earlier than `after`, in backward its gradient: so is what is computed from
-    it. A compiler that sees the same product in forward and backward would keep it instead."""
+    """A copy of x that is there no earlier than `after`, in backward its gradient; nor is what is computed of
+    it. A compiler that sees the same product in forward and backward would keep that instead."""
     return x.clone()
 
 
