@@ -60,6 +60,8 @@ class Trainer(SFTTrainer):
     batches: Any = 0
     """Digest of all batches of this process so far."""
     epoch_rng: Any = None
+    loader: Any = None
+    """torch's loader of the rows to train on."""
     sums: dict[str, Any]
     """What the loss has counted since the last log: tensors that are read then, not before."""
     micro_batches: rescue.MicroBatches
@@ -234,7 +236,11 @@ class Trainer(SFTTrainer):
             UserError: the same where none can be made (exit 5).
         """
         self.resumed = state.read(checkpoint) if checkpoint else None
-        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        try:
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            if self.loader is not None:
+                self.loader._iterator = None  # ends workers that persist
         self.resumed = None
         self.writer.wait()
         ranks.any_of(False)  # a rank that leaves earlier takes the others with it
@@ -252,6 +258,7 @@ class Trainer(SFTTrainer):
         loader: Any = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
         inner.worker_init_fn = stopping.keep_workers(inner.worker_init_fn)
+        self.loader = inner  # not left to the garbage: there queues are closed first, and torch waits 20 s
         return loader
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

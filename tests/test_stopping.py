@@ -1,5 +1,6 @@
 """Runs that end before their last step: signals, a time, a step, kill -9; and two ranks."""
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -16,7 +17,7 @@ import torch
 import two_ranks
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
-from finetune import arguments, checkpoint, cli, prove, publish, recipe, signals, state, stopping
+from finetune import arguments, checkpoint, cli, evaluate, prove, publish, recipe, signals, state, stopping
 from finetune.errors import UserError
 from finetune.sections import Train
 
@@ -286,3 +287,17 @@ def test_a_loader_s_worker_outlives_signals_but_not_its_run(tmp_path) -> None:
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=45, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "alive"), done.stderr
+
+
+def test_a_loader_s_workers_end_with_the_training(train, monkeypatch) -> None:
+    """Of a loader that garbage collection finds, queues are closed first: torch then waits 20 s."""
+    left: list[Any] = []
+    release = evaluate.release
+
+    def watched() -> None:
+        left.append(multiprocessing.active_children())
+        release()
+
+    monkeypatch.setattr(evaluate, "release", watched)
+    train("train.dataloader_num_workers=1", "train.dataloader_persistent_workers=true", "eval.samples=0")
+    assert left and not any(left)
