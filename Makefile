@@ -8,6 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
 
+test: export PYTHONDONTWRITEBYTECODE =# what is compiled once serves the many processes that the tests start
 test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone' -n 2 --dist worksteal

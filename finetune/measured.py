@@ -130,7 +130,7 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool)
     """`python -m finetune WORDS` in a fresh process; its exit code (negative: the signal that ended it)."""
     context: Any = multiprocessing.get_context("forkserver" if cpu else "spawn")
     if cpu:
-        context.set_forkserver_preload(["finetune.train"])
+        context.set_forkserver_preload(["finetune.warm"])
     process = context.Process(target=_command, args=(words, log, environment))
     kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 2)  # what libraries say while they are imported

@@ -92,6 +92,11 @@ def keep_what_is_imported() -> None:
     gc.freeze()
 
 
+def pytest_collection_finish() -> None:
+    """What the tests import themselves, too."""
+    gc.freeze()
+
+
 @pytest.fixture
 def train(tmp_path: Path, small: tuple[str, str], two_layers: Path) -> Callable[..., RunFolder]:
     """`train(*overrides, name="run", code=0)`: the quickstart by the command, cut short, on two layers."""

@@ -10,7 +10,6 @@ def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "same.jsonl").write_text("\n".join(lines) + "\n\n")
     run = train(
-        "model.name=examples/tiny_llama/model",
         f"data.name={tmp_path / 'train.jsonl'}",
         f"data.validation={tmp_path / 'same.jsonl'}",  # the question is whether it stops, not what it knows
         "data.expect.in_validation=1",
@@ -19,6 +18,7 @@ def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -
         "data.max_length=256",
         "train.max_steps=200",
         "train.effective_batch_size=1",
+        "train.learning_rate=8e-3",
         "eval.max_new_tokens=256",
     )
     scores = run.read("eval.json")

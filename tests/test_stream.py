@@ -169,6 +169,35 @@ def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
     assert len(metrics(run)) == 6 and receipts(run)["processes"]["got"] == "2"
 
 
+@pytest.mark.parametrize(
+    ("streaming", "says"),
+    [("true", "rank 0 of 2 gets no row to train on"), ("false", "1 rows are fewer than one step takes")],
+)
+def test_a_rank_without_a_row_is_an_error_of_all(streaming: str, says: str, tmp_path, two_layers) -> None:
+    """It would end at its first step, and the other wait for it."""
+    (tmp_path / "rows.jsonl").write_text((DATA / "train.jsonl").read_text().splitlines()[0] + "\n")
+    overrides = [
+        f"data.name={tmp_path / 'rows.jsonl'}",
+        "data.validation=null",
+        f"data.streaming={streaming}",
+    ]
+    overrides += ["train.effective_batch_size=2", "train.max_steps=2", "train.warmup_steps=0"]
+    overrides += [f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "--quiet"]
+    said = two_ranks.run(refused, "train", "recipes/quickstart.yaml", *overrides)
+    assert f"error: data.name: {says}" in said or f"error: train.effective_batch_size: {says}" in said
+    assert said.count(says) == 2, "both ranks end with 2, and say why"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_row_for_each_rank_is_enough(files, tokenizer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert len(list(opened(files, tokenizer)))
+    (tmp_path / "one.jsonl").write_text(LINES[0] + "\n")
+    with pytest.raises(UserError, match="of 2 gets no row") as raised:
+        opened([str(tmp_path / "one.jsonl")], tokenizer)
+    assert raised.value.code == 2
+
+
 def test_an_error_in_a_loader_s_worker_is_still_a_message() -> None:
     """torch raises it again as text with the worker's traceback."""
     raised = UserError(Problem("content is empty", where="a.jsonl:3"))
@@ -201,3 +230,7 @@ def test_sources_of_two_formats(files, tokenizer, tmp_path) -> None:
 
 def one_rank(*command: str) -> None:
     assert cli.main(list(command)) == 0
+
+
+def refused(*command: str) -> None:
+    assert cli.main(list(command)) == 2

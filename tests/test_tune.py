@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -66,7 +65,6 @@ def study(tmp_path_factory, small, two_layers) -> Path:
     words += ["train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
     words += ["train.weight_decay=0.0", "--space", str(folder.parent / "space.yaml")]
     assert cli.main([*words, "--trials", "2", "--output", str(folder)]) == 0
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined] (it holds the libraries)
     return folder
 
 

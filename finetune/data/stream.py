@@ -25,8 +25,9 @@ from finetune.data.prepare import Prepared, audited, audited_held_out
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoded
@@ -80,10 +81,30 @@ def stream(
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
     block = partial(encode_block, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "source"]}
+    check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
     train: Any = rows.map(block, batched=True, **options).repeat(passes)
     content = [shards, sorted(report.sources.items())]  # contents are not read: files go by name and size
     reports = {"train": report, "validation": held.finish(held_places.__getitem__)}
     return Prepared(train, reports, None, False, content)
+
+
+def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -> None:
+    """Whether each rank has a row to train on: one without ends at once, and the others wait for it.
+
+    Args:
+        rows: all shards, not encoded; ranks share them as Accelerate does.
+        block: what encodes them.
+
+    Raises:
+        UserError: it has not (exit 2).
+    """
+    for index in range(ranks if rows.n_shards >= ranks > 1 else 0):  # fewer shards: all ranks read all rows
+        own = rows.shard(ranks, index)
+        encoded = own.map(block, batched=True, batch_size=1, remove_columns=["value", "source"])
+        if next(iter(encoded), None) is None:
+            what = f"rank {index} of {ranks} gets no row to train on"
+            fix = "data.streaming: false, more rows, or fewer processes"
+            raise UserError(Problem(what, "data.name", fix=fix))
 
 
 def check(data: Data) -> None:
