@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import receipts
 
-from finetune import adapter_types, cli, merge, recipe, shipped
+from finetune import adapter_types, cli, merge
 from finetune.run_folder import RunFolder
 
 TYPES = [name for name, kind in adapter_types.all_types().items() if not kind.refused and kind.peft]
@@ -130,10 +129,3 @@ for adapter, saved in {folders!r}:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("name", [name for name in shipped.recipes() if name.startswith("adapters/")])
-def test_a_recipe_of_every_other_adapter_trains_two_steps(name: str, train) -> None:
-    run = train("train.effective_batch_size=4", recipe=shipped.recipes()[name])
-    assert recipe.load(run.recipe).adapter.type == Path(name).name
-    assert all(receipt["ok"] for receipt in receipts(run).values())

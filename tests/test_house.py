@@ -213,13 +213,6 @@ def test_every_shipped_recipe_checks(name: str, capsys) -> None:
     assert shipped.purpose(RECIPES[name])
 
 
-@pytest.mark.parametrize("kind", sorted(set(ADAPTERS) - {"qdora"}))
-def test_each_adapter_s_recipe_trains_on_the_tiny_model(kind: str, train) -> None:
-    """As it is written for the 8B, but for the model, the data and the length of the run."""
-    run = train("model.revision=null", "train.logging_steps=1", recipe=RECIPES[f"llama3_8b/{kind}"])
-    assert all(receipt["ok"] for receipt in run.read("receipts.json"))
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_every_launch_config(path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
