@@ -213,26 +213,6 @@ def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
     assert found.train.passed_on()["report_to"] == "none" and found.publish.repo is None
 
 
-def test_a_killed_run_goes_on(train, two_layers, small, tmp_path) -> None:
-    """kill -9 of a real process, as soon as two steps are published; then the proof's own comparison."""
-    given = [*SHORT, "train.max_steps=40", "train.save_steps=1", "train.effective_batch_size=4", *small]
-    given += [f"model.name={two_layers}", "train.warmup_steps=0"]
-    folder = tmp_path / "killed"
-    words = [str(QUICKSTART), *given, f"train.output_dir={folder}", "--quiet"]
-    run = subprocess.Popen([sys.executable, "-m", "finetune", "train", *words], cwd=ROOT)
-    while not (folder / "checkpoints" / "step-2").exists() and run.poll() is None:
-        time.sleep(0.005)
-    run.kill()
-    assert run.wait() == -signal.SIGKILL
-    reached = checkpoint.published(folder / "checkpoints")
-    for path in reached:
-        checkpoint.verify(path)
-    end = checkpoint.step_of(reached[0]) + 2
-    train(*given, f"train.output_dir={folder}", "--resume", f"--until={end}", code=75)
-    straight = train(*given, f"--until={end}", name="straight", code=75)
-    assert not [part for part in prove.compare(straight.path, folder, end) if part.differing]
-
-
 def test_the_proof_of_a_recipe(two_layers, small, capsys) -> None:
     words = [*small, f"model.name={two_layers}", "train.max_steps=20", "adapter.type=adalora"]
     assert cli.main(["check", str(QUICKSTART), *words, "--prove-resume"]) == 0
