@@ -125,8 +125,14 @@ def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
     return batch.per_device * length, batch.per_device * max(map(len, dataset["where"])) + 1, length
 
 
-def check_space(adapted: Any, section: Train, fast: Speed, setup: Setup, where: str | None) -> None:
-    """Rank 0 looks whether its disk holds the run's checkpoints, where it makes some."""
+def check_space(
+    adapted: Any, section: Train, fast: Speed, setup: Setup, where: str | None, groups: Path = state.GROUPS
+) -> None:
+    """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that FSDP splits.
+
+    Args:
+        groups: where the limits of this process's container stand.
+    """
     if section.save_strategy == "no" or stopping.unsaved(section, setup.launch.splitter):
         return
     weights = adapters.trainable(adapted).values()
@@ -134,6 +140,8 @@ def check_space(adapted: Any, section: Train, fast: Speed, setup: Setup, where: 
     low = optimizers.state_bytes(optimizers.asked(section), fast)
     each = trained + sum(p.numel() for p in weights) * (low or 8)
     ranks.from_main(lambda: checkpoint.check_space(place, trained, each, section.save_total_limit))
+    if setup.launch.sharded:
+        ranks.from_main(lambda: state.check_memory(each, state.available(groups)))
 
 
 def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:

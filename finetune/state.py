@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from finetune.trainer import Trainer
 
 RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of
+GROUPS = Path("/sys/fs/cgroup")  # where a container's limits stand
 _FIRST = 2**61 - 1  # a prime, by which the digest of batches grows
 
 
@@ -56,7 +57,7 @@ def save(trainer: Trainer) -> None:
     trainer.writer.start(trainer.state.global_step, content, here=here)
 
 
-def available(groups: Path = Path("/sys/fs/cgroup")) -> int:
+def available(groups: Path = GROUPS) -> int:
     """Bytes of memory that this process may still take: the machine's, or its container's (cgroup v2)."""
     free = psutil.virtual_memory().available
     try:
@@ -64,6 +65,24 @@ def available(groups: Path = Path("/sys/fs/cgroup")) -> int:
     except (OSError, ValueError):  # none, or "max"
         return free
     return max(0, min(free, limit - used))
+
+
+def check_memory(each: int, free: int) -> None:
+    """Whether rank 0 can hold a checkpoint of a split training, which `save` makes whole in its memory.
+
+    Args:
+        each: bytes of a checkpoint: trained weights, and the optimizer's state.
+        free: bytes of memory that rank 0 may still take.
+
+    Raises:
+        UserError: it can't (exit 3).
+    """
+    if each > free:
+        what = "rank 0 has no memory for a checkpoint, which is made whole there"
+        fix = "train.save_strategy: no, an adapter instead of full, fewer processes here, or more memory"
+        found, expected = f"{free / 2**30:,.1f} GiB free", f"{each / 2**30:,.1f} GiB"
+        problem = Problem(what, "train.save_strategy", found=found, expected=expected, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def read(path: Path) -> dict[str, Any]:

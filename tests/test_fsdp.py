@@ -5,6 +5,7 @@ Accelerate runs DDP where it finds CPUs: in these processes it takes them for GP
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import two_ranks
 from conftest import QUICKSTART
 
-from finetune import checkpoint, cli, launch_env, recipe, resume, stopping
+from finetune import checkpoint, cli, hardware, launch_env, recipe, resume, stages, stopping
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 from finetune.sections import Train
@@ -133,6 +135,31 @@ def test_state_that_can_not_be_made_whole_is_refused_by_name() -> None:
     stopping.check(Train(save_steps=5), "newest", "FSDP")
     with pytest.raises(UserError, match="DeepSpeed"):
         stopping.check(Train(save_steps=5), None, "DeepSpeed")
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(10**6, False), (10**12, True)])
+def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: bool, tmp_path) -> None:
+    """Twelve bytes a weight: 9.2 MB of these 0.77 M; only where weights are split, and checkpoints made."""
+    (tmp_path / "memory.max").write_text(str(limit))
+    (tmp_path / "memory.current").write_text("0")
+    loaded = recipe.load(QUICKSTART, ["adapter.type=full", "train.save_steps=2"])
+    model, setup = (
+        torch.nn.Linear(1024, 750),
+        hardware.choose(attention="sdpa", base="auto", adapter_type="full"),
+    )
+    split = dataclasses.replace(
+        setup, launch=dataclasses.replace(setup.launch, sharded="FSDP", splitter="FSDP")
+    )
+    no = loaded.train.model_copy(update={"save_strategy": "no", "save_steps": None})
+    where = str(tmp_path / "run")
+    for section, own in ((loaded.train, setup), (no, split)):
+        stages.check_space(model, section, loaded.speed, own, where, tmp_path)
+    if fits:
+        stages.check_space(model, loaded.train, loaded.speed, split, where, tmp_path)
+        return
+    with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
+        stages.check_space(model, loaded.train, loaded.speed, split, where, tmp_path)
+    assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
 
 
 def losses(folder: RunFolder) -> list[float]:
