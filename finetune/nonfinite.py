@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and those that make one
 WORTH_A_WORD = 2.0  # times the median
+SMALL = 0.01  # a median below it counts as it: what is learnt by heart has losses that differ several times
 
 
 class NonFinite(TrainerCallback):
@@ -257,6 +258,6 @@ def spike(losses: list[float]) -> float:
     if len(losses) < WINDOW + IN_A_ROW:
         return 0.0
     before, last = losses[-WINDOW - IN_A_ROW : -IN_A_ROW], losses[-IN_A_ROW:]
-    median = statistics.median(before)
+    median = max(SMALL, statistics.median(before))
     least = min(math.inf if math.isnan(value) else value for value in last)
-    return least / median if median > 0 else 0.0
+    return least / median

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import functools
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from finetune.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+NEARLY = 0.9  # of the time that one waits for another
 AGREEMENT_SECONDS = 60  # that a process whose run failed waits for the others to say so too
 
 
@@ -34,6 +37,16 @@ def start(device: str) -> None:
         and not torch.distributed.is_initialized()
     ):
         torch.distributed.init_process_group("gloo", timeout=timeout())
+
+
+def watch() -> None:
+    """Have Python say where each process is once they have nearly waited too long for each other.
+
+    What the others know of one that hangs is only that it did not answer. To be called at every step; what
+    says it is a thread of C's, which needs nothing of the process that hangs.
+    """
+    if PartialState().num_processes > 1 and sys.__stderr__:
+        faulthandler.dump_traceback_later(NEARLY * launch_env.timeout_seconds(), file=sys.__stderr__)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import math
 from collections import defaultdict
 from collections.abc import Sized
@@ -96,6 +97,7 @@ class Trainer(SFTTrainer):
         step, last = self.state.global_step + 1, self.accelerator.sync_gradients
         batches = self.micro_batches.keep(step, inputs)
         if len(batches) == 1:
+            ranks.watch()
             faults.before_step(step, partial(adapters.trainable, model))
             self.before, self.returned = rescue.Before(self), 0.0
         value = self.attempt(model, batches[-1:], num_items_in_batch, last=last)
@@ -239,6 +241,7 @@ class Trainer(SFTTrainer):
         try:
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
+            faulthandler.cancel_dump_traceback_later()
             if self.loader is not None:
                 self.loader._iterator = None  # ends workers that persist
         self.resumed = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import QUICKSTART, metrics
+from conftest import QUICKSTART, ROOT, metrics
 from safetensors.torch import load_file
 
 from finetune import batch_search, checkpoint, cli, faults, nonfinite, rescue
@@ -102,6 +102,7 @@ HEALTHY = {
     "noisy": [1 + 0.5 * math.sin(i * 12.9898) for i in range(200)],
     "hard batches": [1.0 if i % 9 else 3.0 for i in range(200)],
     "steps": [2.0 if i < 100 else 1.0 for i in range(200)],
+    **json.loads((ROOT / "tests" / "golden" / "healthy.json").read_text()),  # recorded
     "two epochs": [1.5 - 0.5 * (i >= 60) + 0.1 * math.cos(i) for i in range(200)],
 }
 SPIKES = {

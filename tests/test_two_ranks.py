@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +22,18 @@ from conftest import MODEL, QUICKSTART, in_four_bits
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from finetune import adapter_init, adapters, exchange, faults, nonfinite, ranks, shards, verify
+from finetune import (
+    adapter_init,
+    adapters,
+    cli,
+    exchange,
+    faults,
+    launch_env,
+    nonfinite,
+    ranks,
+    shards,
+    verify,
+)
 from finetune.errors import UserError
 from finetune.model import fingerprint, without_weights
 from finetune.screen import Screen
@@ -350,3 +362,25 @@ def test_what_is_saved_of_a_split_model_is_whole(kind: str, both) -> None:
     for key, (live, digest) in trained.items():
         assert fingerprint({live: saved[key].float()}) == digest, key
     assert all(tensor.numel() and tensor.any() for tensor in saved.values())
+
+
+def a_run(arguments: list[str]) -> None:
+    sys.exit(cli.main(arguments))
+
+
+def test_where_a_rank_hangs_is_said(small, two_layers, tmp_path) -> None:
+    """The others end by the timeout; it is Python's own thread that says where the one that hangs is."""
+    words = [
+        "train",
+        str(QUICKSTART),
+        f"model.name={two_layers}",
+        f"train.output_dir={tmp_path / 'run'}",
+        *small,
+    ]
+    words += ["train.max_steps=4", "train.effective_batch_size=4", "eval.general=false", "--quiet"]
+    launch = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", launch_env.TIMEOUT: "15"}
+    with pytest.raises(AssertionError) as raised:
+        two_ranks.run(a_run, words, **launch, **{faults.VARIABLE: "step:2:rank:1:hang"})
+    said = str(raised.value)
+    assert "did not answer in time" in said
+    assert re.search(r"Timeout \(0:00:13.*\n(.*\n)*?.*faults.py\", line \d+ in before_step", said)
