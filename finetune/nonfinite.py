@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and those that make one
 WORTH_A_WORD = 2.0  # times the median
-SMALL = 0.01  # a median below it counts as it: what is learnt by heart has losses that differ several times
+SMALL = 0.03  # a median below it counts as it: what is learnt by heart has losses that differ several times
 
 
 class NonFinite(TrainerCallback):
