@@ -45,6 +45,8 @@ class MicroBatches:
         self.kept: dict[int, list[dict[str, Any]]] = {}
         self.error = ""  # of the attempt that ran out of memory; one that follows it is not made
 
+        self.held: Callable[[], str] = str  # says what takes the memory
+
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self.parts}
 
@@ -73,13 +75,12 @@ class MicroBatches:
 
     def too_large(self, step: int, said: str) -> UserError:
         """What to say where a step can't be made again, or not in smaller parts."""
-        rows, peak = math.ceil(self.rows / self.parts), ""
-        if _gpu():
-            peak = f"; at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB were in use"
+        rows = math.ceil(self.rows / self.parts)
         fewer = [f"train.per_device_train_batch_size={rows // 2}"] if rows > 1 else []
         what = f"out of memory in step {step}, with {'one row' if rows == 1 else f'{rows} rows'} at once"
         fix = "; or ".join([*fewer, *self.fixes][:3]) + "; what each gives: finetune plan"
-        return UserError(Problem(what, found=said.splitlines()[0] + peak, fix=fix), code=Exit.TRAINING)
+        found = "; ".join(filter(None, [said.splitlines()[0], self.held()]))
+        return UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
 
     def again(self, step: int) -> bool:
         """Whether a rank ran out of memory; then all make the step again, in smaller parts.
@@ -116,6 +117,24 @@ def tell(whole: int, screen: Screen, ledger: Ledger, step: int, rows: int) -> No
     screen.say(f"out of memory in step {step}: again, with {rows} rows at once in place of {whole}")
     how = f"memory ran out in step {step}, which was made again; the step's rows are the same"
     ledger.add("rows at once", whole, rows, how, ok=True)
+
+
+def held(trainer: Any) -> str:
+    """What takes memory, in GiB; on a GPU also what is left of the most that was in use."""
+    parameters = list(trainer.model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    state = getattr(trainer.optimizer, "state", {}).values()
+    taken = {
+        "the base's weights": sum(p.nbytes for p in parameters if not p.requires_grad),
+        "what trains": sum(p.nbytes for p in trained),
+        "its gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "the optimizer": sum(t.nbytes for one in state for t in one.values() if isinstance(t, torch.Tensor)),
+    }
+    most = torch.cuda.max_memory_allocated() if _gpu() else 0
+    taken["the rest, what backward needs,"] = most - sum(taken.values())
+    largest = sorted(taken.items(), key=lambda item: -item[1])
+    text = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in largest if size > 0)
+    return f"in use, GiB: {text}" + (f"; together {most / 2**30:.3g}" if most else "")
 
 
 def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:

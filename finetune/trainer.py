@@ -227,7 +227,7 @@ class Trainer(SFTTrainer):
     ) -> None:
         """What checkpoints hold beside the training itself: who makes them, for which run, callbacks."""
         self.schedule, self.writer, self.contract = schedule, schedule.writer, contract
-        self.micro_batches = again
+        self.micro_batches, again.held = again, partial(rescue.held, self)
         self.remembering = {type(one).__name__: one for one in (schedule, again, *callbacks)}
 
     def train_from(self, checkpoint: Path | None) -> None:

@@ -188,6 +188,7 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
     said = capsys.readouterr().err
     assert "out of memory in step 1, with one row at once" in said
     assert "speed.recompute=all" in said and "finetune plan" in said
+    assert "in use, GiB: the base's weights 0.0" in said and "what trains 0.0" in said
 
 
 def test_other_errors_are_never_repeated(train, monkeypatch) -> None:
