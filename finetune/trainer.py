@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Sized
 from functools import partial
@@ -227,7 +228,8 @@ class Trainer(SFTTrainer):
     ) -> None:
         """What checkpoints hold beside the training itself: who makes them, for which run, callbacks."""
         self.schedule, self.writer, self.contract = schedule, schedule.writer, contract
-        self.micro_batches, again.held = again, partial(rescue.held, self)
+        # Weak: who keeps `again` must not keep the model, which is opened again after training
+        self.micro_batches, again.held = again, partial(rescue.held, weakref.proxy(self))
         self.remembering = {type(one).__name__: one for one in (schedule, again, *callbacks)}
 
     def train_from(self, checkpoint: Path | None) -> None:

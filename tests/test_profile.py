@@ -42,6 +42,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path) -> None:
     overrides, watchers, said = PLANTED[planted]
