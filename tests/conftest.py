@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import functools
 import gc
+import importlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +88,15 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
+def module_of(folder: str, name: str) -> Any:
+    """A module of benchmarks/ or scripts/, which import their neighbours by name alone."""
+    sys.path.insert(0, str(ROOT / folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
 def keep_what_is_imported() -> None:
     """Once a run has imported the libraries: every collection would look at all of their objects."""
     gc.collect()

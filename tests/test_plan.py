@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL, QUICKSTART, ROOT, in_four_bits
+from conftest import MODEL, QUICKSTART, ROOT, in_four_bits, module_of
 
 from finetune import (
     adapters,
@@ -387,11 +387,7 @@ def test_it_answers_in_five_seconds_without_torch(large) -> None:
 
 
 def test_the_table_of_plans_is_made_from_its_figures_and_keeps_the_bounds() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import plan as benchmark
-    finally:
-        sys.path.pop(0)
+    benchmark = module_of("benchmarks", "plan")
     rows = json.loads(benchmark.RESULTS.read_text())
     assert benchmark.table(rows) in (ROOT / "benchmarks" / "README.md").read_text(), "plan.py --table"
     assert benchmark.verdict(rows) in (ROOT / "README.md").read_text()

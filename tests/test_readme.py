@@ -3,10 +3,9 @@
 import json
 import re
 import shlex
-import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, module_of
 
 from finetune import cli, recipe
 
@@ -80,11 +79,7 @@ def test_the_example_recipe_is_valid(tmp_path) -> None:
 
 
 def test_the_readme_s_tables_are_made_from_what_was_measured() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import make_tables
-    finally:
-        sys.path.pop(0)
+    make_tables = module_of("scripts", "make_tables")
     made = make_tables.tables()
     assert sorted(make_tables.BLOCK.findall(README)) == sorted(made)
     assert make_tables.written(README) == README, "scripts/make_tables.py"
@@ -93,11 +88,7 @@ def test_the_readme_s_tables_are_made_from_what_was_measured() -> None:
 
 
 def test_the_speed_of_evaluation_is_what_was_measured() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import evaluation
-    finally:
-        sys.path.pop(0)
+    evaluation = module_of("benchmarks", "evaluation")
     results = json.loads(evaluation.RESULTS.read_text())
     found = [part for name, part in results.items() if name.startswith("speed")]
     assert found and evaluation.speed_table(results) in (ROOT / "benchmarks" / "README.md").read_text()
@@ -110,11 +101,7 @@ def test_the_speed_of_evaluation_is_what_was_measured() -> None:
 
 
 def test_the_adapters_tables_are_what_was_measured() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import adapter_tables as tables
-    finally:
-        sys.path.pop(0)
+    tables = module_of("benchmarks", "adapter_tables")
     rows = json.loads((ROOT / "benchmarks" / "adapters.json").read_text())
     for page, table in (
         ("benchmarks/README.md", tables.quality_table),
@@ -125,11 +112,7 @@ def test_the_adapters_tables_are_what_was_measured() -> None:
 
 
 def test_the_table_of_speed_on_several_gpus_is_made_from_its_measurements() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import multi_gpu
-    finally:
-        sys.path.pop(0)
+    multi_gpu = module_of("benchmarks", "multi_gpu")
     measured = json.loads(multi_gpu.RESULTS.read_text())
     assert multi_gpu.table(measured) in (ROOT / "benchmarks" / "README.md").read_text()
     rates = {name: row["tokens_per_second"] for name, row in measured.items()}
@@ -139,11 +122,7 @@ def test_the_table_of_speed_on_several_gpus_is_made_from_its_measurements() -> N
 
 
 def test_the_table_of_speed_on_a_gpu_is_made_from_its_measurements() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import gpu
-    finally:
-        sys.path.pop(0)
+    gpu = module_of("benchmarks", "gpu")
     measured = json.loads((ROOT / "benchmarks" / "gpu.json").read_text())
     assert gpu.table(measured) in (ROOT / "benchmarks" / "README.md").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
