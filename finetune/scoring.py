@@ -171,7 +171,7 @@ def inference(model: Any) -> Any:
     dtype = getattr(torch, hardware.DTYPES[precision])
     model.eval()
     with (
-        torch.inference_mode(),
+        torch.no_grad(),  # torchao's fp8 layers know no inference mode (0.18: `aten.to.dtype` is not supported)
         torch.autocast(model.device.type, dtype, enabled=precision != "no"),
         attention.masked(model),
     ):

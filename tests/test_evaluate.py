@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DATA, ROOT, metrics, receipts
+from conftest import DATA, MODEL, ROOT, metrics, receipts
 from small_tasks import CHOICE, QUESTIONS, write_task
 
 from finetune import cli, evaluate, recipe, results, scoring
@@ -201,3 +201,16 @@ def test_two_processes_give_the_numbers_of_one(train, two_layers, task_files) ->
         assert after["tasks"][name]["rows"] == before["tasks"][name]["rows"]
     assert after["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"], rel=1e-6)
     assert after["samples"] == before["samples"]
+
+
+def test_torchao_s_fp8_layers_are_scored(monkeypatch) -> None:
+    """They know no inference mode: a run on GPUs ended in its evaluation, all trained."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True, pad_inner_dim=True))
+    with scoring.inference(model):
+        made = model(input_ids=torch.arange(16)[None]).logits
+    assert made.dtype == torch.bfloat16 and made.isfinite().all() and not made.requires_grad

@@ -1,10 +1,12 @@
 """Less memory for the same training: inputs of layers in the CPU's memory, optimizers in 8 bits."""
 
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
+import two_ranks
 from conftest import MODEL, QUICKSTART, metrics, receipts
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -89,8 +91,9 @@ def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
     assert_same(plain, gradients(model))
     one = 2 * 32 * model.config.hidden_size * 4  # bytes of a layer's input
     assert made.out == made.back == 4 and made.bytes >= 4 * 4 * one
-    weights = [p for layer in layers for p in layer.parameters() if p.numel() * 4 > one]
-    assert weights and all(made.stays(weight, 1) for weight in weights)
+    passing = offload.Pass(layers[0], 1, None)
+    assert all(passing.holds(weight) for weight in layers[0].parameters())
+    assert not passing.holds(torch.ones(8, 8)) and passing.holds(torch.ones(8, 8)[:, :4])
     made.add_receipt(2, ledger)
     ledger.check()
 
@@ -118,6 +121,51 @@ def test_what_is_made_again_is_not_kept_when_compiled(again: bool) -> None:
     assert losses == pytest.approx(plain[0], rel=1e-6)
     for name, gradient in plain[1].items():
         assert torch.allclose(gradient, found[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("how", ["cheap", "mlp"])
+def test_layers_alike_are_compiled_once(how: str) -> None:
+    """The first layer's input has no gradient, all others share one graph: 80 layers took minutes."""
+    model = model_of("lora")
+    model.config.use_cache = False
+    layers = apply.decoder_layers(model)
+    layers += [copy.deepcopy(layers[1]) for _ in range(2)]
+    model.base_model.model.model.layers = torch.nn.ModuleList(layers)
+    apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
+    apply.add_recompute(model, layers, 0, Ledger(), mlps=how == "mlp")
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in layers:
+        layer.compile(backend="eager")
+    gradients(model, 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def sharded_gradients(half: bool) -> None:
+    """On one of two ranks: weights that FSDP2 has split are no memory of a layer until it is called."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    found = []
+    for offloaded in (False, True):
+        model = model_of("full")
+        layers = apply.decoder_layers(model)
+        apply.add_recompute(model, layers, 0 if half else len(layers), Ledger())
+        for module in (*layers, model):
+            fully_shard(module)
+        if offloaded:
+            made = offload.Activations(layers, model.device)
+        found.append(gradients(model))
+    for one, other in zip(*(losses + [g.full_tensor() for g in given.values()] for losses, given in found)):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    assert made.out == made.back == 4
+    assert made.tensors == 4 or half
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_weights_that_fsdp_splits_stay(half: bool) -> None:
+    two_ranks.run(sharded_gradients, half)
 
 
 def test_a_pass_that_failed_leaves_nothing() -> None:

@@ -6,7 +6,7 @@ input wraps that, and compile stands inside both, so that a recomputed layer run
 
 from __future__ import annotations
 
-import functools
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,9 +132,7 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, 
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen and isinstance(layer, GradientCheckpointingLayer)
         for norm in [] if index in chosen else norms_of(layer):
-            norm.forward = functools.partial(
-                checkpoint, norm.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            norm.forward = MethodType(_again, norm)  # a partial is its own: each layer would be compiled
         for stack in fused_mlps(layer) if mlps and index not in chosen else []:
             stack.again = True
     total, wrapped = len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers)
@@ -145,6 +143,12 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, 
     asked = f"{count} of {total}" if count else "mlp" if mlps else "cheap"
     how = "layers with the flag set, norms with a forward that is checkpointed, MLPs that keep their input"
     ledger.add("speed.recompute", asked, got, how, ok=wrapped == count and again == mlps * (total - count))
+
+
+def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:
+    """A norm's forward, made again in backward."""
+    own = type(norm).forward
+    return checkpoint(own, norm, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def fused_mlps(layer: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 if TYPE_CHECKING:
@@ -39,14 +40,27 @@ class Kept:
 class Pass:
     """One pass through a layer: what it keeps in CPU memory, which lives as long as autograd holds it."""
 
-    def __init__(self, least: int, before: Pass | None) -> None:
-        self.least = least  # numbers of a tensor that leaves
+    def __init__(self, layer: torch.nn.Module, least: int, before: Pass | None) -> None:
+        self.layer, self.least = layer, max(least, 1)  # numbers of a tensor that leaves
+        self.weights: set[int] | None = None  # where they lie, from the first tensor on: they stay
         self.before = weakref.ref(before) if before else None  # whose turn in backward is next
         self.kept: list[weakref.ref[Kept]] = []
         self.leaving: list[Tensor] = []  # GPU memory that copies still read
         self.gone: Any = None  # the event of the last copy
         self.arrived: Any = None  # that of the last copy back
         self.asked = False
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor stays: small, a weight, or a part of another, which would hold its memory."""
+        if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.numel() < self.least:
+            return True
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            return True
+        if self.weights is None:  # FSDP2's are whole from a layer's call on, and elsewhere at each call
+            held = (*self.layer.parameters(), *self.layer.buffers())
+            whole = (one for one in held if not isinstance(one, DTensor))
+            self.weights = {one.untyped_storage().data_ptr() for one in whole}
+        return tensor.untyped_storage().data_ptr() in self.weights
 
 
 class Activations:
@@ -68,7 +82,7 @@ class Activations:
         for layer in layers:
             own = layer._gradient_checkpointing_func if layer.gradient_checkpointing else _straight
             layer.gradient_checkpointing = True  # transformers calls the layer through what follows
-            layer._gradient_checkpointing_func = partial(self.run, own)
+            layer._gradient_checkpointing_func = partial(self.run, own, layer)
 
     def restart(self) -> None:
         """Count from here on, and let go of what a pass that failed has left."""
@@ -77,18 +91,14 @@ class Activations:
         self.leaving: list[Pass] = []
         self.current: Pass | None = None
         self.last: weakref.ref[Pass] | None = None
-        self.weights: set[int] | None = None  # where they lie: they stay
 
-    def run(self, around: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+    def run(self, around: Callable[..., Any], layer: Any, call: Callable[..., Any], *inputs: Any) -> Any:
         """A layer's call, by transformers' own."""
-        if self.weights is None:
-            held = (t for one in self.layers for t in (*one.parameters(), *one.buffers()))
-            self.weights = {tensor.untyped_storage().data_ptr() for tensor in held}
         self.wait_for_leaving(LEAVING)
-        self.current = Pass(inputs[0].numel() // SMALL, self.last() if self.last else None)
+        self.current = Pass(layer, inputs[0].numel() // SMALL, self.last() if self.last else None)
         try:
             with saved_tensors_hooks(self.keep, self.give_back):
-                return around(layer, *inputs)
+                return around(call, *inputs)
         finally:
             if self.current.kept:
                 self.out += 1
@@ -98,7 +108,7 @@ class Activations:
 
     def keep(self, tensor: Tensor) -> Tensor | Kept:
         """Start to copy what a layer keeps into CPU memory; weights, masks and what is small stay."""
-        if self.current is None or self.stays(tensor, self.current.least):
+        if self.current is None or self.current.holds(tensor):
             return tensor
         owner, host = self.current, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self.stream.wait_stream(self.gpu.current_stream())
@@ -111,13 +121,6 @@ class Activations:
         self.tensors, self.pinned = self.tensors + 1, self.pinned + host.is_pinned()
         self.bytes += host.nbytes
         return kept
-
-    def stays(self, tensor: Tensor, least: int) -> bool:
-        """Whether a tensor is small, a weight, or a part of another, which would hold its memory."""
-        if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.numel() < max(least, 1):
-            return True
-        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-        return not dense or tensor.untyped_storage().data_ptr() in (self.weights or ())
 
     def give_back(self, kept: Tensor | Kept) -> Tensor:
         """What was kept, for its layer's backward; starts to fetch what the layer after it needs."""
