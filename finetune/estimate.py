@@ -38,6 +38,7 @@ class Work(NamedTuple):
     sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
     eager: str = ""  # why `auto` does not compile
     awaited: float = 0.0  # GiB of weights that come to this device when training starts
+    host: float = math.inf  # GiB of the CPU's memory that this process may fill with what leaves the GPU
 
 
 class Memory(NamedTuple):
@@ -49,6 +50,7 @@ class Memory(NamedTuple):
     entry: float  # of that, a layer's input: all that is kept of a recomputed one
     room: float  # for all of it
     mlps: float = 0.0  # of what is kept, gate and up of fused MLPs, which can be made again
+    host: float = math.inf  # of the CPU's memory, for what leaves the GPU
 
 
 class Widths(NamedTuple):
@@ -122,6 +124,9 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload
         what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
         raise UserError(Problem(what, "speed.recompute", found="mlp", fix=fix), code=Exit.ENVIRONMENT)
     if offload in ("activations", "all") and asked == "auto":
+        leaves = plan.kept - plan.norms - plan.mlps
+        if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
+            return Choice("mlp", f"auto: {leaves:.0f} GiB of what else layers keep go to the CPU's memory")
         return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
     if asked in ("none", "cheap", "mlp", "all"):
         return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")

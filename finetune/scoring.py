@@ -171,7 +171,7 @@ def inference(model: Any) -> Any:
     dtype = getattr(torch, hardware.DTYPES[precision])
     model.eval()
     with (
-        torch.no_grad(),  # torchao's fp8 layers know no inference mode (0.18: `aten.to.dtype` is not supported)
+        torch.no_grad(),  # and no inference mode: torchao's fp8 layers can't be cast in it (0.18)
         torch.autocast(model.device.type, dtype, enabled=precision != "no"),
         attention.masked(model),
     ):

@@ -208,12 +208,13 @@ class Speed(Section):
     more than two minutes."""
     recompute: Literal["auto", "none", "cheap", "mlp", "all"] | Annotated[int, Field(ge=1)] = "auto"
     """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept; `mlp`: those
-    and the first half of fused MLPs, together two thirds; `all` layers, for a third more time; or how many
-    layers, beside that of the others. `auto` takes the least that fits."""
+    and the first half of fused MLPs, two thirds for a sixth more time; `all` layers, for a third more; or
+    how many layers, beside that of the others. `auto` takes the least that fits."""
     offload: Literal["none", "activations", "optimizer", "all"] = "none"
-    """What a GPU keeps in the CPU's memory. `activations`: the inputs of recomputed layers, so of all where
-    `recompute` is auto, which costs next to no time; under `recompute: mlp` all that layers keep, at PCIe's
-    speed. `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's is small."""
+    """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `recompute: mlp`, which
+    `recompute: auto` takes where the CPU has room for it, or the inputs of layers that are recomputed whole;
+    copied beside the layers. `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's
+    is small."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy of a frozen head in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

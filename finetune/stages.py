@@ -85,7 +85,8 @@ def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work
     if launch_env.read_by_rank_0():
         awaited = sum(p.nbytes for p in adapted.parameters()) // setup.launch.processes
         awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
-    return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30)
+    host = state.available() / 2 / int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
+    return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30, host / 2**30)
 
 
 def search_batch(

@@ -108,6 +108,10 @@ def test_recompute_is_planned_from_memory() -> None:
     assert choose_recompute("auto", fused._replace(room=19.0), H100).value == "mlp"  # 54 - 8 - 28 x 31 / 32
     assert choose_recompute("auto", fused._replace(room=10.0), H100).value == "21 of 32"
     assert choose_recompute("mlp", fused, CPU).value == "mlp"
+    leaving = fused._replace(entry=0.0)  # 18 GiB: of three of 32 layers at a time, and one's gate and up
+    assert choose_recompute("auto", leaving._replace(room=3.0), H100, "activations").value == "mlp"
+    for short in ({"room": 2.5}, {"room": 3.0, "host": 17.0}, {"room": 3.0, "mlps": 0.0}):
+        assert choose_recompute("auto", leaving._replace(**short), H100, "all").value == "32 of 32"
     with pytest.raises(UserError, match="MLPs of this model are not fused"):
         choose_recompute("mlp", plan, H100)
 

@@ -156,10 +156,9 @@ def sharded_gradients(half: bool) -> None:
         if offloaded:
             made = offload.Activations(layers, model.device)
         found.append(gradients(model))
-    for one, other in zip(*(losses + [g.full_tensor() for g in given.values()] for losses, given in found)):
-        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    assert made.out == made.back == 4
-    assert made.tensors == 4 or half
+    whole = [(losses, {n: g.full_tensor() for n, g in made.items()}) for losses, made in found]
+    assert_same(*whole)
+    assert made.out == made.back == 4 and (half or made.tensors == 4)
     torch.distributed.destroy_process_group()
 
 

@@ -121,6 +121,14 @@ def test_the_table_of_speed_on_several_gpus_is_made_from_its_measurements() -> N
     assert f"[{rates['lora-fp8 x2']:,.0f} tokens/s]" in README
 
 
+def test_the_table_of_loss_parity_is_made_from_its_measurements() -> None:
+    parity = module_of("benchmarks", "loss_parity")
+    measured = json.loads(parity.RESULTS.read_text())
+    assert parity.table(measured) in (ROOT / "benchmarks" / "README.md").read_text()
+    assert all(one["within"] for one in measured.values())
+    assert all((parity.RESULTS.parent / f"loss_parity-{data}.svg").exists() for data in measured)
+
+
 def test_the_table_of_speed_on_a_gpu_is_made_from_its_measurements() -> None:
     gpu = module_of("benchmarks", "gpu")
     measured = json.loads((ROOT / "benchmarks" / "gpu.json").read_text())

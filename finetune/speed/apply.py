@@ -36,7 +36,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     compile = choose_compile(speed.compile, work, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how)
-    plan = plan._replace(room=plan.room - work.awaited)
+    plan = plan._replace(room=plan.room - work.awaited, host=work.host)
     recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
     if recompute.value != "none":
         count = int(recompute.value.split()[0]) if " of " in recompute.value else 0

@@ -1,10 +1,9 @@
 """Less GPU memory for the CPU's: what backward keeps of layers, and the optimizer's state.
 
-Of a recomputed layer nothing but its input is kept until backward: tokens x hidden, 2 bytes a number in
-bf16. These inputs are what is offloaded (as Unsloth does; TRL's `activation_offloading` moves all that
-backward keeps, 20 times as much, at PCIe's speed). Under `recompute: mlp` it is what is left without norms
-and MLPs, 4 to 6 times a layer's input: more to copy, less to compute again. Copies run on a stream of their
-own, beside the layers.
+Under `recompute: mlp` layers keep 4 to 6 times their input, tokens x hidden: what is offloaded where the CPU
+has room for it. Of a layer that is recomputed whole it is the input alone (as Unsloth does; TRL's
+`activation_offloading` moves all that backward keeps, 20 times as much): less to copy, more to compute again.
+Copies run on a stream of their own, beside the layers.
 """
 
 from __future__ import annotations
