@@ -63,7 +63,7 @@ class Row(NamedTuple):
 WHOLE = ("speed.compile=true", "speed.recompute=none")
 SMALL = ("speed.compile=true", "speed.recompute=all")
 HALF = ("speed.compile=true", "speed.recompute=mlp")
-OFFLOADED = ("speed.compile=true", "speed.offload=activations")
+OFFLOADED = (*SMALL, "speed.offload=activations")
 FULL = ("adapter.type=full", "train.learning_rate=1e-5", "train.save_strategy=no")
 ATTENTION = "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
 ROWS = {

@@ -161,9 +161,7 @@ def _loss(speed: Speed, recipe: Recipe | None) -> Optimisation:
     name, where = "chunked loss", "speed.loss"
     if speed.loss == "trl":
         return Optimisation(name, where, "off", "asked for: trl")
-    if recipe and recipe.adapter.type == "full":
-        return Optimisation(name, where, "not possible", "full fine-tuning trains the output head")
-    why = "asked for" if speed.loss == "chunked" else "auto: where the output head is frozen"
+    why = "asked for" if speed.loss == "chunked" else "auto: where it is the model's own"
     return Optimisation(name, where, "active", why)
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
-HEAD_GIB = 3.0  # of TRL's loss on an output head, which is not known closer
 MARGIN_GIB = 0.25
 COMPILE_SECONDS = 120  # of training from which compiling, which takes about 20 s, pays
 # Of one chunk of the loss and its copies: rows enough for the products to run at full speed, little beside
@@ -223,17 +222,16 @@ def backward_gib(config: Any, tokens: int, keeps: Keeps) -> float:
     return tokens * 2 * (wide * one.intermediate + one.hidden // 4) / GIB
 
 
-def loss_gib(config: Any, tokens: int, *, compiled: bool = True, chunked: bool = True) -> float:
+def loss_gib(config: Any, tokens: int, *, compiled: bool = True, trained: bool = False) -> float:
     """What is there at once while the loss is computed, beside what layers keep, in GiB.
 
     A chunk's logits, the gradient of the hidden states, and those in and around the last norm. 8B at 16,384:
-    1.73 (1.77)."""
+    1.73 (1.77). Of a head that trains its copy in 16 bits, a chunk's gradient, and their sum in fp32."""
     one = widths(config)
-    if not chunked:  # TRL's: tiles of 4,096 x 32,768, gradients summed in fp32
-        return (2 * 4096 * min(one.vocabulary, 32768) + 16 * tokens * one.hidden) / GIB
     held = 2 if compiled else 6
     rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * held))
-    return (rows * one.vocabulary * held + 12 * tokens * one.hidden) / GIB
+    head = 8 * one.vocabulary * one.hidden if trained else 0
+    return (rows * one.vocabulary * held + 12 * tokens * one.hidden + head) / GIB
 
 
 def chunk_rows(rows: int, most: int) -> int:
@@ -255,8 +253,8 @@ def activations(
     """
     one = widths(config)
     each = 4 if offload in ("optimizer", "all") else 12
-    passing = max(loss_gib(config, tokens, compiled=keeps.compiled), backward_gib(config, tokens, keeps))
-    passing = passing + MARGIN_GIB if keeps.adapted else max(HEAD_GIB, passing)
+    loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted)
+    passing = max(loss, backward_gib(config, tokens, keeps)) + MARGIN_GIB
     room = SPARE * free - passing - each * trained / GIB
     row = tokens * one.hidden * 2 / GIB
     kept = kept_gib(config, tokens, keeps) + extra

@@ -206,7 +206,7 @@ def phases(
     gradients = 4 * trained / share.states
     held = {**own, "optimizer": state}
     at_loss, at_backward = estimate.at_once(plan, recompute)
-    loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, chunked=not full)
+    loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full)
     passing = estimate.backward_gib(config, tokens, kept)
     if speed.offload in ("activations", "all"):  # a layer's input that leaves, and one that comes
         passing += 2 * tokens * estimate.widths(config).hidden * 2 / GIB

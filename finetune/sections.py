@@ -216,7 +216,7 @@ class Speed(Section):
     copied beside the layers. `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's
     is small."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
-    """Cross-entropy of a frozen head in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
+    """Cross-entropy in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None
     """Quantisation-aware training, for `finetune merge --quantize`; `null`: none."""
 

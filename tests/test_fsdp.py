@@ -86,6 +86,7 @@ def test_the_weights_are_split_and_what_is_saved_is_whole(
     receipts = {one["option"]: one for one in json.loads((folder.path / "receipts.json").read_text())}
     assert receipts["split by FSDP"]["got"].startswith("50.0%")
     assert receipts["saved tensors"]["ok"] and receipts["saved weights"]["ok"]
+    assert receipts["speed.loss"]["got"].startswith("chunked"), "of a head that trains, and is split, too"
     alone = train(
         f"adapter.type={kind}",
         f"model.name={untied}",

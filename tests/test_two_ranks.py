@@ -198,20 +198,17 @@ def split(model: Any, *, by_rank_0: bool) -> Any:
 def gradients(model: Any) -> torch.Tensor:
     """Of the loss of two rows: both at once, or one by each rank if the model is split.
 
-    By our loss, if the head is frozen: it reads the head's weight, wherever that is.
+    By our loss: it reads the head's weight, wherever that is.
     """
     split = shards.sharded(model)
     mine = IDS[int(os.environ["RANK"]) :][:1] if split else IDS
     model.train()
     with contextlib.nullcontext() if split else torch.autocast("cpu", torch.bfloat16):
-        if hasattr(model, "peft_config"):
-            ours = head.install(model, compiled=False)
-            summed = model(input_ids=mine, labels=mine, num_labels=mine.shape[1] * len(mine) - len(mine)).nll
-            assert summed.dtype == torch.float32, "not what FSDP casts"
-            (summed / len(mine)).backward()
-            ours.undo()
-        else:
-            model(input_ids=mine, labels=mine).loss.backward()
+        ours = head.install(model, compiled=False)
+        summed = model(input_ids=mine, labels=mine, num_labels=mine.shape[1] * len(mine) - len(mine)).nll
+        assert summed.dtype == torch.float32, "not what FSDP casts"
+        (summed / len(mine)).backward()
+        ours.undo()
     found = [shards.whole(p.grad) for p in adapters.trainable(model).values()]
     return torch.cat([gradient.flatten().float() for gradient in found])
 

@@ -63,7 +63,7 @@ def choose(asked: str, model: Any, arguments: Any) -> Choice:
         return Choice("trl", "asked for")
     obstacle = run_obstacle(model, arguments) or head_obstacle(base_of(model))
     if not obstacle:
-        return Choice("chunked", "asked for" if asked == "chunked" else "auto: the output head is frozen")
+        return Choice("chunked", "asked for" if asked == "chunked" else "auto: it is the model's own")
     if asked == "chunked":
         problem = Problem("can't be had here", "speed.loss", found=obstacle, fix="loss: auto")
         raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -98,8 +98,6 @@ def head_obstacle(base: Any) -> str:
     head = base.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         return f"the output head is no plain linear layer ({type(head).__name__})"
-    if any(parameter.requires_grad for parameter in head.parameters()):
-        return "the output head trains"
     if head.weight.is_meta:
         return "the output head is offloaded"
     if head.weight.dtype not in ROUNDING:
@@ -233,7 +231,7 @@ def add_receipt(
     chosen: str, installed: Installed | None, operations: Collection[str], micro_batches: int, ledger: Ledger
 ) -> None:
     """Which loss ran in step 1, by the autograd functions among profiled operations, and what ours kept."""
-    names = {"_FrozenHead": "chunked", "ChunkedLogProbFunction": "trl"}
+    names = {"_OutputHead": "chunked", "ChunkedLogProbFunction": "trl"}
     ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
     how, code = "profile of the first forward", Exit.ENVIRONMENT
     if installed is None:

@@ -1,8 +1,9 @@
-"""Cross-entropy on a frozen output head, in chunks of tokens: two matrix products, and no logits kept.
+"""Cross-entropy on an output head, in chunks of tokens: two matrix products, and no logits kept.
 
-A frozen head needs no gradient of its own, so the gradient of the hidden states is final as soon as a chunk's
-logits are known: dh = (softmax(z) - onehot) W. Forward computes it next to the loss, and keeps it, (tokens,
-hidden), in place of anything of the vocabulary's size. Backward multiplies by a number.
+The gradient of the hidden states is final as soon as a chunk's logits are known:
+dh = (softmax(z) - onehot) W. Forward computes it next to the loss, and keeps it, (tokens, hidden), in place
+of the logits. Backward multiplies by a number. A head that trains takes a third product,
+dW = (softmax(z) - onehot)^T h, summed over chunks in fp32.
 
 What others do: TRL's fused head computes the logits again in backward, three products. Liger's
 `LigerFusedLinearCrossEntropyLoss` has the same two, in chunks whose logits are no larger than the hidden
@@ -82,9 +83,9 @@ def token_loss(
 
     Args:
         hidden: (..., hidden), of which row i predicts `labels`[i].
-        weight: (vocabulary, hidden), frozen.
+        weight: (vocabulary, hidden); with a gradient if it trains.
         labels: (...), int64; -100 where there is none.
-        bias: (vocabulary,), frozen.
+        bias: (vocabulary,), the same.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
         num_labels: labels that are not -100; `None` asks the device, and waits for it.
     """
@@ -101,22 +102,15 @@ def token_loss(
         picked = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:num_labels]
         labels = labels[picked]
     with torch.autocast(device.type, enabled=False):
-        given = (
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-            labels,
-            picked,
-            softcap,
-            compiled,
-        )
-        gradient = torch.is_grad_enabled() and hidden.requires_grad
-        made: Any = _FrozenHead.apply(hidden, *given, gradient)
+        trains = hidden.requires_grad or weight.requires_grad
+        given = weight, bias, labels, picked, softcap, compiled, torch.is_grad_enabled() and trains
+        made: Any = _OutputHead.apply(hidden, *given)
         nll, entropy, correct = made
     return TokenLoss(nll=nll, entropy=entropy, correct=correct)
 
 
-class _FrozenHead(torch.autograd.Function):
-    """Negative log-likelihood whose forward computes the gradient of the hidden states."""
+class _OutputHead(torch.autograd.Function):
+    """Negative log-likelihood whose forward computes all gradients."""
 
     @staticmethod
     def forward(
@@ -131,7 +125,13 @@ class _FrozenHead(torch.autograd.Function):
         differentiate: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        rows, vocabulary = len(labels), len(weight)
+        rows, vocabulary, has_label = len(labels), len(weight), labels != IGNORED
+        summed = [  # of weight and bias
+            torch.zeros_like(one, dtype=wide) if needed and differentiate and one is not None else None
+            for one, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        ]
+        ctx.dtypes = [one if one is None else one.dtype for one in (weight, bias)]
+        weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
         held = hidden.element_size() + (0 if compiled else wide.itemsize * (2 if softcap is None else 3))
         size = chunk_rows(rows, CHUNK_BYTES // (vocabulary * held))
         logits = hidden.new_empty(size, vocabulary)
@@ -151,12 +151,12 @@ class _FrozenHead(torch.autograd.Function):
             nll[part], correct[part] = step(chunk, labels[part], softcap, wide, differentiate)
             if differentiate:
                 torch.mm(chunk, weight, out=gradient[part])
+                _sum_of_head(chunk, source, has_label[part], *summed)
             if entropy is not None:
                 # H = log Z - sum p z = nll - h (p - onehot) W: the second product has it
                 entropy[part] = nll[part] - torch.linalg.vecdot(source.to(wide), gradient[part].to(wide))
-        has_label = labels != IGNORED
         ctx.rows = len(hidden)
-        ctx.save_for_backward(gradient, has_label, picked)
+        ctx.save_for_backward(gradient, has_label, picked, *summed)
         ctx.set_materialize_grads(False)
         total, right = torch.where(has_label, nll, 0).sum(), (correct & has_label).sum()
         ctx.mark_non_differentiable(right)
@@ -168,7 +168,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
-        gradient, has_label, picked = ctx.saved_tensors
+        gradient, has_label, picked, *summed = ctx.saved_tensors
         if gradients[0] is None:
             return (None,) * 8
         # (n, 1) and not a number: that one would be rounded to the gradient's dtype before the product
@@ -176,7 +176,26 @@ class _FrozenHead(torch.autograd.Function):
         scaled = torch.mul(gradient, weight, out=torch.empty_like(gradient))
         if picked is not None:
             scaled = scaled.new_zeros(ctx.rows, scaled.shape[1]).index_copy_(0, picked, scaled)
-        return scaled, *(None,) * 7
+        head = [
+            None if one is None else (one * gradients[0]).to(dtype)
+            for one, dtype in zip(summed, ctx.dtypes, strict=True)
+        ]
+        return scaled, *head, *(None,) * 5
+
+
+def _sum_of_head(
+    chunk: Tensor, source: Tensor, has_label: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """Add a chunk's part to the gradients of a head that trains; of rows without a label there is none.
+
+    Args:
+        chunk: (n, vocabulary), gradient of the logits; source: (n, hidden).
+    """
+    there = has_label.to(chunk.dtype)
+    if weight is not None:
+        weight += chunk.T @ (source * there[:, None])
+    if bias is not None:
+        bias += chunk.T @ there
 
 
 def softmax_in_place(
