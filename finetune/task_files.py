@@ -1,4 +1,4 @@
-"""Task files in lm-eval's own form, as data: what in them would run code is refused, templates are sandboxed.
+"""Task files in lm-eval's own form, as data: what in them would run code is refused, templates are limited.
 
 lm-eval itself reads them by a YAML loader that makes any object, imports what `!function` names, and renders
 templates in an open Jinja environment (lm_eval 0.4.13, tasks/_yaml_loader.py, utils.py). That is right for
@@ -8,14 +8,13 @@ tasks that come with it, which are installed code; a file that a recipe names ma
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import StrictUndefined, TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Environment, TemplateSyntaxError
 
 from finetune import strict_yaml
+from finetune.data import render
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # what `sandboxed` renders in lm-eval's place
 LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of datasets' own; others open pickles or archives
-LONGEST = 2**20  # characters that a template makes of a row
+LONGEST = 2**20  # characters of a prompt
 DEEPEST = 5  # files that include each other
 
 
@@ -45,24 +44,22 @@ def config(path: Path) -> dict[str, Any]:
 
 
 def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[dict[str, Any]], Any]:
-    """What lm-eval makes of a template and a row (api/task.py, ConfigurableTask), by Jinja's sandbox.
+    """What lm-eval makes of a template and a row (api/task.py, ConfigurableTask), in a sandbox.
 
     Raises:
-        UserError: the template is broken (exit 2).
+        UserError: the template is broken (exit 2); so does what it returns where a row is not to be rendered.
     """
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["regex_replace"] = _regex_replace
     try:
-        compiled = environment.from_string(template)
+        Environment().parse(template)  # which computes nothing of it
     except TemplateSyntaxError as error:
         raise UserError(Problem("the template is broken", key, where, found=str(error))) from None
 
     def value(row: dict[str, Any]) -> Any:
         if template in row:
             return row[template]
-        text = compiled.render(**row)
-        if len(text) > LONGEST:
-            raise UserError(Problem(f"the template makes more than {LONGEST:,} characters", key, where))
+        text, _, error = render.render_row(template, row)
+        if error:
+            raise UserError(Problem(error, key, where, found=f"{row}"[:200]))
         if key == "doc_to_choice" or (choices and text.isdigit()):
             return ast.literal_eval(text)
         if key == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
@@ -73,10 +70,6 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
         return text
 
     return value
-
-
-def _regex_replace(text: str, pattern: str, by: str, count: int = 0) -> str:
-    return re.sub(pattern, by, text, count=count)
 
 
 def _read(path: Path, depth: int = 1) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Chat templates, rendered in a process of their own under limits of time and memory.
+"""Templates, rendered in a process of their own under limits of time and memory.
 
-A template is a program that came with somebody's model. Jinja's sandbox keeps it from files and attributes;
-it does not keep it from running for ever or taking all memory. So it runs in a child: 5 s a row, 256 MB.
+A template is a program that came with somebody's model or task file. Jinja's sandbox keeps it from files and
+attributes; it does not keep it from running for ever or taking all memory. So it runs in a child: 5 s a row,
+256 MB.
 The child also works beside the tokenizer, on the other core.
 """
 
@@ -11,6 +12,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +37,16 @@ class Rendered(NamedTuple):
     text: str
     spans: list[list[int]]
     error: str
+
+
+def render_row(template: str, row: dict[str, Any]) -> Rendered:
+    """Render a row of an evaluation with a template of lm-eval's, as that does: absent names are errors.
+
+    Args:
+        row: what JSON has no form for is rendered as its text.
+    """
+    plain = json.loads(json.dumps(row, default=str))
+    return Rendered(*_child(os.getpid()).ask({"template": template, "way": "row"}, [plain])[0])
 
 
 def render(
@@ -157,9 +169,36 @@ def _serve() -> None:
     _limit_memory()
     signal.signal(signal.SIGALRM, _too_slow)
     for line in sys.stdin.buffer:
-        answers = _answers(json.loads(line), render_jinja_template)
+        request = json.loads(line)
+        by_row = request["way"] == "row"
+        answers = _of_rows(request) if by_row else _answers(request, render_jinja_template)
         answers_to.write(json.dumps(answers).encode() + b"\n")
         answers_to.flush()
+
+
+def _of_rows(request: dict[str, Any]) -> list[Any]:
+    def one(row: dict[str, Any], _: Any) -> tuple[str, tuple[()]]:
+        text = _compiled(request["template"]).render(**row)
+        if len(text) > LONGEST:
+            raise _Refused(f"the template took more than {LONGEST} characters")
+        text.encode()
+        return text, ()
+
+    return [_answer(one, row, None) for row in request["chats"]]
+
+
+@cache
+def _compiled(template: str) -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["regex_replace"] = _regex_replace
+    return environment.from_string(template)
+
+
+def _regex_replace(text: str, pattern: str, by: str, count: int = 0) -> str:
+    return re.sub(pattern, by, text, count=count)
 
 
 def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
