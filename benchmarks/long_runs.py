@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -20,6 +20,7 @@ from finetune import checkpoint, faults, prove
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
 STEPS = 12
+WARM = 50  # steps of a run that has just begun
 WORDS = (
     f"train.max_steps={STEPS}",
     "train.effective_batch_size=8",
@@ -67,53 +68,70 @@ def rank_kills(folder: Path, count: int, seed: int) -> dict[str, Any]:
     return {"count": count, "finished by themselves": finished, "equal": equal, "faults": faults_made}
 
 
+class Seen(NamedTuple):
+    """Of a run, when a step was logged."""
+
+    time: float
+    cpu: float  # seconds that its process had taken
+    step: int
+    tokens: int
+
+
 def endurance(folder: Path, steps: int) -> dict[str, Any]:
-    """One run of so many steps: whether it takes more memory, or longer, as it goes on."""
-    where = folder / "endurance"
-    words = ["train.effective_batch_size=4", "data.validation=null", "eval.general=false", "eval.samples=0"]
-    words += [f"train.max_steps={steps}", "train.logging_steps=10", "train.save_steps=200"]
-    command = [sys.executable, "-m", "finetune", "train", QUICKSTART, *words, f"train.output_dir={where}"]
-    spent = watched([*command, "--quiet"], where / "metrics.jsonl")
-    lines = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "loss" in line]
-    fifth = len(lines) // 5
-    early, late = lines[fifth : 2 * fifth], lines[-fifth:]  # the first fifth warms caches
+    """One run of so many steps: whether it takes more memory, or longer, as it goes on.
 
-    def median(part: list[dict[str, Any]], key: str) -> float:
-        return statistics.median(line[key] for line in part)
-
-    def rate(part: list[dict[str, Any]]) -> float:
-        """Tokens a CPU second: other work on the machine does not change it."""
-        seen = [line for line in part if line["step"] in spent]
-        seconds = spent[seen[-1]["step"]] - spent[seen[0]["step"]]
-        return (seen[-1]["tokens"] - seen[0]["tokens"]) / seconds
-
-    rates = [rate(part) for part in (early, late)]
-    clock = [median(part, "tokens_per_second") for part in (early, late)]
-    memory = [median(part, "host_memory_gib") for part in (early, late)]
+    Its last fifth runs beside a second run that has just begun: whatever else the machine does befalls both.
+    Seconds of the clock, and of a CPU that others use too, differ by a tenth from minute to minute.
+    """
+    begun = [folder / "endurance", folder / "begun"]
+    seen: list[list[Seen]] = [[], []]
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(started(begun[0], steps))]
+        while runs[0].poll() is None:
+            for run, where, noted in zip(runs, begun, seen, strict=False):
+                note(run, where / "metrics.jsonl", noted)
+            if len(runs) == 1 and seen[0] and seen[0][-1].step >= 0.8 * steps:
+                runs.append(stack.enter_context(started(begun[1], steps)))
+            time.sleep(0.2)
+        for run in runs[1:]:
+            run.kill()
+    if runs[0].returncode:
+        raise subprocess.CalledProcessError(runs[0].returncode, "finetune train")
+    lines = [json.loads(line) for line in (begun[0] / "metrics.jsonl").read_text().splitlines()]
+    held = [line["host_memory_gib"] for line in lines if "loss" in line]
+    fifth = len(held) // 5
+    memory = [statistics.median(part) for part in (held[fifth : 2 * fifth], held[-fifth:])]
+    since = next(one.time for one in seen[1] if one.step >= WARM)
+    late, fresh = (rate([one for one in part if one.time >= since]) for part in seen)
     return {
         "steps": steps,
-        "tokens per CPU second, early and late": [round(rate, 1) for rate in rates],
-        "drift": round(rates[1] / rates[0] - 1, 4),
-        "tokens per second, early and late": [round(rate, 1) for rate in clock],
-        "memory in GiB, early and late": [round(held, 4) for held in memory],
+        "tokens per CPU second, fresh and late": [round(fresh, 1), round(late, 1)],
+        "drift": round(late / fresh - 1, 4),
+        "steps of the fresh run": seen[1][-1].step,
+        "memory in GiB, early and late": [round(one, 4) for one in memory],
         "growth": round(memory[1] / memory[0] - 1, 4),
     }
 
 
-def watched(command: list[str], log: Path) -> dict[int, float]:
-    """Run it; by the step that was logged last, the CPU seconds that it had taken by then."""
-    spent = dict[int, float]()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
-        process = psutil.Process(run.pid)
-        while run.poll() is None:
-            with contextlib.suppress(OSError, ValueError, IndexError, KeyError, psutil.Error):
-                times, last = process.cpu_times(), json.loads(log.read_text().splitlines()[-1])
-                spent.setdefault(last["step"], times.user + times.system)
-            time.sleep(0.2)
-    if run.returncode:
-        raise subprocess.CalledProcessError(run.returncode, command)
-    return spent
+def rate(part: list[Seen]) -> float:
+    """Tokens a CPU second."""
+    return (part[-1].tokens - part[0].tokens) / (part[-1].cpu - part[0].cpu)
+
+
+def started(where: Path, steps: int) -> subprocess.Popen[bytes]:
+    words = ["train.effective_batch_size=4", "data.validation=null", "eval.general=false", "eval.samples=0"]
+    words += [f"train.max_steps={steps}", "train.logging_steps=10", "train.save_steps=200"]
+    command = [sys.executable, "-m", "finetune", "train", QUICKSTART, *words, f"train.output_dir={where}"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([*command, "--quiet"], cwd=ROOT, **quiet)
+
+
+def note(run: subprocess.Popen[bytes], log: Path, seen: list[Seen]) -> None:
+    """What a run has logged last, if that is new."""
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError, psutil.Error):
+        times, last = psutil.Process(run.pid).cpu_times(), json.loads(log.read_text().splitlines()[-1])
+        if not seen or seen[-1].step < last["step"]:
+            seen.append(Seen(time.monotonic(), times.user + times.system, last["step"], last["tokens"]))
 
 
 def pages(results: dict[str, Any]) -> list[str]:
@@ -134,15 +152,19 @@ def pages(results: dict[str, Any]) -> list[str]:
         lines += [f"| {found['count']} | {found['finished by themselves']} | {found['equal']} |"]
         parts.append("\n".join(lines))
     if found := results.get("endurance"):
-        early, late = found["tokens per CPU second, early and late"]
-        fast, slow = found["tokens per second, early and late"]
+        early, late = found["tokens per CPU second, fresh and late"]
         held, last = found["memory in GiB, early and late"]
-        lines = ["# A long run", "", "`python benchmarks/reliability.py --endurance 5000`: medians of the"]
-        lines[-1] += " second and the last fifth of its steps, on the CPU."
+        fresh = found["steps of the fresh run"]
+        lines = [
+            "# A long run",
+            "",
+            "`python benchmarks/reliability.py --endurance 5000`, on the CPU: tokens a CPU second",
+            f"of its last fifth, beside the first {fresh:,} steps of another run at the same time; the",
+            "median memory of its second and of its last fifth.",
+        ]
         lines += ["", "| steps | | early | late | |", "|---|---|---|---|---|"]
         shown = f"{early:,.0f} | {late:,.0f} | {found['drift']:+.1%}"
         lines += [f"| {found['steps']:,} | tokens a CPU second | {shown} |"]
-        lines += [f"| | tokens/s by the clock | {fast:,.0f} | {slow:,.0f} | {slow / fast - 1:+.1%} |"]
         lines += [f"| | memory, GiB | {held:.3f} | {last:.3f} | {found['growth']:+.1%} |"]
         parts.append("\n".join(lines))
     return parts
