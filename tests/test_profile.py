@@ -59,7 +59,7 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
     traced = json.loads(found.trace.read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in traced}
     assert found.roofline and 0.01 < found.roofline[0] < 1.5 and "timed now" in found.roofline[1]
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    assert [path.name for path in found.trace.parent.iterdir()] == ["trace.json"]
 
 
 def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
