@@ -78,10 +78,8 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
     for name, row in gpu.ROWS.items():
         loaded = recipe.load(written, row.changes)
         assert loaded.data.packing == row.packed == name.endswith("-packed")
-        whole = "all" if "recomputed" in name else "mlp" if "mlp" in name else "none"
-        assert loaded.speed.recompute == (
-            "auto" if "small" in name and "mlp" not in name else recomputes.get(name, whole)
-        )
+        whole = "mlp" if "mlp" in name else "all" if "recomputed" in name or "small" in name else "none"
+        assert loaded.speed.recompute == recomputes.get(name, whole)
         assert loaded.speed.offload == ("activations" if "small" in name else "none")
 
 
