@@ -20,7 +20,7 @@ from finetune import checkpoint, faults, prove
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
 STEPS = 12
-WARM = 50  # steps of a run that has just begun
+WARM = 200  # steps of a run that has just begun
 WORDS = (
     f"train.max_steps={STEPS}",
     "train.effective_batch_size=8",

@@ -232,7 +232,7 @@ def main() -> int:
             bad += ["rank kills"] if results["rank kills"]["equal"] < given.rank_kills else []
         if given.endurance:
             results["endurance"] = found = long_runs.endurance(folder, given.endurance)
-            bad += ["endurance"] if abs(found["drift"]) > 0.02 or found["growth"] > 0.02 else []
+            bad += ["endurance"] if found["drift"] < -0.02 or found["growth"] > 0.02 else []
         if given.fuzz:
             results["fuzz"] = fuzz.summary(fuzz.run(range(given.fuzz), folder))
             bad += list(results["fuzz"]["wrong"])
