@@ -101,7 +101,9 @@ def endurance(folder: Path, steps: int) -> dict[str, Any]:
     held = [line["host_memory_gib"] for line in lines if "loss" in line]
     fifth = len(held) // 5
     memory = [statistics.median(part) for part in (held[fifth : 2 * fifth], held[-fifth:])]
-    since = next(one.time for one in seen[1] if one.step >= WARM)
+    since = next((one.time for one in seen[1] if one.step >= WARM), None)
+    if since is None:
+        raise SystemExit(f"too few steps: the run beside it did not reach its step {WARM}")
     late, fresh = (rate([one for one in part if one.time >= since]) for part in seen)
     return {
         "steps": steps,

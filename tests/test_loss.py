@@ -111,6 +111,17 @@ def test_in_lower_precision_it_is_no_worse_than_transformers_own(dtype: torch.dt
     assert errors[1] <= 1.1 * errors[0] + 1e-6 * wanted.item() and off[1] <= 1.1 * off[0]
 
 
+def test_a_head_s_bias_may_train_alone() -> None:
+    hidden, weight, labels, bias = inputs_with(0.4)
+    hidden, bias = hidden.detach(), bias.requires_grad_()
+    wanted = cross_entropy(linear(hidden, weight, bias), labels, reduction="sum")
+    got = [
+        torch.autograd.grad(one, bias)[0]
+        for one in (loss.token_loss(hidden, weight, labels, bias=bias).nll, wanted)
+    ]
+    assert torch.allclose(*got, rtol=0, atol=1e-10)
+
+
 def test_what_backward_holds_is_the_gradient_and_no_logits() -> None:
     hidden, weight, labels, _ = inputs_with(0.5)
     count = int((labels != -100).sum())

@@ -102,7 +102,7 @@ def token_loss(
         picked = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:num_labels]
         labels = labels[picked]
     with torch.autocast(device.type, enabled=False):
-        trains = hidden.requires_grad or weight.requires_grad
+        trains = any(one is not None and one.requires_grad for one in (hidden, weight, bias))
         given = weight, bias, labels, picked, softcap, compiled, torch.is_grad_enabled() and trains
         made: Any = _OutputHead.apply(hidden, *given)
         nll, entropy, correct = made
