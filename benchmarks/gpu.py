@@ -14,12 +14,14 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 *-small        and their inputs kept in the CPU's memory
 *-mlp          norms and gate and up made again
 *-mlp-small    and all else that layers keep in the CPU's memory
+*-graphs       the compiled layers as CUDA graphs
 1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
 lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
 full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
 70b-fp8        Llama-3-70B's shape from an fp8 checkpoint (68 GiB in --work), rows of 8,192, attention alone
 cap-24         8B LoRA, rows of 2,048, in 24 GiB of the allocator
 cap-48         70B qLoRA from an NF4 checkpoint (37 GiB in --work), rows of 2,048, in 48 GiB
+24gb_fastest   and each other recipe of recipes/gpus, in the memory of such a GPU: packed rows of 2,048
 
 A 70B checkpoint is removed after the last row that reads it; --work may be a tmpfs. A row that fails is
 written down with what its log says, and the others go on. Rows that OUT/gpu.json has already stay in it.
@@ -39,7 +41,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RESULTS = Path(__file__).with_name("gpu.json")
+HERE = Path(__file__).parent
+RESULTS = HERE / "gpu.json"
 WARM = 4  # steps
 TINY = 64  # times shorter rows, to try a row on the CPU
 
@@ -58,10 +61,13 @@ class Row(NamedTuple):
     cap_gib: float | None = None
     steps: int = 0
     """At least."""
+    recipe: str = ""
+    """In recipes/gpus, in place of this file's own."""
 
 
 WHOLE = ("speed.compile=true", "speed.recompute=none")
 SMALL = ("speed.compile=true", "speed.recompute=all")
+GRAPHS = ("speed.compile=reduce-overhead", "speed.recompute=none")
 HALF = ("speed.compile=true", "speed.recompute=mlp")
 OFFLOADED = (*SMALL, "speed.offload=activations")
 FULL = ("adapter.type=full", "train.learning_rate=1e-5", "train.save_strategy=no")
@@ -85,6 +91,10 @@ ROWS = {
     "lora-fp8-small": Row(("speed.base=fp8", *OFFLOADED)),
     "lora-bf16-mlp-small": Row(("speed.base=bf16", *HALF, "speed.offload=activations")),
     "lora-fp8-mlp-small": Row(("speed.base=fp8", *HALF, "speed.offload=activations")),
+    "lora-bf16-graphs": Row(("speed.base=bf16", *GRAPHS)),
+    "lora-fp8-graphs": Row(("speed.base=fp8", *GRAPHS)),
+    "dora-fp8-graphs": Row(("adapter.type=dora", "speed.base=fp8", *GRAPHS)),
+    "qlora-graphs": Row(("adapter.type=qlora", *GRAPHS)),
     "1b-bf16": Row(("speed.base=bf16", *WHOLE), "1b-bf16"),
     "1b-fp8": Row(("speed.base=fp8", *WHOLE), "1b-bf16"),
     "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),
@@ -94,6 +104,19 @@ ROWS = {
     "cap-24": Row(("speed.compile=true",), length=2048, batch=8, cap_gib=24),
     "cap-48": Row(("adapter.type=qlora", "speed.compile=true"), "70b-nf4", length=2048, batch=1, cap_gib=48),
 }
+CAPS = {
+    "24gb": 22.0,
+    "32gb": 31.4,
+    "40gb": 39.4,
+    "80gb": 79.1,
+    "141gb": 139.8,
+}  # the least of finetune/gpus.py
+RECIPES = {
+    f"{size}_{kind}": Row(length=2048, batch=8, packed=True, cap_gib=gib, recipe=f"{size}_{kind}.yaml")
+    for size, gib in CAPS.items()
+    for kind in ("fastest", "balanced", "smallest")
+}
+RECIPES["141gb_fastest"] = RECIPES["141gb_fastest"]._replace(batch=16)  # it has so many at once
 PEERS = {  # what a name says is what is switched on
     "trl": Row(),
     "trl+checkpointing": Row(),
@@ -149,14 +172,14 @@ def main() -> None:
         print(table(json.loads(RESULTS.read_text())))
     elif options.one:
         job = plan(options.one, options)
-        (job.out / f"{job.name}.json").write_text(json.dumps(ours(job) if job.name in ROWS else peer(job)))
+        (job.out / f"{job.name}.json").write_text(json.dumps(peer(job) if job.name in PEERS else ours(job)))
     else:
         run(options.rows.split(","), options)
 
 
 def plan(name: str, options: Any) -> Job:
     """What a row needs, by its paths and sizes."""
-    row = {**ROWS, **PEERS}[name]
+    row = {**ROWS, **RECIPES, **PEERS}[name]
     shape, stored = row.model.split("-")
     shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)
     layers = min(n for n in (row.layers, options.layers, {"70b": 80, "1b": 16}.get(shape, 32)) if n)
@@ -215,9 +238,12 @@ def ours(job: Job) -> dict[str, Any]:
     folder, recipe = job.out / "runs" / job.name, job.out / f"{job.name}.yaml"
     sizes = {"length": job.length, "batch": job.batch, "steps": job.steps}
     recipe.write_text(RECIPE.format(model=job.model, data=job.data, folder=folder, **sizes))
+    given = [str(recipe), *job.row.changes]
+    if job.row.recipe:
+        given = [str(HERE.parent / "recipes" / "gpus" / job.row.recipe), *of_recipe(job, folder)]
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        if code := cli.main(["train", str(recipe), *job.row.changes]):
+        if code := cli.main(["train", *given]):
             sys.exit(code)
     finally:
         for big in ("adapter", "model", "checkpoints"):
@@ -229,6 +255,24 @@ def ours(job: Job) -> dict[str, Any]:
     attention = next(one["got"] for one in receipts if one["option"] == "model.attention")
     peak, seconds = steps[-1]["gpu_memory_gib"], [line["step_seconds"] for line in steps]
     return result(job, seconds, steps[-1]["loss"], peak, attention=attention, real=real)
+
+
+def of_recipe(job: Job, folder: Path) -> list[str]:
+    """What a recipe of recipes/gpus is given here: this model, texts, and fewer rows a step."""
+    data = [f"data.name={job.data}", "data.format=text", "data.train_on=all", "data.too_long=split"]
+    data += ["data.validation_fraction=null", "eval.general=false", "eval.samples=0"]
+    train = [
+        f"train.max_steps={job.steps}",
+        f"train.effective_batch_size={job.batch}",
+        "train.warmup_steps=2",
+    ]
+    return [
+        f"model.name={job.model}",
+        *data,
+        *train,
+        f"data.max_length={job.length}",
+        f"train.output_dir={folder}",
+    ]
 
 
 def peer(job: Job) -> dict[str, Any]:

@@ -12,14 +12,14 @@ it goes on.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
 import gpu_inputs
 import torch
-import yaml
 
-from finetune import ablate
+from finetune import ablate, strict_yaml
 from finetune.shipped import folder
 
 HERE = Path(__file__).parent
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="at most so many")
     parser.add_argument("--steps", type=int, help="of a run, in place of the ladder's")
     parser.add_argument("--repeats", type=int, help="of a variant, in place of the ladder's")
+    parser.add_argument("--without", default="", metavar="RUNG,...", help="rungs that take too long here")
     parser.add_argument("--ladder", type=Path, default=folder("recipes") / "ladder.yaml")
     parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
     parser.add_argument("--out", type=Path, default=Path("results"))
@@ -45,7 +46,8 @@ def main() -> None:
     recipe = "recipes/quickstart.yaml"
     if options.shape:
         recipe = str(prepare(options.shape, options.layers, options.work))
-    steps = changed(options.ladder, options.work, steps=options.steps, repeats=options.repeats)
+    measure = {"steps": options.steps, "repeats": options.repeats}
+    steps = changed(options.ladder, options.work, options.without.split(","), measure)
     ablate.run(ablate.Asked(recipe, [], steps, options.out))
     name = "ladder_gpu" if torch.cuda.is_available() else "ladder"
     for ending in ("json", "md", "svg"):
@@ -66,15 +68,18 @@ def prepare(shape: str, layers: int | None, work: Path) -> Path:
     return recipe
 
 
-def changed(ladder: Path, work: Path, **measure: int | None) -> Path:
-    """The ladder, with another number of steps or repeats if one was given."""
+def changed(ladder: Path, work: Path, without: list[str], measure: dict[str, int | None]) -> Path:
+    """The ladder, with another number of steps or repeats if one was given, and without some rungs."""
     given = {name: value for name, value in measure.items() if value}
-    if not given:
+    if not given and without == [""]:
         return ladder
-    values = yaml.safe_load(ladder.read_text(encoding="utf-8"))
+    values = strict_yaml.parse(ladder.read_text(encoding="utf-8"), str(ladder)).value  # `on` is a name here
     values["measure"] |= given
+    for rung in values["rungs"]:
+        if rung["name"] in without:
+            rung["noop"] = "left out of this measurement (--without)"
     work.mkdir(parents=True, exist_ok=True)
-    (work / "ladder.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    (work / "ladder.yaml").write_text(json.dumps(values, indent=1), encoding="utf-8")
     return work / "ladder.yaml"
 
 

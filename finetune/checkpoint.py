@@ -27,6 +27,8 @@ from finetune.errors import Exit, Problem, UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from finetune.receipts import Ledger
+
     Content = dict[str, Any]  # file name -> tensors by name (*.safetensors), or what JSON can say (*.json)
 
 FORMAT = 1  # of a checkpoint; only this one is read
@@ -62,6 +64,8 @@ class Writer:
         self.running: Future[Path] | None = None
         self.published: Path | None = None
         self.seconds = 0.0  # that the last one took
+        self.written = 0
+        self.waited: list[float] = []  # seconds that training stood still for each
 
     def start(self, step: int, content: Content, *, here: bool = False) -> None:
         """Write `content`, which must not change meanwhile.
@@ -79,6 +83,7 @@ class Writer:
         started = time.monotonic()
         path = write(self.checkpoints, step, content, self.keep)
         self.seconds = time.monotonic() - started
+        self.written += 1
         return path
 
     def check(self) -> None:
@@ -91,6 +96,14 @@ class Writer:
         running, self.running = self.running, None
         if running is not None:
             self.published = running.result()
+
+    def add_receipt(self, ledger: Ledger) -> None:
+        """Of the process that writes: how many, and what they cost."""
+        if self.written:
+            got = f"{self.written} written; training stood still for {max(self.waited):.2f} s at most"
+            how = "the clock around each, the step's work done before; writing goes on beside training"
+            asked = f"{len(self.waited)} written"
+            ledger.add("checkpoints", asked, got, how, ok=self.written == len(self.waited))
 
     def close(self) -> None:
         """However the run ends: nothing is being written after this. What fails now is said, not raised."""

@@ -237,6 +237,7 @@ def train(
             "hash of every frozen tensor, before and after",
         )
     verify.add_moved_receipt(before, adapted, trainer.state.global_step, ledger)
+    trainer.writer.add_receipt(ledger)
     for validation in validating:
         validation.restore(adapted, trainer.state, ledger)
     for name, dtype in rounded.items():

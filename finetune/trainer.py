@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Sized
@@ -270,7 +271,11 @@ class Trainer(SFTTrainer):
         if self.nonfinite:
             self.nonfinite.check()  # on a GPU the step's norm may still be on its way
         self.store_flos()
+        if self.args.device.type == "cuda":
+            torch.cuda.synchronize()  # the step's own work is not the checkpoint's
+        started = time.monotonic()
         state.save(self)
+        self.writer.waited.append(time.monotonic() - started)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         state.put_back(self, "weights", "allocation", "callbacks")

@@ -68,10 +68,22 @@ def test_documents_have_the_lengths_that_are_said() -> None:
 
 def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
     options = Namespace(layers=None, steps=14, tiny=False, work=Path("work"), out=Path("out"))
-    jobs = {name: gpu.plan(name, options) for name in {**gpu.ROWS, **gpu.PEERS}}
+    jobs = {name: gpu.plan(name, options) for name in {**gpu.ROWS, **gpu.RECIPES, **gpu.PEERS}}
     assert jobs["70b-fp8"].model.name == "70b-fp8-80" and jobs["70b-fp8"].length == 8192
     assert jobs["trl-full+liger"].model == jobs["full-bf16"].model == Path("work/8b-bf16-8")
-    assert {job.batch * job.length for name, job in jobs.items() if job.model.name[:2] == "8b"} == {16384}
+    for name, job in jobs.items():
+        assert (
+            job.batch * job.length == 16384 * (2 if name == "141gb_fastest" else 1)
+            or job.model.name[:2] != "8b"
+        )
+    assert {job.row.recipe for job in jobs.values() if job.row.recipe} == {
+        path.name for path in (ROOT / "recipes" / "gpus").glob("*.yaml")
+    }
+    for job in jobs.values():
+        if job.row.recipe:
+            given = gpu.of_recipe(job, tmp_path)
+            loaded = recipe.load(ROOT / "recipes" / "gpus" / job.row.recipe, given)
+            assert loaded.data.packing and job.batch % loaded.train.per_device_train_batch_size == 0
     written = tmp_path / "recipe.yaml"
     written.write_text(gpu.RECIPE.format(model="m", data="d.jsonl", length=64, batch=4, steps=9, folder="f"))
     recomputes = {"70b-fp8": "auto", "cap-24": "auto", "cap-48": "auto", "lora-auto": "auto"}
