@@ -234,22 +234,19 @@ def machine(place: RunFolder) -> dict[str, str]:
     """What has to be equal for figures to be compared, and how often a run saved."""
     found = place.read("environment.json")
     here, launch = found["hardware"], found["launch"]
-    files = sorted(set(place.read("data_report.json")["train"]["sources"].values()))
+    recipe = load_recipe(place.recipe)
+    held_out = {str(Path(recipe.data.validation).resolve())} if recipe.data.validation else set()
+    sources = place.read("data_report.json")["train"]["sources"]
+    files = sorted({digest for path, digest in sources.items() if path not in held_out})
     size = f"{here['cpu_cores']} cores, {here['memory_gib']:.0f} GiB"
     return {
         "hardware": f"{here['count']} x {here['name']}, {size}",
         "processes": str(launch["processes"]),
         "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
-        "checkpoints": saves(place),
+        "checkpoints": f"{recipe.train.save_strategy} {recipe.train.save_steps or ''}".strip(),
         "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],
         **{name: str(version) for name, version in found["packages"].items()},
     }
-
-
-def saves(place: RunFolder) -> str:
-    """How often a run saved, as its recipe says it."""
-    train = load_recipe(place.recipe).train
-    return f"{train.save_strategy} {train.save_steps or ''}".strip()
 
 
 def not_comparable(a: dict[str, str], b: dict[str, str]) -> list[str]:

@@ -15,7 +15,7 @@ import psutil
 import torch
 from accelerate import PartialState
 
-from finetune import adalora, adapters, checkpoint, nested, ranks, shards
+from finetune import adalora, adapters, checkpoint, launch_env, nested, ranks, shards
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -85,12 +85,24 @@ def check_memory(each: int, free: int) -> None:
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
     """The parts of a checkpoint; of those that each process has, this one's.
 
     Raises:
-        UserError: a part is missing (exit 4).
+        UserError: a part is missing (exit 4); this machine has no memory for it, which each of its processes
+            reads whole (exit 3).
     """
+    here, each, free = (
+        int(launch_env.said("LOCAL_WORLD_SIZE", "1")),
+        checkpoint.size_of(path),
+        available(groups),
+    )
+    if here * each > free:
+        what, fix = "no memory to read the checkpoint", "fewer processes on this machine, or more memory"
+        found, expected = f"{free / 2**30:,.1f} GiB free", f"{here} processes x {each / 2**30:,.1f} GiB"
+        raise UserError(
+            Problem(what, where=str(path), found=found, expected=expected, fix=fix), code=Exit.ENVIRONMENT
+        )
     found = {}
     for name, value in structure(path).items():
         file = f"{name}.safetensors"

@@ -15,24 +15,19 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, ValidationError
 
 from finetune import recipe_errors, shipped, strict_yaml, task_files
-from finetune.data import load
+from finetune.data import load, render
 from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError
 from finetune.sections import Section, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from finetune.sections import Eval
 
 SUFFIXES = (".yaml", ".yml")
@@ -176,11 +171,13 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
             continue
         try:
             found.append(_document(task, row.value))
-        except (TemplateError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             columns = ", ".join(row.value)
             problems.append(
                 Problem(f"task {task.task}: {error}", where=row.where, found=f"columns {columns}")
             )
+            if str(error).startswith(render.BROKEN):
+                break  # it is of no row
     if not found and not problems:
         problems.append(Problem(f"task {task.task} has no rows", where=name))
     if problems:
@@ -225,25 +222,16 @@ def _index(answer: Any, choices: list[str]) -> int:
 
 
 def _rendered(template: str, row: dict[str, Any]) -> Any:
-    """A template over a row; one that is a single `{{ expression }}` gives its value as it is."""
-    return _compiled(template)(row)
+    """A template over a row; one that is a single `{{ expression }}` gives its value as it is.
 
-
-@cache
-def _compiled(template: str) -> Callable[[dict[str, Any]], Any]:
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    Raises:
+        ValueError: it is broken, names what is not there, or takes too long or too much memory.
+    """
     whole = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", template, re.DOTALL)
-    if not whole:
-        return environment.from_string(template).render
-    expression = environment.compile_expression(whole[1], undefined_to_none=False)
-
-    def value(row: dict[str, Any]) -> Any:
-        found = expression(row)
-        if isinstance(found, StrictUndefined):
-            str(found)  # raises, and says what is undefined
-        return found
-
-    return value
+    found = render.render_row(whole[1] if whole else template, row, expression=whole is not None)
+    if found.error:
+        raise ValueError(found.error)
+    return json.loads(found.text) if whole else found.text
 
 
 def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from conftest import QUICKSTART, ROOT
 from finetune import ab_test, ablate, cli, hardware, ladder, measured, plots, recipe
 from finetune.errors import UserError
 from finetune.ladder import Rung, Variant
+from finetune.run_folder import RunFolder
 from finetune.screen import Screen
 
 if TYPE_CHECKING:
@@ -87,6 +88,26 @@ def test_runs_are_ordinary_run_folders_by_kind_name_and_rank(climbed: Climbed) -
     assert (climbed.folder / "baseline" / "quickstart-baseline-1" / "receipts.json").exists()
     resolved = recipe.load(run / "recipe.resolved.yaml")
     assert resolved.speed.recompute == "none" and resolved.model.attention == "eager"
+
+
+def test_a_repeat_without_held_out_rows_is_of_the_same_data(climbed: Climbed, small) -> None:
+    """Only the first run of a variant evaluates; what it evaluates on is not trained on."""
+    run = RunFolder(climbed.folder / "memory" / "no_recompute_rank16" / "quickstart-alone-1")
+    assert len(run.read("data_report.json")["train"]["sources"]) == 2
+    trained = hashlib.sha256(Path(small[0].removeprefix("data.name=")).read_bytes()).hexdigest()
+    expected = hashlib.sha256(json.dumps([trained]).encode()).hexdigest()[:12]
+    assert measured.machine(run)["train files"] == expected
+
+
+def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
+    """`on` and `off`, which YAML 1.1 takes for truths."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ladder as benchmark
+
+    copy = benchmark.changed(ROOT / "recipes" / "ladder.yaml", tmp_path, ["packing"], {"repeats": 1})
+    made = ladder.read(copy)
+    assert made.measure.repeats == 1 and made.rung("packing").noop and not made.rung("bf16").noop
+    assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
 
 
 def test_page_and_picture_need_nothing_else(climbed: Climbed) -> None:

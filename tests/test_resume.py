@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -345,6 +346,24 @@ def test_memory_is_the_container_s(tmp_path) -> None:
     assert abs(state.available(tmp_path) - free) < free / 2
     (tmp_path / "memory.max").write_text("5000\n")
     assert state.available(tmp_path) == 4000
+
+
+def test_a_checkpoint_that_memory_has_no_room_for(straight, tmp_path, monkeypatch) -> None:
+    """Every process of a machine reads it whole."""
+    kept = straight("lora").path / "checkpoints" / "step-3"
+    (tmp_path / "memory.current").write_text("0\n")
+    (tmp_path / "memory.max").write_text(str(2 * checkpoint.size_of(kept)))
+    assert state.read(kept, tmp_path)["weights"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="no memory to read the checkpoint") as raised:
+        state.read(kept, tmp_path)
+    assert raised.value.code == 3 and "4 processes x" in str(raised.value)
+
+
+def test_a_run_says_what_its_checkpoints_cost(train) -> None:
+    receipt = receipts(train("train.save_steps=1"))["checkpoints"]
+    made = re.fullmatch(r"2 written; training stood still for (\d+\.\d\d) s at most", receipt["got"])
+    assert receipt["ok"] and made and float(made[1]) < 5
 
 
 def test_damage_is_seen_and_passed_over(straight, stopped_after, train, tmp_path, capsys) -> None:

@@ -121,6 +121,8 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         (CHOICE.replace("options", "right"), ("not a list of two or more",)),
         (CHOICE.replace("right", "question"), ("none of the choices",)),
         (CHOICE + "chioces: a\n", ("unknown key", "choices")),
+        (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
+        ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is broken",)),
         ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
         ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
         ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),

@@ -39,14 +39,16 @@ class Rendered(NamedTuple):
     error: str
 
 
-def render_row(template: str, row: dict[str, Any]) -> Rendered:
-    """Render a row of an evaluation with a template of lm-eval's, as that does: absent names are errors.
+def render_row(template: str, row: dict[str, Any], *, expression: bool = False) -> Rendered:
+    """Render a row of an evaluation as lm-eval does: names that are not there are errors.
 
     Args:
         row: what JSON has no form for is rendered as its text.
+        expression: `template` is what would stand between `{{` and `}}`; the text is its value as JSON.
     """
     plain = json.loads(json.dumps(row, default=str))
-    return Rendered(*_child(os.getpid()).ask({"template": template, "way": "row"}, [plain])[0])
+    request = {"template": template, "way": "expression" if expression else "row"}
+    return Rendered(*_child(os.getpid()).ask(request, [plain])[0])
 
 
 def render(
@@ -170,15 +172,15 @@ def _serve() -> None:
     signal.signal(signal.SIGALRM, _too_slow)
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        by_row = request["way"] == "row"
-        answers = _of_rows(request) if by_row else _answers(request, render_jinja_template)
+        of_rows = request["way"] in ("row", "expression")
+        answers = _of_rows(request) if of_rows else _answers(request, render_jinja_template)
         answers_to.write(json.dumps(answers).encode() + b"\n")
         answers_to.flush()
 
 
 def _of_rows(request: dict[str, Any]) -> list[Any]:
     def one(row: dict[str, Any], _: Any) -> tuple[str, tuple[()]]:
-        text = _compiled(request["template"]).render(**row)
+        text = _compiled(request["template"], request["way"] == "expression")(row)
         if len(text) > LONGEST:
             raise _Refused(f"the template took more than {LONGEST} characters")
         text.encode()
@@ -188,13 +190,23 @@ def _of_rows(request: dict[str, Any]) -> list[Any]:
 
 
 @cache
-def _compiled(template: str) -> Any:
+def _compiled(template: str, expression: bool) -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["regex_replace"] = _regex_replace
-    return environment.from_string(template)
+    if not expression:
+        return environment.from_string(template).render
+    made = environment.compile_expression(template, undefined_to_none=False)
+
+    def value(row: dict[str, Any]) -> str:
+        found = made(row)
+        if isinstance(found, StrictUndefined):
+            str(found)  # raises, and says what is undefined
+        return json.dumps(found)
+
+    return value
 
 
 def _regex_replace(text: str, pattern: str, by: str, count: int = 0) -> str:
