@@ -47,7 +47,7 @@ def main() -> None:
 def compare() -> dict[str, dict[str, Any]]:
     """Each measured row with what is planned for it."""
     made = {}
-    measured = json.loads(gpu.RESULTS.read_text())
+    measured, ours = json.loads(gpu.RESULTS.read_text()), gpu.ROWS | gpu.RECIPES
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**16}) + "\n")
@@ -55,10 +55,10 @@ def compare() -> dict[str, dict[str, Any]]:
         lines = [json.dumps({"text": "w" * plan.CHARACTERS * length}) for length in lengths]
         (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
         for name, row in measured.items():
-            if name in gpu.ROWS and "failed" not in row:
+            if name in ours and "failed" not in row:
                 found = planned_row(name, row, place)
                 made[name] = compared(found, row["step_seconds"], row["peak_gib"], row["gpu"])
-        for name in [name for name in gpu.ROWS if name not in made]:  # planned before it is measured
+        for name in [name for name in ours if name not in made]:  # planned before it is measured
             made[name] = compared(planned_row(name, {"gpu": "NVIDIA H200"}, place), None, None, "NVIDIA H200")
         for row in json.loads((HERE / "adapters.json").read_text()):
             if row["part"] == "shape" and row["type"] in COUNTED and "step_seconds" in row:
@@ -70,12 +70,16 @@ def compare() -> dict[str, dict[str, Any]]:
 
 def planned_row(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
     """The plan of a row of gpu.py, on as many layers as it was measured with."""
-    row = gpu.ROWS[name]
+    row = (gpu.ROWS | gpu.RECIPES)[name]
     shape, stored = row.model.split("-")
     hidden, wide, whole, *rest = SHAPES[shape]
     layers = measured.get("layers") or row.layers or whole
     model = write_config(place / f"{shape}-{stored}-{layers}", (hidden, wide, layers, *rest), tied=False)
     data = place / ("documents.jsonl" if row.packed else "rows.jsonl")
+    if row.recipe:
+        job = gpu.Job(name, model, data, row.length, row.batch, 10, row, place)
+        own = HERE.parent / "recipes" / "gpus" / row.recipe
+        return make(recipe.load(own, gpu.of_recipe(job, place / "run")), measured["gpu"], row.cap_gib)
     sizes = {"length": row.length, "batch": row.batch, "steps": max(14, row.steps)}
     text = gpu.RECIPE.format(model=model, data=data, folder=place / "run", **sizes)
     path = place / f"{name}.yaml"

@@ -30,9 +30,11 @@ LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
 # tokens/s of one (LoRA on an fp8 base, benchmarks/LOG.md)
 BESIDE = 0.013
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
-# shape at 4 rows (adapters.json); fused and compiled ones are guessed from LOG.md's profiles
+# shape at 4 rows (adapters.json); compiled ones on the fp8 base of recipes/gpus' 24gb_fastest (6.2 ms),
+# 32gb_fastest and 40gb_fastest (7.4; gpu.json); other fused and compiled ones are guessed from LOG.md
 LAUNCH = {
     "compiled": 1.2e-3,
+    "compiled fp8": 6.5e-3,
     "fused": 4.0e-3,
     "lora": 7.0e-3,
     "qlora": 8.4e-3,
@@ -133,6 +135,7 @@ def seconds(
     lora = "qlora" if kept.four_bit else "lora"
     kind = "full" if step.full else "dora" if has.columns and has.rank else lora if has.rank else "ia3"
     how = "compiled" if kept.compiled else "fused" if kept.fused else kind
+    how += " fp8" * (kept.compiled and step.storage == "fp8")
     launch = LAUNCH[how] * one.layers * (1 + again / 3)
     rest = REST * one.layers
     parts = {"products": base + head, "attention": attention, "memory-bound": memory + optimizer + rest}

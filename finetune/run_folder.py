@@ -14,16 +14,19 @@ import glob
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import psutil
 import yaml
 from pydantic import BaseModel
 
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
 LOCK = ".lock"
+BEAT, SILENT = 15.0, 60.0  # seconds between touches of a lock's file where a disk knows no locks; without one
 EVALUATED = "eval.json"
 HELD_OUT = "held_out.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
 # What of a run is published beside its weights, so that it can be opened elsewhere
@@ -154,7 +158,8 @@ def _entries(path: Path) -> list[str]:
 def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
     """Keep a run folder from other runs on this or another machine for as long as this one lasts.
 
-    The lock is the system's, so it ends with the process, however that ends; the file says whose it is.
+    The lock is the system's, so it ends with the process, however that ends; the file says whose it is. Where
+    a network's disk knows no locks, the file is touched every BEAT seconds in its place.
 
     Args:
         output_dir: the folder; `None`: a new one, called by `name` and the time.
@@ -173,7 +178,8 @@ def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
     folder = Path(output_dir or dated(name))
     create(str(folder))
     path = folder / LOCK
-    with _locked(path) as file:
+    file, locked = _locked(path)
+    with file, contextlib.nullcontext() if locked else _beating(path):
         file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n")
@@ -188,8 +194,8 @@ def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
                     folder.parent.rmdir()
 
 
-def _locked(path: Path) -> IO[str]:
-    """The lock's file, open and held: that of this name, not one that its holder deleted meanwhile."""
+def _locked(path: Path) -> tuple[IO[str], bool]:
+    """The lock's file, of this name and not one that its holder deleted; whether the system holds it."""
     while True:
         try:
             file = path.open("a+", encoding="utf-8")
@@ -199,21 +205,47 @@ def _locked(path: Path) -> IO[str]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                said = f"no locks on this file system ({error.strerror}): let no other run write there"
-                print(f"note: {path.parent}: {said}", file=sys.stderr)
-                return file
             file.seek(0)
-            what, fix, held = (
-                "another run is writing there",
-                "a new train.output_dir, or wait for it",
-                file.read(),
-            )
+            held, unknown = file.read().strip(), error.errno not in (errno.EAGAIN, errno.EACCES)
+            if unknown and not _alive(path, held):
+                said = f"no locks on this file system ({error.strerror}): a file is touched instead"
+                print(f"note: {path.parent}: {said}", file=sys.stderr)
+                return file, False
             file.close()
-            raise UserError(Problem(what, "train.output_dir", found=held.strip(), fix=fix)) from None
+            what, fix = "another run is writing there", "a new train.output_dir, or wait for it"
+            fix += f": it is over if {path} is not touched for {SILENT:.0f} s" if unknown else ""
+            raise UserError(Problem(what, "train.output_dir", found=held, fix=fix)) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
+            return file, True
         file.close()
+
+
+def _alive(path: Path, held: str) -> bool:
+    """Whether the run that a lock's file names goes on: by its process if here, else by the file's time."""
+    named = re.match(r"process (\d+) on (\S+),", held)
+    if not named or (named[2] == platform.node() and not psutil.pid_exists(int(named[1]))):
+        return False
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=LOCK, suffix=".tmp") as now:  # the disk's clock
+        return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime < SILENT
+
+
+@contextlib.contextmanager
+def _beating(path: Path) -> Iterator[None]:
+    """A sign of life in a file's time, for as long as this lasts."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT):
+            with contextlib.suppress(OSError):  # a disk that is away for a while
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def create(path: str) -> RunFolder:

@@ -24,6 +24,8 @@ SPEED = {  # rows of gpu.json
     "lora-fp8-mlp-small": "LoRA, fp8 base, `offload: activations`",
     "lora-bf16-mlp-small": "LoRA, bf16 base, `offload: activations`",
     "trl+liger": "TRL with Liger's kernels: LoRA, bf16",
+    "trl-dora+liger": "the same: DoRA, bf16, everything recomputed",
+    "trl-qlora+liger": "the same: qLoRA, NF4 base",
 }
 
 

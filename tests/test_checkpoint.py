@@ -1,8 +1,10 @@
 """Checkpoints on disk: what is published verifies, whatever happens; what can't be kept is said."""
 
+import contextlib
 import errno
 import json
 import os
+import platform
 import resource
 import signal
 import sys
@@ -262,9 +264,43 @@ def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch, caps
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", refuses)
+    monkeypatch.setattr(run_folder, "BEAT", 0.02)
+    file = tmp_path / "run" / run_folder.LOCK
     with run_folder.claimed(str(tmp_path / "run")) as path:
         assert path == str(tmp_path / "run")
+        os.utime(file, (0, 0))
+        end = time.monotonic() + 30
+        while file.stat().st_mtime == 0 and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(UserError, match="another run is writing there"), run_folder.claimed(path):
+            pass
     assert "no locks on this file system (No locks available)" in capsys.readouterr().err
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("held", "ago", "free"),
+    [
+        ("process 1 on elsewhere, since then\n", 0, False),
+        ("process 1 on elsewhere, since then\n", 100, True),
+        (f"process {2**22 + 1} on {platform.node()}, since then\n", 0, True),  # more than there can be
+        ("", 0, True),
+    ],
+)
+def test_a_lock_s_file_that_is_not_touched_is_nobody_s(held, ago, free, tmp_path, monkeypatch) -> None:
+    """Where the disk knows no locks: after a kill -9 this machine goes on at once, another a minute later."""
+
+    def refuses(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refuses)
+    file = tmp_path / run_folder.LOCK
+    file.write_text(held)
+    os.utime(file, (time.time() - ago,) * 2)
+    said = contextlib.nullcontext() if free else pytest.raises(UserError, match="not touched for 60 s")
+    with said, run_folder.claimed(str(tmp_path)):
+        assert str(os.getpid()) in file.read_text()
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_lock_that_its_holder_deletes_is_not_taken_for_one(tmp_path, monkeypatch) -> None:

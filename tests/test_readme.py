@@ -139,3 +139,7 @@ def test_the_table_of_speed_on_a_gpu_is_made_from_its_measurements() -> None:
         for base in ("bf16", "fp8")
     )
     assert "DoRA takes {:.2f} to {:.2f} times as long".format(*slower) in readme
+    several = json.loads((ROOT / "benchmarks" / "multi_gpu.json").read_text())
+    for row in (measured["70b-fp8"], several["32k x1"]):
+        assert f"({row['tokens_per_second']:,.0f} tokens/s" in readme
+    assert measured["cap-48"]["peak_gib"] < 48
