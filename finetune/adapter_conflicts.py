@@ -88,8 +88,9 @@ def _offload(
     """What moves to the CPU's memory must be there, and be what torchao can move."""
     asked, optim = speed.get("offload"), train.get("optim", OFFLOADED[0])
     found: Found = []
-    if asked in ("activations", "all") and speed.get("recompute") in ("none", "cheap"):
-        what = "keeps in the CPU's memory what recomputed layers leave, and none is recomputed"
+    again = str(speed.get("recompute"))
+    if asked in ("activations", "all") and (again in ("none", "cheap") or again.startswith("mlp:")):
+        what = "keeps in the CPU's memory what recomputed layers leave, and not all are recomputed"
         found.append(("speed.offload", what, {"found": asked, "fix": "speed.recompute: auto"}))
     if asked not in ("optimizer", "all"):
         return found

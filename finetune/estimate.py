@@ -112,16 +112,16 @@ def choose_fused(
 
 
 def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload: str = "none") -> Choice:
-    """`none`, `cheap` (the norms of all layers), `mlp` (and their gate and up), or how many layers are
-    recomputed whole beside that of the others (`8 of 32`); `auto` takes the least that fits.
+    """`none`, `cheap` (the norms of all layers), `mlp:8` (and gate and up of eight), `mlp` (of all), or how
+    many layers are recomputed whole beside that of the others (`8 of 32`); `auto` takes the least that fits.
 
     Raises:
         UserError: `mlp` where MLPs are not fused (exit 3).
     """
     layers = plan.layers
-    if asked == "mlp" and not plan.mlps:
+    if str(asked).startswith("mlp") and not plan.mlps:
         what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
-        raise UserError(Problem(what, "speed.recompute", found="mlp", fix=fix), code=Exit.ENVIRONMENT)
+        raise UserError(Problem(what, "speed.recompute", found=asked, fix=fix), code=Exit.ENVIRONMENT)
     if offload in ("activations", "all") and asked == "auto":
         leaves = plan.kept - plan.norms - plan.mlps
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
@@ -131,6 +131,9 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload
         return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
     if isinstance(asked, int):
         return Choice(f"{min(asked, layers)} of {layers}", "asked for")
+    if asked != "auto":
+        count = int(asked.partition(":")[2])
+        return Choice(f"mlp:{count}" if count < layers else "mlp", "asked for")
     if hardware.device == "cpu":
         return Choice("none", "auto: on the CPU memory is not what is short")
     text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
@@ -139,12 +142,22 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload
     kept = plan.kept - plan.norms
     if kept <= plan.room:
         return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
+    if plan.mlps and (count := math.ceil((kept - plan.room) / plan.mlps * layers)) < layers:
+        kept -= count * plan.mlps / layers
+        return Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
     kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
-    if plan.mlps and kept <= plan.room:
-        return Choice("mlp", f"{text}; without the MLPs' gate and up {kept:.0f} GiB")
     saved = kept / layers - plan.entry
     count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
     return Choice(f"{count} of {layers}", text)
+
+
+def split(recompute: str, layers: int) -> tuple[int, int]:
+    """How many layers are recomputed whole, and of how many others gate and up: of `8 of 32` 8 and 24."""
+    if " of " in recompute:
+        count = int(recompute.split()[0])
+        return count, layers - count
+    _, _, some = recompute.partition(":")
+    return 0, int(some) if some else layers * (recompute == "mlp")
 
 
 def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> Choice:
@@ -271,6 +284,9 @@ def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
     layers = plan.layers
     if recompute == "none":
         return plan.kept, plan.kept
+    if recompute.startswith("mlp:"):  # the first layers: when they are made again, the last ones' are gone
+        kept = plan.kept - plan.norms - int(recompute[4:]) * plan.mlps / layers
+        return kept, kept + plan.norms / layers
     half = plan.norms + (0.0 if recompute == "cheap" else plan.mlps)  # of layers that are not whole
     if recompute in ("cheap", "mlp"):
         kept = plan.kept - half

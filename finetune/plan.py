@@ -199,8 +199,8 @@ def under(
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
         longest=length, usable=usable,
     )  # fmt: skip
-    again = int(recompute.value.split()[0]) / memory.layers if " of " in recompute.value else 0.0
-    halves = 1 - again if memory.mlps and recompute.value not in ("none", "cheap") else 0.0
+    whole, mlps = estimate.split(recompute.value, memory.layers)
+    again, halves = whole / memory.layers, (mlps if memory.mlps else 0) / memory.layers
     passed = batch.per_device * max(1, round(rows.padded)) if rows else tokens
     spans = max(1, round(rows.attended)) if rows else length
     flat = recipe.data.packing or recipe.data.padding_free

@@ -221,6 +221,8 @@ def _expected(item: Any) -> str:
         return f"{sign} {item['ctx'][name]:g}"
     if kind == "literal_error":
         return ", ".join(map(str, _literals(item)))
+    if kind == "string_pattern_mismatch":
+        return f"text of the form {item['ctx']['pattern'].strip('^$')}"
     return _EXPECTED.get(kind, str(item["msg"]))
 
 

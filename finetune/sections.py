@@ -206,10 +206,15 @@ class Speed(Section):
     compile: Literal["auto", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool = "auto"
     """torch.compile for each decoder layer, if need be in one of torch's modes; `auto`: on GPUs, in runs of
     more than two minutes."""
-    recompute: Literal["auto", "none", "cheap", "mlp", "all"] | Annotated[int, Field(ge=1)] = "auto"
+    recompute: (
+        Literal["auto", "none", "cheap", "mlp", "all"]
+        | Annotated[int, Field(ge=1)]
+        | Annotated[str, Field(pattern=r"^mlp:[1-9]\d{0,3}$")]
+    ) = "auto"
     """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept; `mlp`: those
-    and the first half of fused MLPs, two thirds for a sixth more time; `all` layers, for a third more; or
-    how many layers, beside that of the others. `auto` takes the least that fits."""
+    and the first half of fused MLPs, two thirds for a sixth more time (`mlp:8`: of eight layers'); `all`
+    layers, for a third more; or how many layers, beside that of the others. `auto` takes the least that
+    fits."""
     offload: Literal["none", "activations", "optimizer", "all"] = "none"
     """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `recompute: mlp`, which
     `recompute: auto` takes where the CPU has room for it, or the inputs of layers that are recomputed whole;

@@ -81,7 +81,7 @@ def test_an_mlp_s_first_half_made_again_changes_nothing(kind: str, base: str) ->
         model = adapted(TYPES[kind](), dtype=torch.float32, base=base)
         layers = decoder_layers(model)
         assert Fused(model, layers).mlps == len(layers)
-        apply.add_recompute(model, layers, 0, Ledger(), mlps=mlps)
+        apply.add_recompute(model, layers, 0, Ledger(), mlps=len(layers) if mlps else 0)
         sizes: dict[int, int] = {}
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda t, sizes=sizes: (sizes.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t

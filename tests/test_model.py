@@ -86,7 +86,7 @@ def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str)
 def test_recompute_is_planned_from_memory() -> None:
     from transformers import LlamaConfig
 
-    from finetune.estimate import Keeps, Memory, choose_recompute, kept_gib
+    from finetune.estimate import Keeps, Memory, at_once, choose_recompute, kept_gib, split
 
     llama_8b = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8
@@ -105,9 +105,13 @@ def test_recompute_is_planned_from_memory() -> None:
     assert choose_recompute(64, plan, H100).value == "32 of 32"
     fused = plan._replace(mlps=28.0)
     assert choose_recompute("auto", fused._replace(room=46.0), H100).value == "cheap"
-    assert choose_recompute("auto", fused._replace(room=19.0), H100).value == "mlp"  # 54 - 8 - 28 x 31 / 32
+    assert choose_recompute("auto", fused._replace(room=32.0), H100).value == "mlp:16"  # 46 - 16 x 28 / 32
+    assert max(at_once(fused, "mlp:16")) == 32 + 8 / 32 and split("mlp:16", 32) == (0, 16)
+    assert choose_recompute("auto", fused._replace(room=19.0), H100).value == "mlp:31"
     assert choose_recompute("auto", fused._replace(room=10.0), H100).value == "21 of 32"
-    assert choose_recompute("mlp", fused, CPU).value == "mlp"
+    assert choose_recompute("mlp", fused, CPU).value == choose_recompute("mlp:32", fused, CPU).value == "mlp"
+    assert choose_recompute("mlp:5", fused, CPU).value == "mlp:5"
+    assert split("8 of 32", 32) == (8, 24) and split("mlp", 32) == (0, 32) and split("cheap", 32) == (0, 0)
     leaving = fused._replace(entry=0.0)  # 18 GiB: of three of 32 layers at a time, and one's gate and up
     assert choose_recompute("auto", leaving._replace(room=3.0), H100, "activations").value == "mlp"
     for short in ({"room": 2.5}, {"room": 3.0, "host": 17.0}, {"room": 3.0, "mlps": 0.0}):

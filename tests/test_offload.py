@@ -86,7 +86,7 @@ def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
     apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
     plain = gradients(model)
     ledger = Ledger()
-    apply.add_recompute(model, layers, 0, ledger, mlps=True)
+    apply.add_recompute(model, layers, 0, ledger, mlps=len(layers))
     made = offload.Activations(layers, model.device)
     assert_same(plain, gradients(model))
     one = 2 * 32 * model.config.hidden_size * 4  # bytes of a layer's input
@@ -107,7 +107,7 @@ def test_what_is_made_again_is_not_kept_when_compiled(again: bool) -> None:
     layers = apply.decoder_layers(model)[:1]
     apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
     plain = gradients(model)
-    apply.add_recompute(model, layers, 0, Ledger(), mlps=again)
+    apply.add_recompute(model, layers, 0, Ledger(), mlps=len(layers) if again else 0)
     layers[0].compile(backend="aot_eager_decomp_partition")
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_layers_alike_are_compiled_once(how: str) -> None:
     layers += [copy.deepcopy(layers[1]) for _ in range(2)]
     model.base_model.model.model.layers = torch.nn.ModuleList(layers)
     apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
-    apply.add_recompute(model, layers, 0, Ledger(), mlps=how == "mlp")
+    apply.add_recompute(model, layers, 0, Ledger(), mlps=len(layers) if how == "mlp" else 0)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     for layer in layers:

@@ -107,9 +107,13 @@ def test_recomputing_layers_changes_nothing_but_time(train) -> None:
         assert receipts(again)["speed.recompute"]["got"] == got
         assert recipe.load(again.recipe).speed.recompute == asked
     fast = train("speed.fused=true", name="fast")
-    again = train("speed.fused=true", "speed.recompute=mlp", name="mlp")
-    assert [m["loss"] for m in metrics(fast)] == [m["loss"] for m in metrics(again)]
-    assert receipts(again)["speed.recompute"]["got"] == "0 of 2, and 4 norms, gate and up of 2 MLPs"
+    for asked, count in (("mlp", 2), ("mlp:1", 1)):
+        again = train("speed.fused=true", f"speed.recompute={asked}", name=asked)
+        assert [m["loss"] for m in metrics(fast)] == [m["loss"] for m in metrics(again)]
+        assert (
+            receipts(again)["speed.recompute"]["got"] == f"0 of 2, and 4 norms, gate and up of {count} MLPs"
+        )
+        assert recipe.load(again.recipe).speed.recompute == asked
 
 
 def test_the_trained_model_is_gone_when_it_is_opened_again(small, two_layers, tmp_path, monkeypatch) -> None:

@@ -39,8 +39,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
     recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
     if recompute.value != "none":
-        count = int(recompute.value.split()[0]) if " of " in recompute.value else 0
-        add_recompute(model, layers, count, ledger, mlps=whole and recompute.value != "cheap")
+        count, mlps = estimate.split(recompute.value, len(layers))
+        add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0)
     if speed.offload in ("activations", "all"):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
         chosen = [one for one in layers if one.gradient_checkpointing or recompute.value == "mlp"]
@@ -118,11 +118,11 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
     return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}"), whole
 
 
-def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, mlps: bool = False) -> None:
+def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, mlps: int = 0) -> None:
     """Recompute `count` of the layers, evenly spread, the first among them; of the others their norms.
 
     Args:
-        mlps: of the others gate and up too, which are fused.
+        mlps: of so many of the others, the first ones, gate and up too, which are fused.
     """
     chosen = {i * len(layers) // count for i in range(count)}
     if count:
@@ -133,16 +133,18 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, 
         layer.gradient_checkpointing = index in chosen and isinstance(layer, GradientCheckpointingLayer)
         for norm in [] if index in chosen else norms_of(layer):
             norm.forward = MethodType(_again, norm)  # a partial is its own: each layer would be compiled
-        for stack in fused_mlps(layer) if mlps and index not in chosen else []:
-            stack.again = True
+    others = [layer for index, layer in enumerate(layers) if index not in chosen]
+    for stack in [stack for layer in others[:mlps] for stack in fused_mlps(layer)]:
+        stack.again = True
     total, wrapped = len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers)
     alone = sum("forward" in vars(norm) for layer in layers for norm in norms_of(layer))
     again = sum(stack.again for layer in layers for stack in fused_mlps(layer))
     got = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
     got += f", gate and up of {again} MLPs" if again else ""
-    asked = f"{count} of {total}" if count else "mlp" if mlps else "cheap"
+    some = "mlp" if mlps == total else f"mlp:{mlps}" if mlps else "cheap"
+    asked = f"{count} of {total}" if count else some
     how = "layers with the flag set, norms with a forward that is checkpointed, MLPs that keep their input"
-    ledger.add("speed.recompute", asked, got, how, ok=wrapped == count and again == mlps * (total - count))
+    ledger.add("speed.recompute", asked, got, how, ok=wrapped == count and again == mlps)
 
 
 def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:
