@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from finetune.screen import Screen
     from finetune.sections import Train
 
+HALVINGS = 20  # of fp16's loss scale in a row: 65,536 is 1 after 16
 WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and those that make one
 WORTH_A_WORD = 2.0  # times the median
 SMALL = 0.03  # a median below it counts as it: what is learnt by heart has losses that differ several times
@@ -146,7 +147,7 @@ class NonFinite(TrainerCallback):
 
 
 def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen) -> list[Any]:
-    """The callbacks of this file; fp16's loss scaler leaves out steps that are not finite by itself.
+    """The callbacks of this file; under fp16 the loss scaler leaves out steps that are not finite by itself.
 
     Raises:
         UserError: steps are to be left out under DeepSpeed (exit 3).
@@ -154,8 +155,9 @@ def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen) 
     if section.skip_nonfinite and PartialState().distributed_type == DistributedType.DEEPSPEED:
         what, fix = "DeepSpeed updates before anyone can look: no step can be left out", "skip_nonfinite: 0"
         raise UserError(Problem(what, "train.skip_nonfinite", fix=fix), code=Exit.ENVIRONMENT)
-    steps = [] if precision == "fp16" else [NonFinite(section.skip_nonfinite, folder.path, screen)]
-    return [*steps, Spikes(section.stop_at_spike, screen)]
+    allowed, fp16 = section.skip_nonfinite, precision == "fp16"
+    steps = Overflow(allowed, screen) if fp16 else NonFinite(allowed, folder.path, screen)
+    return [steps, Spikes(section.stop_at_spike, screen)]
 
 
 def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
@@ -212,6 +214,40 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
 
 def _real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class Overflow(TrainerCallback):
+    """Under fp16: end a run whose loss scaler leaves out one step after another.
+
+    It leaves out a step whose scaled gradients overflow, and halves its scale; from 65,536 that takes 16
+    halvings to 1. What overflows after that is not finite without a scale: the loss, or the weights.
+    """
+
+    def __init__(self, allowed: int, screen: Screen) -> None:
+        """Args: allowed: steps in a row beyond the scaler's own that may be left out."""
+        self.most, self.screen = HALVINGS + allowed, screen
+        self.in_a_row = self.skipped = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not optimizer.step_was_skipped:
+            self.in_a_row = 0
+            return
+        self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
+        if self.in_a_row > self.most:
+            what = f"fp16's loss scaler has left out {self.in_a_row} steps in a row"
+            what += ": the loss or the weights are not finite"
+            fix = "lower train.learning_rate, or a GPU with bf16"
+            problem = Problem(what, found=f"after step {state.global_step}", fix=fix)
+            raise UserError(problem, code=Exit.TRAINING)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logs["skipped_steps"] = self.skipped
 
 
 class Spikes(TrainerCallback):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import load_file
 
 from finetune import batch_search, checkpoint, cli, faults, nonfinite, rescue
 from finetune.errors import UserError
+from finetune.run_folder import RunFolder
+from finetune.screen import Screen
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
 
@@ -269,3 +272,21 @@ def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -
 def test_a_disk_without_room_for_the_checkpoints_is_found_before_training(train, capsys) -> None:
     train(*FEW, "train.save_total_limit=1000000000", code=3)
     assert "no room for 1000000001 checkpoints" in capsys.readouterr().err
+
+
+def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None:
+    """Some overflow in a row are how it finds its scale; more are a loss or weights that are not finite."""
+    train: Any = SimpleNamespace(skip_nonfinite=2, stop_at_spike=None)
+    watcher, _ = nonfinite.watchers(train, "fp16", RunFolder(tmp_path), Screen(quiet=True))
+    state, optimizer = SimpleNamespace(global_step=7), SimpleNamespace(step_was_skipped=True)
+    logs: dict[str, Any] = {}
+    for _ in range(16):
+        watcher.on_step_end(None, state, None, optimizer=optimizer)
+    watcher.on_step_end(None, state, None, optimizer=SimpleNamespace(step_was_skipped=False))
+    for _ in range(nonfinite.HALVINGS + 2):
+        watcher.on_step_end(None, state, None, optimizer=optimizer)
+    watcher.on_log(None, state, None, logs=logs)
+    assert logs == {"skipped_steps": 16 + nonfinite.HALVINGS + 2}
+    with pytest.raises(UserError, match="left out 23 steps in a row") as raised:
+        watcher.on_step_end(None, state, None, optimizer=optimizer)
+    assert raised.value.code == 5

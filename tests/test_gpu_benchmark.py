@@ -86,7 +86,13 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
             assert loaded.data.packing and job.batch % loaded.train.per_device_train_batch_size == 0
     written = tmp_path / "recipe.yaml"
     written.write_text(gpu.RECIPE.format(model="m", data="d.jsonl", length=64, batch=4, steps=9, folder="f"))
-    recomputes = {"70b-fp8": "mlp", "70b-fp8-auto": "auto", "cap-24": "auto", "cap-48": "auto", "lora-auto": "auto"}
+    recomputes = {
+        "70b-fp8": "mlp",
+        "70b-fp8-auto": "auto",
+        "cap-24": "auto",
+        "cap-48": "auto",
+        "lora-auto": "auto",
+    }
     for name, row in gpu.ROWS.items():
         loaded = recipe.load(written, row.changes)
         assert loaded.data.packing == row.packed == name.endswith("-packed")

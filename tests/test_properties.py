@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+from accelerate.data_loader import BatchSamplerShard
 from conftest import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
+from finetune import launch_receipts
 from finetune.data import bundled, chat, load
 from finetune.data.chat import Encoded
 from finetune.data.formats import BadRow, Example, Row, convert, detect
@@ -221,3 +224,14 @@ def test_documents_come_out_of_their_files_as_they_went_in(
         assert row["where"] == [f"a:{index}" for index in group]
         assert row["cut"] == [given_in[index].cut for index in group]
         assert row.get("seq_lengths", []) == ([lengths[index] for index in group] if packed else [])
+
+
+@given(rows=st.integers(1, 80), batch=st.integers(1, 5), shards=st.integers(1, 4))
+def test_rows_that_an_epoch_repeats_are_counted(rows: int, batch: int, shards: int) -> None:
+    """Processes get equally many full batches, every row at least once; the rest is what the receipt says."""
+    sampler = BatchSampler(range(rows), batch, drop_last=False)
+    parts = [list(BatchSamplerShard(sampler, shards, index)) for index in range(shards)]
+    given_out = [row for part in parts for one in part for row in one]
+    assert set(given_out) == set(range(rows)) and len({len(part) for part in parts}) == 1
+    if shards > 1:
+        assert len(given_out) - rows == launch_receipts.repeated(rows, batch, shards)
