@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -332,7 +333,8 @@ OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.
 
 
 def crashed(at: int, work: Callable[[], Any]) -> bool:
-    """Whether a process of its own got as far as operation `at` on files, before which it ended."""
+    """Whether a process of its own got as far as operation `at` on files, before which it ended; where that
+    is to bring a file to the disk, half of the file is there."""
     child = os.fork()
     if not child:
         count = 0
@@ -343,7 +345,16 @@ def crashed(at: int, work: Callable[[], Any]) -> bool:
             if count == at:
                 os._exit(9)
 
+        def torn(handle: int) -> None:
+            nonlocal count
+            count += 1
+            if count == at:
+                if stat.S_ISREG(os.fstat(handle).st_mode):
+                    os.truncate(f"/proc/self/fd/{handle}", os.fstat(handle).st_size // 2)
+                os._exit(9)
+
         sys.addaudithook(end)
+        os.fsync = torn
         work()
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -117,13 +117,14 @@ def test_a_run_goes_on_bit_for_bit(kind: str, runs: Path) -> None:
     assert sorted(p.shape for p in moments) == sorted(p.shape for p in weights.values()), "whole, not parts"
 
 
-def test_a_run_that_was_not_split_does_not_go_on_split(runs: Path) -> None:
+def test_a_run_that_was_not_split_does_not_go_on_split_nor_the_other_way_round(runs: Path) -> None:
     path = runs / "lora" / "checkpoints" / "step-2"
     kept = checkpoint.read_json(path, checkpoint.CONTRACT)
     facts = {name: value for name, value in kept["facts"].items() if name != "weights split by"}
-    with pytest.raises(UserError, match="weights split by") as raised:
-        resume.compare({**kept, "facts": facts}, kept, path)
-    assert raised.value.code == 4
+    for then, now in ((facts, kept["facts"]), (kept["facts"], facts)):
+        with pytest.raises(UserError, match="weights split by") as raised:
+            resume.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
+        assert raised.value.code == 4
 
 
 def test_state_that_can_not_be_made_whole_is_refused_by_name() -> None:

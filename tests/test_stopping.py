@@ -103,6 +103,27 @@ def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
 
 
+def test_a_second_signal_in_a_save_leaves_the_last_one_as_it_was(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(signals, "TOGETHER", 0.0)
+    tensors: dict[str, Any] = {"weights.safetensors": {"w": torch.ones(4)}, checkpoint.CONTRACT: {}}
+    checkpoint.write(tmp_path, 1, tensors, None)
+    begun, child = time.monotonic(), os.fork()
+    if not child:
+        os.fsync = lambda handle: time.sleep(60)  # a disk that takes its time
+        with stopping.Stop().listening() as stop, stop.later():
+            checkpoint.Writer(tmp_path, 1).start(2, tensors)
+            while not list(tmp_path.glob(".staging/step-2/*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75 and time.monotonic() - begun < 30
+    found = checkpoint.newest(tmp_path)
+    assert found and found.step == 1 and not found.notes
+    checkpoint.verify(found.path)
+
+
 def test_until_is_a_step_or_a_time(train, monkeypatch) -> None:
     run = train(*SHORT, "--until=2", code=75)
     assert [path.name for path in checkpoint.published(run.checkpoints)] == ["step-2"]
