@@ -121,7 +121,7 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload
     layers = plan.layers
     if str(asked).startswith("mlp") and not plan.mlps:
         what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
-        raise UserError(Problem(what, "speed.recompute", found=asked, fix=fix), code=Exit.ENVIRONMENT)
+        raise UserError(Problem(what, "speed.recompute", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
     if offload in ("activations", "all") and asked == "auto":
         leaves = plan.kept - plan.norms - plan.mlps
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:

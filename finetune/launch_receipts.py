@@ -31,7 +31,7 @@ def add(trainer: Any, launch: Launch, ledger: Ledger) -> None:
     split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(got.distributed_type.value, "")
     ledger.add("splits what trains", launch.splitter or "nothing", split or "nothing", how, code=code)
     trainer.add_callback(Prepared(launch, trainer, ledger))
-    rows = getattr(trainer, "train_dataset", None)
+    rows: Any = getattr(trainer, "train_dataset", None)
     if launch.processes > 1 and hasattr(rows, "__len__") and not trainer.args.dataloader_drop_last:
         shards = trainer.accelerator.num_processes // model_parallel(got)
         twice = repeated(len(rows), trainer.args.per_device_train_batch_size, shards)
