@@ -246,6 +246,12 @@ class Overflow(TrainerCallback):
             problem = Problem(what, found=f"after step {state.global_step}", fix=fix)
             raise UserError(problem, code=Exit.TRAINING)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.skipped:
+            self.screen.say(
+                f"note: fp16's loss scaler left out {self.skipped} steps, whose gradients overflowed"
+            )
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         logs["skipped_steps"] = self.skipped
 

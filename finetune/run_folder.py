@@ -207,7 +207,7 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
         except OSError as error:
             file.seek(0)
             held, unknown = file.read().strip(), error.errno not in (errno.EAGAIN, errno.EACCES)
-            if unknown and not _alive(path, held):
+            if unknown and not _alive(file, held):
                 said = f"no locks on this file system ({error.strerror}): a file is touched instead"
                 print(f"note: {path.parent}: {said}", file=sys.stderr)
                 return file, False
@@ -220,13 +220,14 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
         file.close()
 
 
-def _alive(path: Path, held: str) -> bool:
+def _alive(file: IO[str], held: str) -> bool:
     """Whether the run that a lock's file names goes on: by its process if here, else by the file's time."""
     named = re.match(r"process (\d+) on (\S+),", held)
     if not named or (named[2] == platform.node() and not psutil.pid_exists(int(named[1]))):
         return False
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=LOCK, suffix=".tmp") as now:  # the disk's clock
-        return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime < SILENT
+    folder = Path(file.name).parent
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK, suffix=".tmp") as now:  # the disk's clock
+        return os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < SILENT
 
 
 @contextlib.contextmanager

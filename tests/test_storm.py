@@ -1,4 +1,4 @@
-"""A quarter of the soak's kills and signals at random times (`make soak`: benchmarks/reliability.py)."""
+"""Some of the soak: kills and signals at random times, ranks that are killed (`make soak`)."""
 
 import json
 import os
@@ -25,3 +25,13 @@ def test_what_is_killed_or_stopped_at_any_time_goes_on_bit_for_bit() -> None:
         assert set(found[kind]["ended"]) <= {"kill -9": {"-9"}, "SIGTERM": {"75"}}[kind]
         assert found[kind]["tensors compared"] > 100 and not found[kind]["parts that differ"]
         assert not found[kind]["published that do not verify"]
+
+
+def test_ranks_that_are_killed_begin_again_by_themselves(tmp_path, monkeypatch) -> None:
+    """`torchrun --max-restarts`: a rank is killed in step 8, and in step 10 of its second life."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import long_runs
+
+    found = long_runs.rank_kills(tmp_path, 1, seed=0)
+    assert found["faults"] == ["step:8:rank:1:kill,step:10:rank:1:life:1:kill"]
+    assert found["finished by themselves"] == found["equal"] == 1
