@@ -33,7 +33,7 @@ def add(trainer: Any, launch: Launch, ledger: Ledger) -> None:
     trainer.add_callback(Prepared(launch, trainer, ledger))
     rows: Any = getattr(trainer, "train_dataset", None)
     if launch.processes > 1 and hasattr(rows, "__len__") and not trainer.args.dataloader_drop_last:
-        shards = trainer.accelerator.num_processes // model_parallel(got)
+        shards = got.num_processes // model_parallel(got)
         twice = repeated(len(rows), trainer.args.per_device_train_batch_size, shards)
         how = "of an epoch, whose end Accelerate fills up from its beginning: every process has full batches"
         ledger.add("rows trained once", len(rows), f"{len(rows) - twice}, and {twice} twice", how, ok=True)
