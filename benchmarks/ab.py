@@ -1,0 +1,112 @@
+"""A recipe of recipes/gpus against the frozen baseline on 1, 2 and 4 GPUs, into ab.json:
+
+    python benchmarks/ab.py --gpus 1,2 [--work /dev/shm/finetune]
+    python benchmarks/ab.py --table        # the tables of benchmarks/README.md, from ab.json
+
+Each is a call of scripts/validate_optimizations.py with both recipes as they are, but for a model of
+Llama-3.1-8B's shape with random weights and documents of real lengths (gpu_inputs.py: log-normal, 400 tokens
+in the mean): about 64,000 tokens a step on both sides, however many GPUs share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("ab.json")
+BASELINE, OPTIMISED = "recipes/baselines/llama3_8b.yaml", "recipes/gpus/80gb_fastest.yaml"
+LIMITS = ["--min-speedup", "3", "--max-loss-delta", "0.5%"]
+DOCUMENTS = 160  # of a step of the baseline
+TINY = ["data.max_length=64", "train.per_device_train_batch_size=2", "train.effective_batch_size=4"]
+TINY += ["speed.compile=false"]
+
+
+def main() -> None:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
+    parser.add_argument("--gpus", default="1,2,4")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
+    parser.add_argument("--out", type=Path, default=Path("runs/ab"))
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(RESULTS.read_text())))
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = options.out / "ab.json"
+    measured = json.loads(found.read_text()) if found.exists() else {}
+    given = inputs(options)
+    for gpus in options.gpus.split(","):
+        measured[f"x{gpus}"] = compare(int(gpus), given, options)
+        found.write_text(json.dumps(measured, indent=1) + "\n")
+    print(table(measured))
+
+
+def inputs(options: Any) -> list[str]:
+    """Model and data, made once; as overrides of both recipes."""
+    from gpu_inputs import MEAN, make_data, make_model
+
+    options.work.mkdir(parents=True, exist_ok=True)
+    shape, layers = ("tiny", 2) if options.tiny else ("8b", options.layers)
+    model = make_model(options.work / f"{shape}-bf16-{layers}", shape, "bf16", layers)
+    tokens = MEAN * (4 if options.tiny else DOCUMENTS) * (options.steps + 2)
+    data = make_data(options.work / f"documents-{tokens}.jsonl", tokens, documents=True)
+    given = [f"model.name={model}", f"data.name={data}", "data.format=text", "data.train_on=all"]
+    return [*given, "data.too_long=split", *(TINY if options.tiny else [])]
+
+
+def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
+    """One call of the script; what it measured, its exit code and its command."""
+    place = (options.out / f"x{gpus}").resolve()
+    launch = ["--accelerate", "cpu_2" if options.tiny else f"ddp_{gpus}"] if gpus > 1 else []
+    line = ["scripts/validate_optimizations.py", "--baseline", BASELINE, "--optimized", OPTIMISED, *LIMITS]
+    length = ["--steps", options.steps, "--warm-up", options.warm_up, "--repeats", options.repeats]
+    line += [*map(str, length), *launch, "--output", str(place), *given]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, check=False)
+    left = place / "ab" / f"{Path(BASELINE).stem}-against-{Path(OPTIMISED).stem}" / "ab.json"
+    if not left.exists():
+        return {"code": ended.returncode, "failed": "a run failed: its log says why"}
+    measured = json.loads(left.read_text())
+    measured["machine"] = {key: measured["machine"][key] for key in ("hardware", "processes", "torch")}
+    return {"code": ended.returncode, "steps": options.steps - options.warm_up, **measured}
+
+
+def table(measured: dict[str, dict[str, Any]]) -> str:
+    """Both sides on each number of GPUs, as a markdown table."""
+    lines = [
+        "| | tokens/s, baseline | optimised | times | peak GiB of a GPU | held-out loss | exit code "
+        "| machine, torch, date |",
+        "|---|" + "---|" * 7,
+    ]
+    for name, one in measured.items():
+        if "failed" in one:
+            lines.append(f"| {name} | {one['failed']} |" + " |" * 6)
+            continue
+        before, after = one["sides"]
+        rates = [side["tokens_per_second"] for side in one["sides"]]
+        losses = " -> ".join(f"{side['held_out']:.4f}" for side in one["sides"])
+        memory = " -> ".join(f"{side['memory_gib']:.1f}" for side in (before, after))
+        where = f"{one['machine']['hardware']}, {one['machine']['torch'].partition('+')[0]}, {one['date']}"
+        lines.append(
+            f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} | {rates[1] / rates[0]:.2f} | {memory} | {losses} "
+            f"| {one['code']} | {where} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
