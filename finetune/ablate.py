@@ -207,9 +207,8 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
-            jobs.append(
-                (rung.name, rung.kind, ladder.add(ladder.below(bench.ladder, rung), rung, bench.rows))
-            )
+            variant = ladder.add(ladder.below(bench.ladder, rung), rung, bench.rows)
+            jobs.append((rung.name, rung.kind, variant))
     for number in range(1, bench.ladder.measure.repeats + 1):
         for name, kind, variant in jobs:
             if len(bench.of(variant)) < number:
@@ -333,10 +332,9 @@ def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> d
     values = {}
     for row in rows:
         rung = bench.ladder.rung(row["name"])
-        keys = [*rung.set, *(["train.effective_batch_size"] if rung.same_tokens else [])]
         hurt = row["status"] in ("failed", "error") or row.get("alone", {}).get("worse")
         if row["status"] == "kept" or hurt:
-            values |= {k: variant.values[k] for k in keys if k in variant.values}
+            values |= {k: variant.values[k] for k in ladder.keys(rung) if k in variant.values}
     return values
 
 
@@ -355,7 +353,7 @@ def collect(
     sources = {}
     for row in rows:
         rung = bench.ladder.rung(row["name"])
-        for k in (*rung.set, "train.effective_batch_size") if rung.same_tokens else rung.set:
+        for k in ladder.keys(rung):
             if row["status"] == "kept" or k not in sources:
                 sources[k] = f"{rung.name}, {row['status']}: {row['why']}"
     found = {

@@ -11,6 +11,7 @@ from finetune import (
     adapter_source,
     adapter_types,
     attention_choice,
+    estimate,
     hardware,
     hub,
     launch_env,
@@ -64,6 +65,8 @@ def run(recipe: Recipe) -> list[str]:
     optimizer = optimizers.missing_packages(optimizers.asked(recipe.train), recipe.speed)
     lacking = (missing, recipe.speed.qat and qat.missing(), *optimizer)
     packages += [problem for problem in lacking if problem]
+    graphs = estimate.against_graphs(recipe.speed.compile, recipe.speed.recompute)
+    problems += [graphs] if graphs else []
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe)]
@@ -88,6 +91,7 @@ def setup_of(recipe: Recipe) -> Setup:
         against_fp8=partial(against_fp8, recipe),
     )
     optimizers.check(recipe.train, recipe.speed, setup)
+    estimate.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
     return setup
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
 MARGIN_GIB = 0.25
+GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes that record CUDA graphs
 COMPILE_SECONDS = 120  # of training from which compiling, which takes about 20 s, pays
 # Of one chunk of the loss and its copies: rows enough for the products to run at full speed, little beside
 # what training holds.
@@ -165,7 +166,13 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
 
     Args:
         work: `None` where it is not known yet.
+
+    Raises:
+        UserError: CUDA graphs are asked for where there is no GPU (exit 3).
     """
+    if asked in GRAPHS and hardware.device == "cpu":
+        what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
+        raise UserError(Problem(what, "speed.compile", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
     if asked != "auto":
         return Choice("on" if asked else "off", "asked for")
     if hardware.device == "cpu":
@@ -181,6 +188,17 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
     if seconds < COMPILE_SECONDS:
         return Choice("off", f"{text}, it pays from {COMPILE_SECONDS} s up")
     return Choice("on", text)
+
+
+def against_graphs(compile: str | bool, recompute: str | int) -> Problem | None:
+    """What keeps torch's CUDA graphs from layers that backward runs again: their outputs lie where the first
+    run's lay, which torch ends the run for."""
+    whole = recompute == "all" or isinstance(recompute, int) or " of " in recompute
+    if compile not in GRAPHS or not whole:
+        return None
+    what = f"layers that run again in backward can't be CUDA graphs, as speed.compile: {compile} makes them"
+    fix = "speed.recompute: mlp, cheap or none; or speed.compile: true"
+    return Problem(what, "speed.recompute", found=str(recompute), fix=fix)
 
 
 def widths(config: Any) -> Widths:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware
 
 OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
+BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
 
 
@@ -76,7 +77,7 @@ class Rung(Section):
     mixed_precision: PRECISION | None = None
     """The launch's."""
     same_tokens: bool = False
-    """`train.effective_batch_size` becomes what gives a step the baseline's tokens in full rows."""
+    """The batch sizes become what gives a step the baseline's tokens in full rows."""
     on: list[str] = Field(default_factory=list)
     """Rungs it stands on: alone it is measured against these."""
     needs: Needs = Needs()
@@ -155,11 +156,17 @@ def baseline(ladder: Ladder) -> Variant:
 
 
 def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
-    """A variant with one more rung; `rows` of a step are for a rung with `same_tokens`."""
-    same = {"train.effective_batch_size": rows} if rung.same_tokens and rows else {}
+    """A variant with one more rung; `rows` of a step are for a rung with `same_tokens`, and what the recipe
+    has in a forward pass may not divide them."""
+    same = dict(zip(BATCH, (rows, None), strict=True)) if rung.same_tokens and rows else {}
     values = {**variant.values, **rung.set, **same}
     values = {key: value for key, value in values.items() if value != OURS}
     return Variant(rung.mixed_precision or variant.mixed_precision, values)
+
+
+def keys(rung: Rung) -> list[str]:
+    """All that a rung sets."""
+    return [*rung.set, *(BATCH if rung.same_tokens else ())]
 
 
 def below(ladder: Ladder, rung: Rung) -> Variant:

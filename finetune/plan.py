@@ -33,7 +33,7 @@ from finetune import (
 )
 from finetune.batch import Batch, count_steps, split_batch
 from finetune.data import load
-from finetune.errors import Problem, UserError
+from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice, Hardware
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 
@@ -194,6 +194,8 @@ def under(
     share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
     memory, usable = room(recipe, machine, found, has, kept, base.value, precision, tokens, share)
     recompute = estimate.choose_recompute(recipe.speed.recompute, memory, machine, recipe.speed.offload)
+    if problem := estimate.against_graphs(recipe.speed.compile, recompute.value):
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,

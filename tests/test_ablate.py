@@ -34,6 +34,7 @@ rungs:
   - {name: broken, kind: data, what: it, set: {data.max_length: 8}}
   - {name: refused, kind: data, what: it, set: {data.max_length: 4}}
   - {name: faster_than_light, kind: precision, what: it, set: {train.tf32: true}, needs: {device: cuda}}
+  - {name: packing, kind: data, what: it, set: {data.packing: true}, same_tokens: true, gate: held_out}
   - {name: nothing, kind: noop, what: it, noop: there is nothing to switch}
 """
 
@@ -56,6 +57,7 @@ def climbed(tmp_path_factory: pytest.TempPathFactory, small, two_layers) -> Iter
     folder = tmp_path_factory.mktemp("ladder")
     (folder / "ladder.yaml").write_text(SHORT)
     words = ["ablate", str(QUICKSTART), *small, f"model.name={two_layers}", "train.effective_batch_size=4"]
+    words.append("train.per_device_train_batch_size=4")  # more than a step of packed rows has
     made = Climbed(folder / "results", [*words, "--ladder", str(folder / "ladder.yaml")])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -77,6 +79,8 @@ def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
     assert row["broken"]["status"] == "error" and "longer than data.max_length" in row["broken"]["why"]
     assert row["no_recompute"]["status"] in ("kept", "dropped")
     assert row["no_recompute"]["alone"]["apart"] < 1e-3, "recomputing changes no loss"
+    packed = recipe.load(climbed.folder / "data" / "packing_rank16" / "quickstart-alone-1" / "recipe.resolved.yaml")
+    assert packed.train.effective_batch_size == packed.train.per_device_train_batch_size == 2
     assert found["baseline"]["held_out"] is not None and found["as_is"]["tokens_per_second"] > 0
     text = (climbed.folder / "quickstart" / "ladder.md").read_text()
     assert "| no_recompute |" in text and "nothing no-op: there is nothing to switch" in text

@@ -247,6 +247,17 @@ def test_a_package_that_is_missing_is_known_before_anything_loads(
     assert f"needs {package}" in said and "pip install 'finetune-toolkit[" in said
 
 
+def test_cuda_graphs_are_refused_where_they_can_t_be(tmp_path, capsys) -> None:
+    """Torch says nothing on a CPU, and ends the run where a layer is run again in backward."""
+    words = [str(QUICKSTART), "speed.compile=reduce-overhead", f"train.output_dir={tmp_path}/run"]
+    assert cli.main(["train", *words]) == 3
+    assert "CUDA graphs need a GPU" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    for again in ("all", "4"):
+        assert cli.main(["check", *words, f"speed.recompute={again}"]) == 2
+        assert "speed.recompute: mlp, cheap or none" in capsys.readouterr().err
+    assert cli.main(["check", *words, "speed.recompute=mlp"]) == 0
+
+
 # ||w - w32|| / ||w32 - w0|| after 20 steps, w32 by the plain optimizer that is named: its limit, and beside
 # it what was measured (LoRA r=16 / full fine-tuning of the embedded model's first two layers, random tokens)
 BOUNDS = {

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledger) -> dict[str, Choice]:
-    """Change the model's own modules in place, read back what changed, and return what was chosen."""
+    """Change the model's own modules in place, read back what changed, and return what was chosen.
+
+    Raises:
+        UserError: what was asked for can't be had together, or not here (exit 3).
+    """
     layers = decoder_layers(model)
     if not layers:
         return unknown(model, speed)
@@ -38,6 +42,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     plan = memory(model, work.tokens, hardware, **how)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
     recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
+    if problem := estimate.against_graphs(speed.compile, recompute.value):
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
         count, mlps = estimate.split(recompute.value, len(layers))
         add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0)

@@ -49,6 +49,17 @@ def test_compile_and_recompute_follow_the_plain_run(train) -> None:
             assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
+@pytest.mark.parametrize("recompute", ["none", "cheap", "mlp"])
+def test_cuda_graphs_follow_the_plain_run(recompute: str, train) -> None:
+    rows = ["train.max_steps=6", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
+    rows += ["data.packing=true", "data.max_length=512"]  # one shape, four micro-batches a step
+    plain = train(*rows, name="plain")
+    run = train(*rows, "speed.compile=reduce-overhead", f"speed.recompute={recompute}", name="graphs")
+    assert receipts(run)["speed.compile"]
+    for a, b in zip(metrics(plain), metrics(run), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
+
+
 def test_eager_attention_is_what_was_asked(train) -> None:
     plain = train("train.max_steps=4", name="plain")
     run = train("model.attention=eager", "train.max_steps=4", name="eager")
