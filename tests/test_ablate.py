@@ -79,7 +79,9 @@ def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
     assert row["broken"]["status"] == "error" and "longer than data.max_length" in row["broken"]["why"]
     assert row["no_recompute"]["status"] in ("kept", "dropped")
     assert row["no_recompute"]["alone"]["apart"] < 1e-3, "recomputing changes no loss"
-    packed = recipe.load(climbed.folder / "data" / "packing_rank16" / "quickstart-alone-1" / "recipe.resolved.yaml")
+    packed = recipe.load(
+        climbed.folder / "data" / "packing_rank16" / "quickstart-alone-1" / "recipe.resolved.yaml"
+    )
     assert packed.train.effective_batch_size == packed.train.per_device_train_batch_size == 2
     assert found["baseline"]["held_out"] is not None and found["as_is"]["tokens_per_second"] > 0
     text = (climbed.folder / "quickstart" / "ladder.md").read_text()

@@ -60,11 +60,21 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
         for layer in layers:
             layer.compile(mode=mode)  # in place: torch.compile(layer) would rename every key
+        if mode in estimate.GRAPHS:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(own_gradient)
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
         how = "layers with a compiled call"
         ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
     chosen = {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
     return {**chosen, "speed.offload": choose_offload(speed.offload, model)}
+
+
+def own_gradient(parameter: torch.Tensor) -> None:
+    """A CUDA graph writes a gradient where it wrote the last one, to which the next micro-batch's is added."""
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.clone()
 
 
 def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
