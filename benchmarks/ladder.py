@@ -5,8 +5,8 @@
     python benchmarks/ladder.py --shape 8b --repeats 3 --steps 12         # all 32 layers
 
 With --shape: random weights, and documents of real lengths (those of gpu.py: log-normal, 400 tokens in the
-mean; longer ones than 2,048 are split), 16 rows a step in one pass: enough for a GPU not to wait for Python. Written beside this file as ladder.* on a CPU, ladder_gpu.* on a GPU. Started again,
-it goes on.
+mean; longer ones than 2,048 are split), 16 rows a step in one pass: enough for a GPU not to wait for Python.
+Written beside this file as ladder.* on a CPU, ladder_gpu.* on a GPU. Started again, it goes on.
 """
 
 from __future__ import annotations

@@ -301,7 +301,8 @@ def computed(trace: Trace) -> list[tuple[Any, float]]:
     name and about its shapes held a wait for the CPU, which another process had: theirs is taken.
     """
     if trace.cuda:
-        kernels = [e for e in trace.profiler.events() if str(e.device_type).endswith("CUDA")]
+        there = [e for e in trace.profiler.events() if str(e.device_type).endswith("CUDA")]
+        kernels = [e for e in there if not e.is_user_annotation]  # ranges span all that runs in them
         return [(event, event.self_device_time_total / 1e6) for event in kernels]
     alike: dict[tuple[Any, ...], list[tuple[Any, float]]] = {}
     for event in trace.profiler.events():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import QUICKSTART
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from transformers import TrainerCallback
 
 from finetune import cli, hardware, profile, recipe, train
@@ -60,6 +63,23 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
     assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in traced}
     assert found.roofline and 0.01 < found.roofline[0] < 1.5 and "timed now" in found.roofline[1]
     assert [path.name for path in found.trace.parent.iterdir()] == ["trace.json"]
+
+
+def test_a_range_on_a_gpu_is_no_kernel() -> None:
+    """`forward` spans every kernel in it: counted, it would be most of a step, as passes over memory."""
+    trace = profile.Trace(cuda=True)
+    times = [("nvjet_gemm", 0, 40, False), ("forward", 0, 90, True), ("elementwise", 50, 90, False)]
+    events = [
+        FunctionEvent(
+            n, name, 0, start, end, device_type=DeviceType.CUDA, use_device="cuda", is_user_annotation=mark
+        )
+        for n, (name, start, end, mark) in enumerate(times)
+    ]
+    trace.profiler, trace.traced = SimpleNamespace(events=lambda: events), 100e-6
+    trace.waits, trace.steps = [0.0], [1.0]
+    found = profile.shares(trace)
+    assert found["products"] == pytest.approx(0.4) and found["memory-bound"] == pytest.approx(0.4)
+    assert found["launch gaps"] == pytest.approx(0.2)
 
 
 def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:

@@ -72,7 +72,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
-    """A CUDA graph writes a gradient where it wrote the last one, to which the next micro-batch's is added."""
+    """A CUDA graph writes each gradient where it wrote the last one, to which autograd would add it."""
     assert parameter.grad is not None
     parameter.grad = parameter.grad.clone()
 

@@ -17,8 +17,10 @@ from finetune import profile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 LARGE = ["data.max_length=2048", "data.packing=true", "speed.compile=true", "speed.base=bf16"]
+MAIN_PROCESS = ["train.dataloader_num_workers=0", "train.dataloader_prefetch_factor=null"]
+MAIN_PROCESS.append("train.dataloader_persistent_workers=false")
 PLANTED = {  # rows of a step, overrides, watchers, and the verdict's words
-    "data": (2, ["speed.compile=false"], [SlowLoader()], "waits for data"),
+    "data": (2, ["speed.compile=false", *MAIN_PROCESS], [SlowLoader()], "waits for data"),
     "batch": (1, ["speed.compile=false"], [], "too small a batch"),
     "attention": (16, [*LARGE, "model.attention=eager"], [], "eager attention takes"),
     "none": (16, LARGE, [], "nothing large is in their way"),
