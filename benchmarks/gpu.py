@@ -16,6 +16,7 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 *-mlp-small    and all else that layers keep in the CPU's memory
 *-graphs       the compiled layers as CUDA graphs
 1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
+135m-*         SmolLM2-135M's, as the smallest that plans are held against
 lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
 full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
 70b-fp8        Llama-3-70B's shape from an fp8 checkpoint (68 GiB in --work), rows of 8,192, attention alone
@@ -97,6 +98,8 @@ ROWS = {
     "qlora-graphs": Row(("adapter.type=qlora", *GRAPHS)),
     "1b-bf16": Row(("speed.base=bf16", *WHOLE), "1b-bf16"),
     "1b-fp8": Row(("speed.base=fp8", *WHOLE), "1b-bf16"),
+    "135m-bf16": Row(("speed.base=bf16", *WHOLE), "135m-bf16"),
+    "135m-full": Row((*FULL, *WHOLE), "135m-bf16"),
     "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),
     "lora-fp8-packed": Row(("speed.base=fp8", "data.packing=true", *WHOLE), packed=True),
     "full-bf16": Row((*FULL, *WHOLE), layers=8),
@@ -183,7 +186,7 @@ def plan(name: str, options: Any) -> Job:
     row = {**ROWS, **RECIPES, **PEERS}[name]
     shape, stored = row.model.split("-")
     shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)
-    layers = min(n for n in (row.layers, options.layers, {"70b": 80, "1b": 16}.get(shape, 32)) if n)
+    layers = min(n for n in (row.layers, options.layers, {"70b": 80, "135m": 30, "1b": 16}.get(shape, 32)) if n)
     length, steps = row.length // shorter, max(options.steps, 0 if options.tiny else row.steps)
     kind = "documents" if row.packed else "text"
     data = options.work / f"{kind}-{(steps + 2) * row.batch * length}.jsonl"

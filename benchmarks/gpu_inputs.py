@@ -20,6 +20,7 @@ TOKENIZER = Path(__file__).parents[1] / "examples" / "tiny_llama" / "model"
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "8b": (4096, 14336, 32, 32, 8, 128256),  # Llama-3.1-8B
     "1b": (2048, 8192, 16, 32, 8, 128256),  # Llama-3.2-1B
+    "135m": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M, but for a head of its own
     "70b": (8192, 28672, 80, 64, 8, 128256),  # Llama-3-70B
     "tiny": (64, 128, 2, 4, 2, 4096),
 }
