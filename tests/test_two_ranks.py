@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import two_ranks
 from conftest import MODEL, QUICKSTART, in_four_bits
+from in_float64 import eight_steps, step
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
 
 from finetune import (
     adapter_init,
@@ -29,16 +30,13 @@ from finetune import (
     exchange,
     faults,
     launch_env,
-    nonfinite,
     ranks,
     shards,
     verify,
 )
 from finetune.errors import UserError
 from finetune.model import fingerprint, without_weights
-from finetune.screen import Screen
 from finetune.speed import head
-from finetune.trainer import build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,88 +45,6 @@ ROWS = (4, 1)  # of one pass, where a step has eight: two processes, without and
 BY_RANK_0 = ("lora by rank 0", "untied by rank 0", "full by rank 0")  # who alone reads the base
 FSDP = ("lora", "dora", "fp8", "nf4", "full", *BY_RANK_0)
 IDS = torch.arange(3, 27).reshape(2, 12)
-
-
-class Keep(TrainerCallback):
-    """The first step's gradients, and how often and how much DDP sent for them."""
-
-    trainer: Any
-    spoils = ""
-    sent: list[int]
-    by_ddp: list[int]
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        def counted(group, bucket):
-            self.by_ddp.append(bucket.buffer().nbytes)
-            return allreduce_hook(group, bucket)
-
-        self.sent, self.by_ddp = [], []
-        if hasattr(self.trainer.model_wrapped, "register_comm_hook"):
-            self.trainer.model_wrapped.register_comm_hook(None, counted)
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
-        self.sent.append(self.trainer.exchanged)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if self.spoils == os.environ.get("RANK"):  # what came out of the exchange
-            next(iter(trained.values())).grad.view(-1)[0] = float("inf")
-        self.gradients = {f"gradient.{name}": p.grad.clone() for name, p in trained.items()}
-
-
-def step(folder: Path, data: str, base: str, rows: int, fault: str = "", spoils: str = "") -> Keep:
-    """What one optimizer step of eight rows in float64 made of them, `rows` in a pass."""
-    os.environ[faults.VARIABLE] = fault
-    from transformers import set_seed
-
-    from finetune import callbacks, check, hardware, model, recipe, train
-    from finetune.batch import split_batch
-    from finetune.receipts import Ledger
-
-    given = [f"model.name={base}", data, "data.validation=null", "train.effective_batch_size=8"]
-    given += ["train.max_steps=1", "train.warmup_steps=0", "train.max_grad_norm=0", "train.logging_steps=1"]
-    given += [f"train.per_device_train_batch_size={rows}"]
-    loaded = recipe.load(QUICKSTART, given)
-    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="lora")
-    batch = split_batch(loaded.train, setup.launch.processes)
-    arguments = train.training_arguments(loaded.train, loaded.data, setup, batch)
-    arguments.output_dir = str(folder)
-    set_seed(loaded.train.seed)
-    tokenizer, prepared = check.prepare_data(loaded)
-    adapted: Any = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 1, Ledger())
-    for module in adapted.modules():  # so that every gradient is something
-        if "default" in getattr(module, "lora_B", {}):
-            torch.nn.init.normal_(module.lora_B["default"].weight, std=0.02)
-    in_double(adapted)
-    exchange.prepare(arguments)
-    first, keep = callbacks.FirstStep(Ledger(), setup, steps=1, batch=8), Keep()
-    first.dtype, keep.spoils = "float64", spoils
-    made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
-    stops = nonfinite.NonFinite(0, folder, Screen(quiet=True))
-    trainer = build(*made[:-1], [*made[-1], stops])
-    trainer.schedule = cast("Any", SimpleNamespace(sharded=""))
-    trainer.install_loss("chunked", compiled=False)
-    keep.trainer, inner, losses = trainer, trainer.compute_loss, list[torch.Tensor]()
-
-    def compute_loss(*args: Any, **given: Any) -> torch.Tensor:  # the Trainer adds them up in float32
-        losses.append(inner(*args, **given))
-        return losses[-1]
-
-    trainer.compute_loss = compute_loss
-    trainer.train()
-    counted = batch.accumulation * trainer.micro_batches.parts  # not those of an attempt that was given up
-    keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses[-counted:]]).sum()
-    return keep
-
-
-def in_double(adapted: Any) -> None:
-    """Everything in float64, norms too, which compute in float32 otherwise."""
-    adapted.double()
-    for name, norm in list(adapted.named_modules()):
-        if "RMSNorm" in type(norm).__name__:
-            made = torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, dtype=torch.float64)
-            made.weight = norm.weight
-            adapted.set_submodule(name, made)
 
 
 def small_base(kind: str, *, read: bool) -> Any:
@@ -250,6 +166,10 @@ def one_rank(folder: str, data: str, base: str) -> None:
         found["unused"] = kept.trainer.model_wrapped.find_unused_parameters
         found["by DDP"] = kept.by_ddp
         save_file(kept.gradients, Path(folder) / f"rank{rank}-{rows}.safetensors")
+    for rows in (4, 2):
+        save_file(
+            eight_steps(Path(folder), base, rows), Path(folder) / f"rank{rank}-{rows}-eight.safetensors"
+        )
     kept = step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:oom")
     found["parts"] = kept.trainer.micro_batches.parts
     save_file(kept.gradients, Path(folder) / f"rank{rank}-oom.safetensors")
@@ -300,6 +220,24 @@ def test_one_step_however_its_rows_are_split(both, small, two_layers, tmp_path) 
         assert found.keys() == whole.keys()
         for key, wanted in whole.items():
             assert float((found[key] - wanted).norm()) <= 1e-12 * float(wanted.norm()), (name, key)
+
+
+def test_eight_steps_however_their_rows_are_split(both, two_layers, tmp_path) -> None:
+    """Parameters: 1 x 8, 4 x 2, 8 x 1, 2 x 2 x 2 and 2 x 4, with epochs that end with half a step.
+
+    Two processes with four rows each fill that up from the epoch's beginning (a receipt says so): one process
+    whose data has these rows learns the same.
+    """
+    whole, longer = (eight_steps(tmp_path, str(two_layers), 8, repeats=repeats) for repeats in (False, True))
+    made = {f"1 x {rows}": (eight_steps(tmp_path, str(two_layers), rows), whole) for rows in (4, 2, 1)}
+    for rank, (rows, wanted) in itertools.product((0, 1), ((2, whole), (4, longer))):
+        found = load_file(both[0] / f"rank{rank}-{rows}-eight.safetensors")
+        made[f"rank {rank}, {rows}"] = found, wanted
+    for name, (found, wanted) in made.items():
+        assert found.keys() == wanted.keys() and len(wanted) == 28
+        for key, tensor in wanted.items():
+            assert float((found[key] - tensor).norm()) <= 1e-12 * float(tensor.norm()), (name, key)
+    assert all(float((whole[key] - longer[key]).norm()) > 1e-6 for key in whole), "the repeat is seen"
 
 
 def test_an_adapters_gradients_are_sent_once_a_step_in_one_bucket(both) -> None:
