@@ -7,6 +7,7 @@ Several are separated by commas. Without that variable nothing here does anythin
     hang    this process sleeps for ever before the step
     nan     a gradient of the step becomes NaN, before ranks share theirs
     weight  a trained weight becomes NaN before the step
+    input   a number that the model's first layer is given becomes infinite, in each forward of the step
     oom     the last forward and backward of the step runs out of memory, once;
             with `rows:4`, each of more than 4 rows does, from that step on
     disk    the checkpoint of the step, or the first one after it, finds the disk full
@@ -16,6 +17,7 @@ Several are separated by commas. Without that variable nothing here does anythin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -25,10 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 VARIABLE = "FINETUNE_FAULT"
-KINDS = ("kill", "raise", "hang", "nan", "weight", "oom", "disk")
+KINDS = ("kill", "raise", "hang", "nan", "weight", "input", "oom", "disk")
 _NUMBERS = ("step", "rank", "rows", "life")
 
 
@@ -85,6 +87,25 @@ def before_step(step: int, trained: Callable[[], dict[str, Any]]) -> None:
                 time.sleep(1)
         elif fault.kind == "weight":
             next(iter(trained().values())).data.view(-1)[0] = float("nan")
+
+
+@contextlib.contextmanager
+def in_forward(step: int, model: Any) -> Iterator[None]:
+    """Strike while `model` computes a loss of step `step`."""
+    if not any(fault.kind == "input" and fault.step == step for fault in planned()):
+        yield
+        return
+
+    def spoilt(module: Any, given: Any, output: Any) -> Any:
+        output = output.clone()
+        output.view(-1)[0] = float("inf")
+        return output
+
+    hook = model.get_input_embeddings().register_forward_hook(spoilt, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def before_update(step: int, trained: Callable[[], dict[str, Any]]) -> None:

@@ -8,6 +8,8 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import pyarrow
+import pyarrow.compute
 import torch
 from accelerate import DistributedType, PartialState
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,7 @@ from finetune import adapters, ranks
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from finetune.run_folder import RunFolder
@@ -130,13 +133,15 @@ class NonFinite(TrainerCallback):
     def stop(self, step: int) -> None:
         """End the run, with what was in the step kept for another look."""
         place = self.folder / f"nonfinite-step-{step}"
-        rank = ranks.index()
-        keep(place, rank, self.trainer.micro_batches.kept.get(step, []))
+        rank, batches = ranks.index(), self.trainer.micro_batches.kept.get(step, [])
+        keep(place, rank, batches)
+        rows = ranks.gathered([sources(self.trainer.train_dataset, batch) for batch in batches])
         finding = self.trainer.look_again(step)
         norm = next(norm for norm in ranks.gathered(self.norm.item()) if not math.isfinite(norm))
         findings = [f"rank {number}: {said}" for number, said in enumerate(ranks.gathered(finding))]
         if rank == 0:
             told = {"step": step, "norm": str(norm), "first_not_finite": findings}
+            told["rows"] = {f"rank {number}": each for number, each in enumerate(rows)}
             (place / "finding.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         what = f"gradients of step {step} are not finite"
         if self.in_a_row > 1:
@@ -172,6 +177,43 @@ def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
         if isinstance(value, torch.Tensor)
     }
     save_file(tensors, place / f"batches-rank{rank}.safetensors")
+
+
+def sources(dataset: Any, batch: dict[str, Any]) -> list[str]:
+    """Where the rows of a micro-batch stand in the data (<file>:<line>), found by their tokens.
+
+    Loaders are given no more than tokens, so the rows are looked for among all. None of streamed data.
+    """
+    names = getattr(dataset, "column_names", None) or []
+    if "where" not in names or not hasattr(dataset, "__len__"):
+        return []
+    ids = batch["input_ids"].cpu()
+    if "attention_mask" in batch:
+        texts = [row[mask.bool()] for row, mask in zip(ids, batch["attention_mask"].cpu(), strict=True)]
+    else:
+        texts = list(ids[0].split(batch["cu_seq_lens_q"].diff().tolist()))
+    wanted = {tuple(text.tolist()) for text in texts}
+    found = list[str]()
+    for number in _of_lengths(dataset, {len(text) for text in wanted}):
+        row, end = dataset[number], 0
+        for length, where in zip(row.get("seq_lengths", [len(row["input_ids"])]), row["where"], strict=True):
+            end += length
+            if tuple(row["input_ids"][end - length : end]) in wanted:
+                found.append(where)
+    return found
+
+
+def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
+    """Numbers of the rows that hold a document of one of these lengths."""
+    packed = "seq_lengths" in dataset.column_names
+    column, first = "seq_lengths" if packed else "input_ids", 0
+    for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
+        values = table[column].combine_chunks()
+        counts = values.flatten() if packed else values.value_lengths()
+        has = pyarrow.compute.is_in(counts, pyarrow.array(sorted(lengths), counts.type))
+        rows = values.value_parent_indices() if packed else pyarrow.array(range(len(values)))
+        yield from (first + number for number in rows.filter(has).unique().to_pylist())
+        first += len(values)
 
 
 def first_not_finite(model: torch.nn.Module, forward: Any) -> str:

@@ -174,14 +174,15 @@ class Trainer(SFTTrainer):
             tokens, documents, longest = self.shape
             part = max(longest, math.ceil(tokens / self.micro_batches.parts))
             inputs = attention.fixed_shape(inputs, part, documents, longest)
-        first = self.state.global_step + 1 == self.first_step.first
-        with self.first_step.watch(model, inputs) if first else contextlib.nullcontext():
+        step = self.state.global_step + 1
+        watch = self.first_step.watch(model, inputs) if step == self.first_step.first else None
+        with faults.in_forward(step, self.model), watch or contextlib.nullcontext():
             if self.chunked and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
             else:
                 value = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         step_ends = self.ends_step and model.training  # not each micro-batch: `adalora`
-        due = (self.state.global_step + 1) % self.orthogonality_every == 0
+        due = step % self.orthogonality_every == 0
         if self.orthogonality_weight and step_ends and due:
             regulariser = adalora.orthogonality(self.singular_vectors)
             self._metrics["train"]["orthogonality"].append(regulariser.detach())

@@ -27,6 +27,7 @@ class Keep(TrainerCallback):
     sent: list[int]
     by_ddp: list[int]
     weights: dict[str, torch.Tensor]
+    stops: nonfinite.NonFinite
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -55,11 +56,13 @@ def step(
     fault: str = "",
     spoils: str = "",
     more: tuple[str, ...] = (),
+    allowed: int = 0,
 ) -> Keep:
     """What one optimizer step of eight rows in float64 made of them, `rows` in a pass.
 
     Args:
         more: overrides: of more steps than one, the last one's.
+        allowed: steps in a row that may be left out.
     """
     os.environ[faults.VARIABLE] = fault
     from transformers import set_seed
@@ -87,7 +90,7 @@ def step(
     first, keep = callbacks.FirstStep(Ledger(), setup, steps=loaded.train.max_steps or 0, batch=8), Keep()
     first.dtype, keep.spoils = "float64", spoils
     made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
-    stops = nonfinite.NonFinite(0, folder, Screen(quiet=True))
+    keep.stops = stops = nonfinite.NonFinite(allowed, folder, Screen(quiet=True))
     trainer = build(*made[:-1], [*made[-1], stops])
     trainer.schedule = cast("Any", SimpleNamespace(sharded=""))
     trainer.install_loss("chunked", compiled=False)

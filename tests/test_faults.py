@@ -2,18 +2,22 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from conftest import QUICKSTART, ROOT, metrics
+from conftest import MODEL, QUICKSTART, ROOT, metrics
 from safetensors.torch import load_file
 
 from finetune import batch_search, checkpoint, cli, faults, nonfinite, rescue
 from finetune.errors import UserError
+from finetune.model import load_tokenizer
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
+from finetune.sections import Model
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
 
@@ -44,13 +48,17 @@ def test_faults_are_of_one_rank_and_one_life() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("weight", "trained weights are not finite themselves"), ("nan", "what was not has passed")],
+    [
+        ("weight", "trained weights are not finite themselves"),
+        ("input", "the output of base_model.model.model.embed_tokens (micro-batch 1 of 2)"),
+        ("nan", "what was not has passed"),
+    ],
 )
 def test_a_step_that_is_not_finite_ends_the_run_before_its_update(
-    fault: str, said: str, train, monkeypatch, capsys
+    fault: str, said: str, train, monkeypatch, capsys, small
 ) -> None:
     monkeypatch.setenv(faults.VARIABLE, f"step:3:{fault}")
-    run = train(*FEW, "train.save_steps=1", code=5)
+    run = train(*FEW, "train.save_steps=1", "train.per_device_train_batch_size=4", code=5)
     text = capsys.readouterr().err
     assert "gradients of step 3 are not finite" in text and said in text
     last = checkpoint.published(run.checkpoints)[0]
@@ -59,8 +67,28 @@ def test_a_step_that_is_not_finite_ends_the_run_before_its_update(
     place = run.path / "nonfinite-step-3"
     batches = load_file(place / "batches-rank0.safetensors")
     assert batches["input_ids.0"].shape == batches["labels.0"].shape
-    assert said in json.loads((place / "finding.json").read_text())["first_not_finite"][0]
+    told = json.loads((place / "finding.json").read_text())
+    assert said in told["first_not_finite"][0]
     assert [line["step"] for line in metrics(run)] == [1, 2]
+    rows = [row for batch in told["rows"]["rank 0"] for row in batch]
+    lines = Path(small[0].partition("=")[2]).read_text().splitlines()
+    asked = [json.loads(lines[int(row.rpartition(":")[2]) - 1])["messages"][0]["content"] for row in rows]
+    shown = load_tokenizer(Model(name=str(MODEL))).batch_decode(
+        [*batches["input_ids.0"], *batches["input_ids.1"]]
+    )
+    assert len(rows) == 8 == sum(any(text in row for row in shown) for text in asked)
+
+
+def test_rows_of_a_flattened_batch_are_found_by_their_tokens() -> None:
+    columns = {
+        "input_ids": [[1, 2, 3, 4, 5], [6, 7], [3, 4, 5, 6]],
+        "seq_lengths": [[2, 3], [2], [3, 1]],
+        "where": [["a:1", "a:2"], ["a:3"], ["b:1", "b:2"]],
+    }
+    batch = {"input_ids": torch.tensor([[3, 4, 5, 6, 7]]), "cu_seq_lens_q": torch.tensor([0, 3, 5])}
+    rows: Any = datasets.Dataset.from_dict(columns)
+    assert nonfinite.sources(rows, batch) == ["a:2", "a:3", "b:1"], "the same tokens stand twice"
+    assert nonfinite.sources(rows.to_iterable_dataset(), batch) == []
 
 
 def test_a_step_may_be_left_out_and_the_schedule_waits(train, monkeypatch) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 ROWS = (4, 1)  # of one pass, where a step has eight: two processes, without and with accumulation
 BY_RANK_0 = ("lora by rank 0", "untied by rank 0", "full by rank 0")  # who alone reads the base
+SKIPS = ("train.max_steps=3",)
 FSDP = ("lora", "dora", "fp8", "nf4", "full", *BY_RANK_0)
 IDS = torch.arange(3, 27).reshape(2, 12)
 
@@ -173,10 +174,14 @@ def one_rank(folder: str, data: str, base: str) -> None:
     kept = step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:oom")
     found["parts"] = kept.trainer.micro_batches.parts
     save_file(kept.gradients, Path(folder) / f"rank{rank}-oom.safetensors")
-    try:
-        step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:nan")
-    except UserError as error:
-        found["nan"] = str(error)
+    for kind in ("nan", "input"):
+        try:
+            step(Path(folder) / kind, data, base, 4, f"step:1:rank:1:{kind}")
+        except UserError as error:
+            found[kind] = str(error)
+    kept = step(Path(folder) / "skips", data, base, 4, "step:2:rank:1:nan", more=SKIPS, allowed=1)
+    found["skipped"] = kept.stops.skipped
+    save_file(kept.weights, Path(folder) / f"rank{rank}-skips.safetensors")
     try:
         step(Path(folder) / "spoilt", data, base, 4, spoils="1")
     except UserError as error:
@@ -254,12 +259,27 @@ def test_a_gradient_that_one_rank_alone_lost_stops_both_before_the_update(both) 
     for each in found:
         assert "gradients of step 1 are not finite" in each["nan"]
         assert "rank 0: finite when the step was made again" in each["nan"] and "rank 1: " in each["nan"]
-    place = folder / "trainer" / "nonfinite-step-1"
+        assert "rank 1: the output of base_model.model.model.embed_tokens" in each["input"]
+        assert "rank 0: finite" in each["input"]
+    place = folder / "nan" / "nonfinite-step-1"
     assert {file.name for file in place.iterdir()} == {
         "batches-rank0.safetensors",
         "batches-rank1.safetensors",
         "finding.json",
     }
+    rows = json.loads((place / "finding.json").read_text())["rows"]
+    assert [len(batch) for rank in (0, 1) for batch in rows[f"rank {rank}"]] == [4, 4]
+
+
+def test_a_step_that_one_rank_spoils_is_left_out_by_both(both, small, two_layers, tmp_path) -> None:
+    """And what they have learnt is what one process has that leaves out the same step."""
+    folder, found = both
+    one = step(tmp_path, small[0], str(two_layers), 8, "step:2:nan", more=SKIPS, allowed=1)
+    assert [each["skipped"] for each in found] == [1, 1] and one.stops.skipped == 1
+    for rank in (0, 1):
+        weights = load_file(folder / f"rank{rank}-skips.safetensors")
+        for key, tensor in one.weights.items():
+            assert float((weights[key] - tensor).norm()) <= 1e-9 * float(tensor.norm()), key
 
 
 def test_a_gradient_spoilt_on_one_rank_after_the_exchange_stops_both_too(both) -> None:
