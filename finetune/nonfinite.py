@@ -8,8 +8,7 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import pyarrow
-import pyarrow.compute
+import numpy as np
 import torch
 from accelerate import DistributedType, PartialState
 from torch.distributed.tensor import DTensor
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
     from finetune.sections import Train
@@ -151,7 +151,7 @@ class NonFinite(TrainerCallback):
         raise UserError(Problem(what, where=str(place), found=found, fix=fix), code=Exit.TRAINING)
 
 
-def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen) -> list[Any]:
+def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen, ledger: Ledger) -> list[Any]:
     """The callbacks of this file; under fp16 the loss scaler leaves out steps that are not finite by itself.
 
     Raises:
@@ -161,7 +161,7 @@ def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen) 
         what, fix = "DeepSpeed updates before anyone can look: no step can be left out", "skip_nonfinite: 0"
         raise UserError(Problem(what, "train.skip_nonfinite", fix=fix), code=Exit.ENVIRONMENT)
     allowed, fp16 = section.skip_nonfinite, precision == "fp16"
-    steps = Overflow(allowed, screen) if fp16 else NonFinite(allowed, folder.path, screen)
+    steps = Overflow(allowed, screen, ledger) if fp16 else NonFinite(allowed, folder.path, screen)
     return [steps, Spikes(section.stop_at_spike, screen)]
 
 
@@ -209,10 +209,9 @@ def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
     column, first = "seq_lengths" if packed else "input_ids", 0
     for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
         values = table[column].combine_chunks()
-        counts = values.flatten() if packed else values.value_lengths()
-        has = pyarrow.compute.is_in(counts, pyarrow.array(sorted(lengths), counts.type))
-        rows = values.value_parent_indices() if packed else pyarrow.array(range(len(values)))
-        yield from (first + number for number in rows.filter(has).unique().to_pylist())
+        counts = (values.flatten() if packed else values.value_lengths()).to_numpy()
+        rows = values.value_parent_indices().to_numpy() if packed else np.arange(len(values))
+        yield from (first + np.unique(rows[np.isin(counts, sorted(lengths))])).tolist()
         first += len(values)
 
 
@@ -265,9 +264,9 @@ class Overflow(TrainerCallback):
     halvings to 1. What overflows after that is not finite without a scale: the loss, or the weights.
     """
 
-    def __init__(self, allowed: int, screen: Screen) -> None:
+    def __init__(self, allowed: int, screen: Screen, ledger: Ledger) -> None:
         """Args: allowed: steps in a row beyond the scaler's own that may be left out."""
-        self.most, self.screen = HALVINGS + allowed, screen
+        self.most, self.screen, self.ledger = HALVINGS + allowed, screen, ledger
         self.in_a_row = self.skipped = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,6 +288,8 @@ class Overflow(TrainerCallback):
             raise UserError(problem, code=Exit.TRAINING)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        got, how = f"{self.skipped} of {state.global_step}", "Accelerate's optimizer, asked after each step"
+        self.ledger.add("steps left out by fp16's loss scaler", "as few as it needs", got, how, ok=True)
         if self.skipped:
             self.screen.say(
                 f"note: fp16's loss scaler left out {self.skipped} steps, whose gradients overflowed"

@@ -144,7 +144,7 @@ def _run(
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
         schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.splitter)
-        unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen)
+        unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
         watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += callbacks.refreshing(adapted, ledger)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, dataset, tokenizer, watching)

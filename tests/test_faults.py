@@ -9,12 +9,15 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from conftest import MODEL, QUICKSTART, ROOT, metrics
 from safetensors.torch import load_file
 
 from finetune import batch_search, checkpoint, cli, faults, nonfinite, rescue
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
+from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
 from finetune.sections import Model
@@ -305,7 +308,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_found_before_training(train,
 def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None:
     """Some overflow in a row are how it finds its scale; more are a loss or weights that are not finite."""
     train: Any = SimpleNamespace(skip_nonfinite=2, stop_at_spike=None)
-    watcher, _ = nonfinite.watchers(train, "fp16", RunFolder(tmp_path), Screen(quiet=True))
+    watcher, _ = nonfinite.watchers(train, "fp16", RunFolder(tmp_path), Screen(quiet=True), Ledger())
     state, optimizer = SimpleNamespace(global_step=7), SimpleNamespace(step_was_skipped=True)
     logs: dict[str, Any] = {}
     for _ in range(16):
@@ -318,3 +321,29 @@ def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None
     with pytest.raises(UserError, match="left out 23 steps in a row") as raised:
         watcher.on_step_end(None, state, None, optimizer=optimizer)
     assert raised.value.code == 5
+
+
+def test_overflows_of_fp16_s_scaler_are_counted(tmp_path) -> None:
+    """By a real scaler, of a gradient that is infinite at its first scale and in step 4: in each line logged,
+    over a resume, and in a receipt."""
+    train: Any = SimpleNamespace(skip_nonfinite=0, stop_at_spike=None)
+    ledger, screen = Ledger(), Screen(quiet=True)
+    watcher, resumed = (
+        nonfinite.watchers(train, "fp16", RunFolder(tmp_path), screen, ledger)[0] for _ in range(2)
+    )
+    Accelerator(cpu=True)  # whose state the optimizer asks for
+    weight, scaler = torch.nn.Parameter(torch.ones(())), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.1), scaler=scaler)
+    counts, state = [], SimpleNamespace(global_step=0)
+    for step in range(1, 6):
+        state.global_step = step
+        scaler.scale(weight * (math.inf if step == 4 else 2.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watcher.on_step_end(None, state, None, optimizer=optimizer)
+        watcher.on_log(None, state, None, logs=(logs := {}))
+        counts.append(logs["skipped_steps"])
+    assert counts == [1, 1, 1, 2, 2] and weight.item() == pytest.approx(0.4)
+    resumed.load_state_dict(watcher.state_dict())
+    resumed.on_train_end(None, state, None)
+    assert [receipt.got for receipt in ledger.receipts] == ["2 of 5"]

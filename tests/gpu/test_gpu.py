@@ -40,6 +40,15 @@ def test_bf16_follows_fp32(kind: str, train, monkeypatch) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=0.03)
 
 
+def test_fp16_says_how_many_steps_its_scaler_left_out(train, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    run = train("train.max_steps=6")
+    left_out = metrics(run)[-1]["skipped_steps"]
+    got = receipts(run)
+    assert got["precision"] == "fp16" and left_out < 6
+    assert got["steps left out by fp16's loss scaler"] == f"{left_out} of 6"
+
+
 def test_compile_and_recompute_follow_the_plain_run(train) -> None:
     plain = train("train.max_steps=6", name="plain")
     for override in ("speed.compile=true", "speed.recompute=all"):
