@@ -1,4 +1,5 @@
-"""Recipes that were changed at random: each is valid, or refused with a place for every problem.
+"""Recipes that were changed at random: each is valid, or refused with a place for every problem; a valid one
+is the same when it is written as a run writes it and read again.
 
     python benchmarks/reliability.py --fuzz 10000
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from finetune import adapter_types, recipe
+from finetune import adapter_types, recipe, run_folder
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,16 +70,25 @@ def outcome(seed: int, path: Path) -> Outcome:
     text, overrides = case(seed)
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     started = time.monotonic()
+    took = 0.0
     try:
-        recipe.load(path, overrides)
-        said = "valid"
+        loaded = recipe.load(path, overrides)
+        took = time.monotonic() - started
+        said = "valid" if again(loaded, path) else "valid, and another one when written and read again"
     except UserError as error:
         lost = [p for p in error.problems if not p.where or not p.what or len(str(p)) > 20_000]
         said = f"no place, or too long: {str(lost[0])[:300]}" if lost else "refused"
     except Exception as error:  # what is looked for
         said = f"{type(error).__name__}: {error}"[:300]
-    took = time.monotonic() - started
+    took = took or time.monotonic() - started
     return Outcome(seed, said if took < SLOWEST else f"took {took:.1f} s", took, text)
+
+
+def again(loaded: recipe.Recipe, path: Path) -> bool:
+    """Whether a recipe that is written as a run folder has it is the same one."""
+    written = path.with_name(f"{path.stem}.resolved.yaml")
+    written.write_text(run_folder.resolved_yaml(loaded, {}), encoding="utf-8")
+    return recipe.load(written).model_dump() == loaded.model_dump()
 
 
 def run(seeds: Iterable[int], folder: Path) -> list[Outcome]:

@@ -136,8 +136,8 @@ DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".ta
 @cache
 def sections(kind: str = "") -> dict[str, type[BaseModel]]:
     """The complete models, ours plus upstream's fields, by section name and `recipe`; its adapter is of type
-    `kind`, or of any type and not looked at."""
-    adapter: Any = _adapter_section(kind) if kind else Any
+    `kind`, or a mapping that is not looked into."""
+    adapter: Any = _adapter_section(kind) if kind else dict[str, Any]
     train = _train_section()
     recipe = _create("Recipe", __base__=Recipe, adapter=(adapter, ...), train=(train, train()))
     named = {"model": Model, "data": Data, "speed": Speed, "train": train, "eval": Eval, "publish": Publish}

@@ -397,7 +397,7 @@ def flow(value: Any) -> str:
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
     if value is None or isinstance(value, (bool, int)):
         return json.dumps(value)
     if isinstance(value, (list, tuple, set)):

@@ -26,6 +26,7 @@ def test_a_fuzzed_recipe_is_valid_or_refused_with_its_places(part: int, tmp_path
     ("text", "place"),
     [
         ("adapter: text\nfoo: 1\nmodel: {name: a, x: 1}\n", ":3:18"),
+        ("adapter: text\nmodel: {name: a}\ndata: {name: a.jsonl}\n", ":1:1"),
         ("adapter: {type: {a: 1}}\n", ":1:11"),
         ("train: {seed: 0x" + "f" * 9999 + "}\n", ":1:9"),
         (

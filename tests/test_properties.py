@@ -7,18 +7,21 @@ import random
 import tempfile
 from collections import Counter
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
-from accelerate.data_loader import BatchSamplerShard
+import torch
+from accelerate import PartialState
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
 from conftest import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from finetune import launch_receipts
+from finetune import checkpoint, launch_receipts, recipe, run_folder
 from finetune.data import bundled, chat, load
 from finetune.data.chat import Encoded
 from finetune.data.formats import BadRow, Example, Row, convert, detect
@@ -235,3 +238,94 @@ def test_rows_that_an_epoch_repeats_are_counted(rows: int, batch: int, shards: i
     assert set(given_out) == set(range(rows)) and len({len(part) for part in parts}) == 1
     if shards > 1:
         assert len(given_out) - rows == launch_receipts.repeated(rows, batch, shards)
+
+
+@few
+@given(
+    rows=st.integers(1, 60), batch=st.integers(1, 4), shards=st.integers(1, 4), epoch=st.integers(0, 3),
+    stop=st.integers(0, 60),
+)  # fmt: skip
+def test_wherever_an_epoch_is_resumed_each_row_is_had_once(
+    rows: int, batch: int, shards: int, epoch: int, stop: int
+) -> None:
+    """By any number of processes, but for the rows that fill up its end."""
+    PartialState(cpu=True)
+
+    def loader(index: int) -> Any:
+        data: Any = list(range(rows))
+        plain = DataLoader(data, batch, sampler=RandomSampler(data, generator=torch.Generator()))
+        given = {"num_processes": shards, "process_index": index, "put_on_device": False}
+        made = prepare_data_loader(plain, use_seedable_sampler=True, data_seed=7, **given)
+        made.set_epoch(epoch)
+        return made
+
+    whole = [[part.tolist() for part in loader(index)] for index in range(shards)]
+    stop = min(stop, len(whole[0]))
+    after = [[part.tolist() for part in skip_first_batches(loader(index), stop)] for index in range(shards)]
+    assert [one[stop:] for one in whole] == after
+    given_out = Counter(row for one in whole for part in one for row in part)
+    assert set(given_out) == set(range(rows))
+    twice = launch_receipts.repeated(rows, batch, shards) if shards > 1 else 0
+    assert given_out.total() - rows == twice
+
+
+TEXT = st.text(st.characters(codec="utf-8", max_codepoint=0xFFFF), max_size=12)
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "adapter.r": st.integers(1, 512),
+    "adapter.lora_alpha": st.integers(1, 10**6),
+    "adapter.lora_dropout": st.floats(0, 1, exclude_max=True),
+    "adapter.target_modules": st.lists(st.sampled_from(["q_proj", "v_proj", "down_proj"]), min_size=1),
+    "adapter.rank_pattern": st.dictionaries(TEXT.filter(bool), st.integers(1, 64), max_size=3),
+    "data.name": TEXT.map(lambda text: f"a{text}.jsonl"),
+    "data.train_on": st.sampled_from(["assistant", "all"]),
+    "train.learning_rate": st.floats(1e-30, 10),
+    "train.run_name": TEXT,
+    "train.seed": st.integers(0, 2**32 - 1),
+    "train.max_steps": st.none() | st.integers(1, 10**9),
+    "train.lr_scheduler_kwargs": st.dictionaries(
+        TEXT, st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | TEXT, max_size=3
+    ),
+}
+
+
+@few
+@given(st.fixed_dictionaries({}, optional=VALUES), st.sampled_from(["lora", "dora"]))
+def test_a_recipe_that_is_written_and_read_again_is_the_same(values: dict[str, Any], kind: str) -> None:
+    content: dict[str, Any] = {"model": {"name": "a"}, "data": {"name": "b.jsonl"}, "adapter": {"type": kind}}
+    for dotted, given_value in values.items():
+        section, _, key = dotted.partition(".")
+        content.setdefault(section, {})[key] = given_value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(json.dumps(content))
+        loaded = recipe.load(path)
+        for dotted, given_value in values.items():
+            section, _, key = dotted.partition(".")
+            assert getattr(getattr(loaded, section), key) == given_value
+        path.write_text(run_folder.resolved_yaml(loaded, {}), encoding="utf-8")
+        again = recipe.load(path)
+        assert again.model_dump() == loaded.model_dump()
+        second = run_folder.resolved_yaml(again, {}).splitlines()
+        first = path.read_text(encoding="utf-8").splitlines()
+    assert [line.partition("  # ")[0] for line in second] == [line.partition("  # ")[0] for line in first]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.none() | st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=5))
+def test_whatever_is_rotated_away_the_newest_checkpoints_stay_and_verify(
+    limit: int | None, gaps: list[int]
+) -> None:
+    steps = list(accumulate(gaps))
+    with tempfile.TemporaryDirectory() as folder:
+        writer = checkpoint.Writer(Path(folder), limit)
+        for count, step in enumerate(steps, start=1):
+            writer.start(
+                step, {"weights.safetensors": {"a": torch.ones(4)}, checkpoint.CONTRACT: {"recipe": {}}}
+            )
+            writer.wait()
+            kept = checkpoint.published(Path(folder))
+            wanted = steps[:count][::-1][:limit]
+            assert [path.name for path in kept] == [f"step-{number}" for number in wanted]
+            for path in kept:
+                checkpoint.verify(path)
+        writer.close()
