@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import faults, ranks, state
+from finetune import estimate, faults, ranks, state
 from finetune.errors import Exit, Problem, UserError
-from finetune.speed import loss
+from finetune.speed import apply, loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from finetune.batch import Batch
+    from finetune.hardware import Choice, Setup
     from finetune.receipts import Ledger
     from finetune.screen import Screen
     from finetune.sections import Adapter, Data, Speed
@@ -46,6 +47,7 @@ class MicroBatches:
         self.error = ""  # of the attempt that ran out of memory; one that follows it is not made
 
         self.held: Callable[[], str] = str  # says what takes the memory
+        self.needs: Callable[[Any, int], str] = lambda model, rows: ""  # says what so many rows would take
 
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self.parts}
@@ -112,6 +114,38 @@ def of(
     return MicroBatches(rows, less, partial(tell, rows, screen, ledger))
 
 
+def needed(
+    length: int,
+    offload: str,
+    setup: Setup,
+    chosen: dict[str, Choice],
+    moments: int,
+    model: Any,
+    rows: int,
+) -> str:
+    """GiB that a step of `rows` full rows takes by `finetune plan`'s formulas; empty where they don't hold.
+
+    Args:
+        chosen: what was chosen for `speed:`, by option.
+        moments: bytes of the optimizer's state for each trained number.
+    """
+    if setup.launch.sharded or not apply.decoder_layers(model):
+        return ""
+    fused, compiled = (chosen[f"speed.{name}"].value == "on" for name in ("fused", "compile"))
+    tokens, adapted = rows * length, hasattr(model, "peft_config")
+    how = {"fused": fused, "compiled": compiled, "offload": offload}
+    at_loss, at_backward = estimate.at_once(
+        apply.memory(model, tokens, setup.hardware, **how), chosen["speed.recompute"].value
+    )
+    at_loss += estimate.loss_gib(model.config, tokens, compiled=compiled, trained=not adapted)
+    at_backward += estimate.backward_gib(model.config, tokens, estimate.Keeps(fused, compiled, adapted))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    held = sum(p.nbytes for p in model.parameters()) + (4 + moments) * trained
+    total = held / estimate.GIB + max(at_loss, at_backward)
+    what = "one row" if rows == 1 else f"{rows} rows"
+    return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what} of {length} tokens"
+
+
 def tell(whole: int, screen: Screen, ledger: Ledger, step: int, rows: int) -> None:
     """Say that steps take `rows` rows at once from here on, in place of `whole`."""
     screen.say(f"out of memory in step {step}: again, with {rows} rows at once in place of {whole}")
@@ -120,7 +154,7 @@ def tell(whole: int, screen: Screen, ledger: Ledger, step: int, rows: int) -> No
 
 
 def held(trainer: Any) -> str:
-    """What takes memory, in GiB; on a GPU also what is left of the most that was in use."""
+    """What takes memory, in GiB, and what was needed; on a GPU also what is left of the most in use."""
     parameters = list(trainer.model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     state = getattr(trainer.optimizer, "state", {}).values()
@@ -134,7 +168,9 @@ def held(trainer: Any) -> str:
     taken["the rest, what backward needs,"] = most - sum(taken.values())
     largest = sorted(taken.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in largest if size > 0)
-    return f"in use, GiB: {text}" + (f"; together {most / 2**30:.3g}" if most else "")
+    text = f"in use, GiB: {text}" + (f"; together {most / 2**30:.3g}" if most else "")
+    parts = trainer.micro_batches
+    return "; ".join(filter(None, [text, parts.needs(trainer.model, math.ceil(parts.rows / parts.parts))]))
 
 
 def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:
@@ -145,7 +181,9 @@ def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:
         and adapter in ("lora", "dora", "rslora"),
         f"data.max_length={max_length // 2}": max_length > 8,
         "speed.offload=all": speed.offload != "all" and _gpu(),
+        "adapter.type=lora": adapter == "full",
         "a smaller adapter (adapter.r)": adapter != "full",
+        "a GPU with more memory, or several: finetune plan --gpus 2": True,
     }
     return [text for text, possible in found.items() if possible]
 

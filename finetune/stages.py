@@ -21,6 +21,7 @@ from finetune import (
     optimizers,
     qat,
     ranks,
+    rescue,
     resume,
     state,
     stopping,
@@ -119,6 +120,22 @@ def search_batch(
     arguments.per_device_train_batch_size = batch.per_device
     arguments.gradient_accumulation_steps = batch.accumulation
     return batch
+
+
+def micro_batches(
+    recipe: Recipe,
+    setup: Setup,
+    batch: Batch,
+    fast: dict[str, hardware.Choice],
+    screen: Screen,
+    ledger: Ledger,
+) -> rescue.MicroBatches:
+    """Those of the run, which know what to say where memory runs out."""
+    made = rescue.of(recipe.speed, recipe.adapter, recipe.data, batch, screen, ledger)
+    moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
+    length, offload = recipe.data.max_length, recipe.speed.offload
+    made.needs = partial(rescue.needed, length, offload, setup, fast, moments)
+    return made
 
 
 def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:

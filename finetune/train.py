@@ -32,7 +32,6 @@ from finetune import (
     nonfinite,
     ranks,
     report,
-    rescue,
     resume,
     run_folder,
     shards,
@@ -149,7 +148,7 @@ def _run(
         watching += callbacks.refreshing(adapted, ledger)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, dataset, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        again = rescue.of(recipe.speed, recipe.adapter, recipe.data, batch, screen, ledger)
+        again = stages.micro_batches(recipe, setup, batch, fast, screen, ledger)
         trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:

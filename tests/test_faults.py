@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from conftest import MODEL, QUICKSTART, ROOT, metrics
 from safetensors.torch import load_file
 
-from finetune import batch_search, checkpoint, cli, faults, nonfinite, rescue
+from finetune import batch_search, checkpoint, cli, faults, nonfinite, plan, recipe, rescue
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
-from finetune.sections import Model
+from finetune.sections import Model, Speed
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
 
@@ -215,14 +216,29 @@ def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatc
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
 
 
-def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, capsys) -> None:
+def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, capsys, tmp_path) -> None:
+    """What it would need, by `finetune plan`; what takes the memory; three ways to take less."""
     monkeypatch.setenv(faults.VARIABLE, "rows:0:step:1:oom,rows:1:oom")
     monkeypatch.setattr(rescue.MicroBatches, "rows", 1, raising=False)
-    train(*FEW, "train.per_device_train_batch_size=1", code=5)
+    run = train(*FEW, "train.per_device_train_batch_size=1", code=5)
     said = capsys.readouterr().err
     assert "out of memory in step 1, with one row at once" in said
-    assert "speed.recompute=all" in said and "finetune plan" in said
     assert "in use, GiB: the base's weights 0.0" in said and "what trains 0.0" in said
+    (fix,) = re.findall(r"try: +(.*)", said)
+    assert (
+        fix
+        == "speed.recompute=all; or speed.base=nf4; or data.max_length=128; what each gives: finetune plan"
+    )
+    ((needed, rows),) = re.findall(r"by finetune plan: (\S+) GiB for (.*)", said)
+    made = plan.make(recipe.load(run.recipe), *plan.planned_machine(None, None))
+    assert rows == "one row of 256 tokens" and made.tokens == 256
+    assert float(needed) == pytest.approx(sum(made.phases["step"].values()), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "qlora", "ia3", "full"])
+def test_there_are_three_ways_to_take_less_memory(kind: str) -> None:
+    for recompute in ("auto", "all"):
+        assert len(rescue.fixes(Speed(recompute=recompute), kind, 256)) >= 3
 
 
 def test_other_errors_are_never_repeated(train, monkeypatch) -> None:
