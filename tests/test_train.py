@@ -13,7 +13,7 @@ import two_ranks
 import yaml
 from conftest import MODEL, QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from finetune import cli, evaluate, recipe, scoring
 from finetune import train as train_module
@@ -106,6 +106,19 @@ def test_how_a_batch_is_split_does_not_matter(train, small, tmp_path) -> None:
         apart.append(a["loss"] - b["loss"])
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     assert max(map(abs, apart)) <= 1e-6 and abs(sum(apart) / len(apart)) <= 2e-7
+
+
+def test_a_model_whose_own_loss_takes_no_count_is_never_rescaled(train, monkeypatch, capsys) -> None:
+    """As those of images and text are: our loss counts, and a mean of means is refused."""
+    monkeypatch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)
+    whole = train("train.per_device_train_batch_size=8", name="whole")
+    split = train("train.per_device_train_batch_size=2", name="split")
+    theirs = train("train.per_device_train_batch_size=8", "speed.loss=trl", name="theirs")
+    for a, b, c in zip(metrics(whole), metrics(split), metrics(theirs), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["loss"] == pytest.approx(c["loss"], abs=1e-5)
+    train("train.per_device_train_batch_size=2", "speed.loss=trl", name="refused", code=3)
+    assert "rows would not weigh by their tokens" in capsys.readouterr().err
 
 
 def test_recomputing_layers_changes_nothing_but_time(train) -> None:
