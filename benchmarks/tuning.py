@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "tuning.json"
 PAGE = ROOT / "docs" / "tune.md"
 MARKS = ("<!-- made by benchmarks/tuning.py -->", "<!-- end of tuning -->")
-KILLED = (4, 8, 12, 16)  # trials of the 20 that get a kill -9
+TRIALS = 50
+KILLED = range(4, TRIALS, 5)  # trials that get a kill -9
 SPACE = """
 search: {startup_trials: 6, evaluations: 3}
 space:
@@ -90,8 +91,8 @@ def held(process: psutil.Process) -> float:
 
 
 def failures(folder: Path) -> dict[str, Any]:
-    """20 trials; a fifth is killed, and what draws the bad value fails by itself."""
-    process, killed, memory = begin(folder, "--trials", "20"), set(), {}
+    """50 trials; a fifth is killed, and what draws the bad value fails by itself."""
+    process, killed, memory = begin(folder, "--trials", str(TRIALS)), set(), {}
     parent, began = psutil.Process(process.pid), time.monotonic()
     while process.poll() is None:
         for number in set(KILLED) - killed:
@@ -184,13 +185,14 @@ def table(results: dict[str, Any]) -> str:
         grew = one["parent at the last, MiB"] / one["parent at trial 3, MiB"] - 1
         states = ", ".join(f"{count} {state}" for state, count in one["counts"].items())
         starts = [f"{one[f'{which} start, seconds']:.1f} s" for which in ("first", "second", "median")]
+        how_many, last = f"{one['trials']} trials, {one['killed']} of them", one["trials"]
         starts = f"{starts[0]} the first, {starts[1]} the second, {starts[2]} in the median"
         lines += [
-            f"| 20 trials, {one['killed']} of them ended by kill -9 | exit {one['exit code']}: {states} |",
+            f"| {how_many} ended by kill -9 | exit {one['exit code']}: {states} |",
             f"| a value whose loss is not finite | {one['not finite']} trials pruned with that reason |",
             f"| best against the recipe's own | {one['best']:.3f} against {one['own']:.3f} |",
             f"| from spawning a trial to its first step | {starts} |",
-            f"| memory of the study's process, trial 3 to 20 | {one['parent at trial 3, MiB']:.0f} MiB,"
+            f"| memory of the study's process, trial 3 to {last} | {one['parent at trial 3, MiB']:.0f} MiB,"
             f" {grew:+.1%} |",
         ]
     if two:
