@@ -26,6 +26,18 @@ def asked(train: Train) -> str:
     return str(train.passed_on().get("optim", DEFAULT))
 
 
+def unsaved(train: Train, splitter: str) -> str:
+    """Why no checkpoints can be made: what splits state so that it is not made whole again; empty: they can.
+
+    Args:
+        splitter: what splits weights or moments between processes: FSDP, DeepSpeed (ZeRO-2 too).
+    """
+    optim = asked(train)
+    if splitter != "FSDP":
+        return splitter
+    return f"FSDP, under {optim}," if re.search("[48]bit", optim) else ""
+
+
 def missing_packages(optim: str, speed: Speed) -> list[Problem]:
     """Packages that the optimizer needs and this environment has not; nothing is imported."""
     needs = {

@@ -24,7 +24,6 @@ from finetune import (
     rescue,
     resume,
     state,
-    stopping,
 )
 from finetune.errors import Exit, Problem, UserError
 from finetune.speed import apply as speed
@@ -151,7 +150,7 @@ def check_space(
     Args:
         groups: where the limits of this process's container stand.
     """
-    if section.save_strategy == "no" or stopping.unsaved(section, setup.launch.splitter):
+    if section.save_strategy == "no" or optimizers.unsaved(section, setup.launch.splitter):
         return
     weights = adapters.trainable(adapted).values()
     trained, place = sum(p.nbytes for p in weights), Path(where or "runs") / "checkpoints"

@@ -7,7 +7,6 @@ import contextlib
 import math
 import multiprocessing
 import os
-import re
 import signal
 import time
 from functools import partial
@@ -28,21 +27,9 @@ if TYPE_CHECKING:
 MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
 
 
-def unsaved(train: Train, splitter: str) -> str:
-    """Why no checkpoints can be made: what splits state so that it is not made whole again; empty: they can.
-
-    Args:
-        splitter: what splits weights or moments between processes: FSDP, DeepSpeed (ZeRO-2 too).
-    """
-    optim = optimizers.asked(train)
-    if splitter != "FSDP":
-        return splitter
-    return f"FSDP, under {optim}," if re.search("[48]bit", optim) else ""
-
-
 def check(train: Train, resumes: str | None, splitter: str) -> None:
     """Checkpoints hold whole state (exit 3 where they are asked for, and none can be made)."""
-    parts = unsaved(train, splitter)
+    parts = optimizers.unsaved(train, splitter)
     asked = "--resume" if resumes else ""
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
         asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
@@ -115,7 +102,12 @@ class Schedule(TrainerCallback):
     """Whether it would have ended here by itself."""
 
     def __init__(self, train: Train, stop: Stop, writer: Writer, splitter: str) -> None:
-        self.train, self.stop, self.writer, self.parts = train, stop, writer, unsaved(train, splitter)
+        self.train, self.stop, self.writer, self.parts = (
+            train,
+            stop,
+            writer,
+            optimizers.unsaved(train, splitter),
+        )
         stop.keeps = not self.parts
         self.strategy = "no" if self.parts else train.save_strategy
         if self.strategy == "auto" and train.save_steps is not None:

@@ -213,6 +213,13 @@ def test_a_run_ends_with_its_study() -> None:
         time.sleep(0.05)
 
 
+def test_the_process_of_a_study_holds_no_torch() -> None:
+    """Trials and the look at recipe and space have processes of their own."""
+    code = "import sys; from finetune import tune; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_no_password_is_written_down() -> None:
     for url in (
         "postgresql://me:s3cr:t@/x@host:5432/db?sslmode=require",
