@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+KILLED_LATER = 20  # seconds; torch's launcher waits 30 before it kills who does not end when told to
 
 
 def launched() -> bool:
@@ -100,9 +101,7 @@ def main(given: list[str]) -> int:
     try:
         launch_command(launch_command_parser().parse_args(given))
     except ChildFailedError as error:
-        # those that the launcher ended itself, once one had failed, have an exit code below 0
-        own = {rank: one for rank, one in error.failures.items() if one.exitcode > 0} or error.failures
-        rank, failure = min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
+        rank, failure = first(error.failures)
         if failure.exitcode == -signal.SIGABRT:
             what = f"rank {rank} was ended by SIGABRT, as NCCL does where another one does not answer in time"
             print(Problem(what, fix=f"what stands above; {launch_env.TIMEOUT}"), file=sys.stderr)
@@ -115,6 +114,21 @@ def main(given: list[str]) -> int:
     except CalledProcessError as error:  # one process, which has said why itself
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     return 0
+
+
+def first(failures: dict[int, Any]) -> tuple[int, Any]:
+    """Rank and failure of the process that the others' ends came of, by torch's account of each."""
+    began = min(one.timestamp for one in failures.values())
+
+    def order(item: tuple[int, Any]) -> tuple[int, bool, float, int]:
+        rank, one = item
+        # the launcher ends the others as soon as one has failed, and kills them if they do not listen
+        killed = one.exitcode == -signal.SIGKILL and one.timestamp > began + KILLED_LATER
+        told = killed or one.exitcode in (-signal.SIGTERM, -signal.SIGABRT, Exit.STOPPED)
+        kind = 2 if told else int(launch_env.GONE in str(one.message))
+        return kind, one.exitcode < 0, one.timestamp, rank
+
+    return min(failures.items(), key=order)
 
 
 def forward(number: int, frame: Any) -> None:

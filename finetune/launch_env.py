@@ -26,6 +26,7 @@ TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
 # Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
 # too, whose timeout is an error with a message. NCCL's clock starts earlier, when the step is queued
 NCCL_LATER = 60
+GONE = "another process of this launch ended, or did not answer in time"
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
 CONFIG = "accelerate config"  # as messages call the other side
 BASE_INSTEAD = "accelerate_configs/8xh100_fp8.yaml: the frozen fp8 base, under any adapter"
@@ -174,9 +175,8 @@ def lost(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if int(said("WORLD_SIZE", "1")) < 2 or not _LOST.search(text):
         return ""
-    what = "another process of this launch ended, or did not answer in time"
     fix = f"what the first process that failed said; {TIMEOUT} is how long one waits ({timeout_seconds()} s)"
-    return str(Problem(what, found=text[:200], fix=fix))
+    return str(Problem(GONE, found=text[:200], fix=fix))
 
 
 def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Speed) -> list[Problem]:

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed
 from accelerate import PartialState
@@ -47,6 +48,14 @@ def watch() -> None:
     """
     if PartialState().num_processes > 1 and sys.__stderr__:
         faulthandler.dump_traceback_later(NEARLY * launch_env.timeout_seconds(), file=sys.__stderr__)
+
+
+def given_up(seconds: float) -> bool:
+    """Whether others of this machine have ended, waiting for this process, which stands so long in a step."""
+    if PartialState().num_processes == 1 or seconds < NEARLY * launch_env.timeout_seconds():
+        return False
+    beside = psutil.Process(os.getppid()).children()  # the launcher has no others
+    return len(beside) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune import nested, optimizers, ranks, signals
+from finetune import launch_env, nested, optimizers, ranks, signals
 from finetune.errors import Exit, Problem, Stopped, UserError
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class Stop:
     """Whether a checkpoint can be made."""
     deferred = False
     """While it trains or saves: it ends by itself as soon as it can. Elsewhere a signal ends it at once."""
+    failed = False
+    """Whether what was not to be cut in two failed: it says why, and no signal in place of that."""
+    step_began: float | None = None
+    """When the step began that is being made."""
 
     def __init__(self, until: Until | None = None) -> None:
         self.until = until
@@ -58,9 +62,15 @@ class Stop:
             yield self
 
     def heard(self, name: str) -> None:
+        if self.failed:
+            return
         self.signal = name
         if not self.deferred:
             raise Stopped(f"stopped by {name}")
+        if self.step_began is not None and ranks.given_up(time.monotonic() - self.step_began):
+            what = "this process hung in a step, and the others gave up: where it stood is said above"
+            launch_env.report(str(Problem(what)), self.step_began)
+            os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills it
         if os.environ.get("RANK", "0") == "0":
             first = "saving" if self.keeps else "nothing can be saved: leaving"
             then = ", then leaving" if self.keeps else ""
@@ -72,6 +82,9 @@ class Stop:
         self.deferred = True
         try:
             yield
+        except Exception:
+            self.failed = True
+            raise
         finally:
             self.deferred = False
         if self.signal:
@@ -120,7 +133,11 @@ class Schedule(TrainerCallback):
         given = self.train.save_steps or 500  # upstream's own number
         self.every = given if given >= 1 else math.ceil(given * state.max_steps)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop.step_began = time.monotonic()
+
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.stop.step_began = None
         self.writer.check()
         if self.stepped_at is None and optimizer is not None and self.strategy != "no":
             # what can't be kept is said now, not when the first checkpoint is made

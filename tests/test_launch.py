@@ -1,13 +1,9 @@
-"""Launch configs as Accelerate reads them, what contradicts a recipe, and what a launcher says at its end."""
+"""Launch configs as Accelerate reads them, and what contradicts a recipe."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +14,6 @@ from transformers import LlamaConfig
 
 from finetune import (
     apart,
-    checkpoint,
     cli,
     evaluate,
     hardware,
@@ -311,74 +306,6 @@ def test_the_base_is_split_only_where_it_does_not_fit(
     assert name == chosen and "8 GPUs" in reason and ("DDP" if name == "ddp_8" else "FSDP2") in reason
     assert made.fits and made.by.weights == (name != "ddp_8")
     assert f"{made.peak:.0f} GiB" in reason
-
-
-FAILS = """
-import argparse, datetime, os, sys, time
-from finetune import cli, launch_env
-from finetune.errors import Exit, Problem, UserError
-
-def work(options):
-    rank, how = int(os.environ["RANK"]), sys.argv[1]
-    if how == "one fails" and rank == 1:
-        raise UserError(Problem("rank 1's disk is full"), code=Exit.ENVIRONMENT)
-    import torch.distributed as dist
-    waits = datetime.timedelta(seconds=launch_env.timeout_seconds())
-    dist.init_process_group("gloo", timeout=waits)
-    if how == "one hangs" and rank == 1:
-        time.sleep(300)
-    dist.barrier()
-
-if __name__ == "__main__":
-    sys.exit(cli.guarded(work, argparse.Namespace(debug=False)))
-"""
-
-
-def two_processes(*given: str, timeout: str = "1800") -> subprocess.Popen[str]:
-    """Two processes on the CPU by our launcher; what they say on stderr can be read."""
-    command = [sys.executable, "-m", "finetune.launch", "--config_file", str(CONFIGS["cpu_2"]), *given]
-    own = {
-        "PYTHONPATH": str(ROOT),
-        launch_env.TIMEOUT: timeout,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(command, env={**os.environ, **own}, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-
-
-@pytest.mark.usefixtures("the_only_launch")
-@pytest.mark.parametrize(
-    ("how", "code", "last"),
-    [
-        ("one fails", 3, "rank 1 failed first:\nerror: rank 1's disk is full"),
-        ("one hangs", 5, "did not answer"),
-    ],
-)
-def test_all_ranks_end_and_the_first_ones_message_is_the_last(
-    how: str, code: int, last: str, tmp_path
-) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text(FAILS)
-    with two_processes(str(script), how, timeout="4") as process:
-        stderr = process.communicate(timeout=120)[1]
-    assert process.returncode == code, stderr
-    assert last in stderr[-700:]
-    assert "Traceback" not in stderr.rpartition("failed first")[2]
-
-
-def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tmp_path) -> None:
-    run = tmp_path / "run"
-    given = [f"train.output_dir={run}", "train.max_steps=500", f"model.name={two_layers}", *small]
-    with two_processes("-m", "finetune", "train", str(QUICKSTART), *given) as process:
-        log, until = run / "metrics.jsonl", time.monotonic() + 120
-        while not log.exists() and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGUSR1)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 75, said
-    assert "stopped by SIGUSR1" in said and "--resume" in said
-    (step,) = checkpoint.published(run / "checkpoints")
-    checkpoint.verify(step)
 
 
 def test_the_competition_s_numbers() -> None:

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,8 @@ from safetensors.torch import load_file, save_file
 from finetune import (
     adapter_init,
     adapters,
-    cli,
     exchange,
     faults,
-    launch_env,
     ranks,
     shards,
     verify,
@@ -317,25 +314,3 @@ def test_what_is_saved_of_a_split_model_is_whole(kind: str, both) -> None:
     for key, (live, digest) in trained.items():
         assert fingerprint({live: saved[key].float()}) == digest, key
     assert all(tensor.numel() and tensor.any() for tensor in saved.values())
-
-
-def a_run(arguments: list[str]) -> None:
-    sys.exit(cli.main(arguments))
-
-
-def test_where_a_rank_hangs_is_said(small, two_layers, tmp_path) -> None:
-    """The others end by the timeout; it is Python's own thread that says where the one that hangs is."""
-    words = [
-        "train",
-        str(QUICKSTART),
-        f"model.name={two_layers}",
-        f"train.output_dir={tmp_path / 'run'}",
-        *small,
-    ]
-    words += ["train.max_steps=4", "train.effective_batch_size=4", "eval.general=false", "--quiet"]
-    launch = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", launch_env.TIMEOUT: "15"}
-    with pytest.raises(AssertionError) as raised:
-        two_ranks.run(a_run, words, **launch, **{faults.VARIABLE: "step:2:rank:1:hang"})
-    said = str(raised.value)
-    assert "did not answer in time" in said
-    assert re.search(r"Timeout \(0:00:13.*\n(.*\n)*?.*faults.py\", line \d+ in before_step", said)

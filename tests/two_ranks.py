@@ -1,6 +1,6 @@
 """Two ranks of one launch, forked from a server that has imported the libraries once for a worker's tests.
 
-Launchers themselves: test_launch.py, test_train.py, test_two_hosts.py and test_evaluate.py.
+Launchers themselves: test_ranks.py, test_train.py, test_two_hosts.py and test_evaluate.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,152 @@
+"""What the processes of one launch do together: end, stop, fail."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import QUICKSTART, ROOT, metrics
+
+from finetune import checkpoint, cli, faults, launch, launch_env, ranks
+from finetune.run_folder import RunFolder
+
+FAILS = """
+import argparse, datetime, os, sys, time
+from pathlib import Path
+from finetune import cli, launch_env, ranks
+from finetune.errors import Exit, Problem, UserError
+
+def work(options):
+    rank, how = int(os.environ["RANK"]), sys.argv[1]
+    Path(sys.argv[2]).touch()
+    if how == "one fails" and rank == 1:
+        raise UserError(Problem("rank 1's disk is full"), code=Exit.ENVIRONMENT)
+    import torch.distributed
+    ranks.start("cpu")
+    if how == "one hangs" and rank == 1:
+        time.sleep(300)
+    if how == "rank 0 fails alone":
+        ranks.from_main(lambda: 1 / 0)
+    torch.distributed.barrier()
+
+if __name__ == "__main__":
+    sys.exit(cli.guarded(work, argparse.Namespace(debug=False)))
+"""
+
+
+def two_processes(*given: str, **own: str) -> subprocess.Popen[str]:
+    """Two processes on the CPU by our launcher; what they say on stderr can be read."""
+    config = ROOT / "accelerate_configs" / "cpu_2.yaml"
+    command = [sys.executable, "-m", "finetune.launch", "--config_file", str(config), *given]
+    own |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env={**os.environ, **own}, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def short(small: tuple[str, str], two_layers: Path, *more: str) -> list[str]:
+    """`finetune train`, on two layers, with nothing to evaluate."""
+    given = ["train.max_steps=6", "train.effective_batch_size=8", "train.save_total_limit=null"]
+    given += ["adapter.lora_dropout=0.1", "data.validation=null", "eval.general=false"]
+    return ["train", str(QUICKSTART), *given, small[0], f"model.name={two_layers}", *more, "--quiet"]
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("one fails", 3, "rank 1 failed first:\nerror: rank 1's disk is full"),
+        ("rank 0 fails alone", 1, "rank 0 failed first, with the traceback above"),
+        ("one hangs", 5, "did not answer"),
+    ],
+)
+def test_all_ranks_end_and_the_first_ones_message_is_the_last(
+    how: str, code: int, last: str, tmp_path
+) -> None:
+    """At most 5 s after the time that one waits for another, from when both have begun."""
+    script, begun = tmp_path / "fails.py", tmp_path / "begun"
+    script.write_text(FAILS)
+    with two_processes(str(script), how, str(begun), **{launch_env.TIMEOUT: "4"}) as process:
+        stderr = process.communicate(timeout=120)[1]
+        took = time.time() - begun.stat().st_mtime
+    assert process.returncode == code, stderr
+    assert last in stderr[-700:]
+    assert "Traceback" not in stderr.rpartition("failed first")[2]
+    assert took < 4 + 5, stderr
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize(
+    ("fault", "code", "last", "seconds"),
+    [
+        ("raise", 1, "rank 1 failed first, with the traceback above", 20),
+        ("hang", 5, "rank 1 failed first:\nerror: this process hung in a step", 30),
+    ],
+)
+def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
+    fault: str, code: int, last: str, seconds: float, small, two_layers, tmp_path
+) -> None:
+    """With a timeout of 15 s; the other rank neither says that it is resumable, nor that it failed first.
+
+    Where the rank hangs is said by Python's own thread.
+    """
+    run = tmp_path / "run"
+    words = short(small, two_layers, f"train.output_dir={run}", "train.logging_steps=1")
+    own = {launch_env.TIMEOUT: "15", faults.VARIABLE: f"step:3:rank:1:{fault}"}
+    with two_processes("-m", "finetune", *words, **own) as process:
+        stderr = process.communicate(timeout=120)[1]
+        took = time.time() - (run / "metrics.jsonl").stat().st_mtime  # since step 2
+    assert (process.returncode, took < seconds) == (code, True), (took, stderr)
+    assert last in stderr[-700:] and [line["step"] for line in metrics(RunFolder(run))] == [1, 2]
+    stack = r"Timeout \(0:00:13.*\n(.*\n)*?.*faults.py\", line \d+ in before_step"
+    assert bool(re.search(stack, stderr)) == (fault == "hang")
+
+
+GONE = f"error: {launch_env.GONE}"
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([(75, 9, ""), (1, 10, "")], 1),  # told to stop because the other failed
+        ([(5, 9, GONE), (1, 10, "")], 1),
+        ([(5, 9, GONE), (-9, 10, "")], 1),  # as where memory runs out
+        ([(5, 9, GONE), (-9, 40, "")], 0),  # killed by the launcher, which it did not listen to
+        ([(-6, 9, ""), (5, 10, GONE)], 1),  # NCCL's watchdog
+        ([(-15, 9, ""), (75, 9, "")], 1),
+        ([(2, 9, "error: a"), (2, 9, "error: a")], 0),
+    ],
+)
+def test_who_failed_first(failures: list[Any], rank: int) -> None:
+    names = ("exitcode", "timestamp", "message")
+    found = {n: SimpleNamespace(**dict(zip(names, one, strict=True))) for n, one in enumerate(failures)}
+    assert launch.first(found)[0] == rank
+
+
+def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tmp_path) -> None:
+    run = tmp_path / "run"
+    given = [f"train.output_dir={run}", "train.max_steps=500", f"model.name={two_layers}", *small]
+    with two_processes("-m", "finetune", "train", str(QUICKSTART), *given) as process:
+        log, until = run / "metrics.jsonl", time.monotonic() + 120
+        while not log.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, said
+    assert "stopped by SIGUSR1" in said and "--resume" in said
+    (step,) = checkpoint.published(run / "checkpoints")
+    checkpoint.verify(step)
+
+
+def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) -> None:
+    monkeypatch.setenv(launch_env.TIMEOUT, "10")
+    for processes, seconds, here, given_up in ((1, 99, 99, False), (2, 8, 99, False), (2, 10, 99, True)):
+        monkeypatch.setattr(ranks, "PartialState", lambda n=processes: SimpleNamespace(num_processes=n))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        assert ranks.given_up(seconds) == given_up
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert not ranks.given_up(10), "all are there"
