@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 EVERY = 0.2  # seconds from one look at a phase to the next
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # in place, and as the launcher says it
 LITTLE = ("eval.limit=8", "eval.samples=2", "eval.every=null", "train.save_steps=1")
 
 
@@ -53,6 +54,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         UserError: a phase that fails, with its own message and exit code; or a resumed run that is not the
             run itself (exit 4).
     """
+    prove.outside_a_launch([*command, "--preflight"])
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="finetune-preflight-"))
     lived, straight = folder / "run", folder / "straight"
     steps = 12 if recipe.adapter.type.endswith("adalora") else 3  # so many it needs to prune
@@ -61,7 +63,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
     train = ["train", *command, *short, "--quiet"]
     killed = {faults.VARIABLE: f"step:{steps}:kill"}
     try:
-        phases = _live([*train, f"train.output_dir={lived}"], lived, killed, (-signal.SIGKILL,))
+        phases = _live([*train, f"train.output_dir={lived}"], lived, killed, KILLED)
         screen.say(f"killed before step {steps}; a new process goes on from its last checkpoint ...")
         phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
         screen.say("the same without a kill, to compare with ...")

@@ -60,8 +60,10 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         command: recipe, overrides and launch, as `finetune train` is given them.
 
     Raises:
-        UserError: a part differs, each by its name (exit 4); or a run fails, with its own message.
+        UserError: a part differs, each by its name (exit 4); or a run fails, with its own message; or a
+            launcher started this process (exit 2).
     """
+    outside_a_launch([*command, "--prove-resume"])
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="finetune-proof-"))
     try:
@@ -94,6 +96,13 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         found = "; ".join(f"{part.name}: {', '.join(part.differing[:3])}" for part in wrong)
         raise UserError(Problem(what, found=found, fix=fix), code=Exit.ARTEFACT)
     screen.say("proved: a run of this recipe can be stopped and resumed; not a bit differs")
+
+
+def outside_a_launch(words: list[str]) -> None:
+    """What a proof runs, `finetune train` launches itself (exit 2 where a launcher started the proof)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        what = f"{words[-1]} starts runs of its own, on all GPUs, and not in each process of a launch"
+        raise UserError(Problem(what, fix=f"without a launcher: {shlex.join(['finetune', 'check', *words])}"))
 
 
 def compare(straight: Path, resumed: Path, step: int) -> list[Part]:

@@ -1,4 +1,4 @@
-"""What the processes of one launch do together: end, stop, fail."""
+"""What the processes of one launch do together: end, agree on a batch, stop in time; what one can not do."""
 
 import os
 import re
@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import two_ranks
 from conftest import QUICKSTART, ROOT, metrics
 
-from finetune import checkpoint, cli, faults, launch, launch_env, ranks
+from finetune import checkpoint, cli, faults, launch, launch_env, prove, ranks
 from finetune.run_folder import RunFolder
 
 FAILS = """
@@ -140,6 +141,63 @@ def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tm
     assert "stopped by SIGUSR1" in said and "--resume" in said
     (step,) = checkpoint.published(run / "checkpoints")
     checkpoint.verify(step)
+
+
+def runs(*commands: list[str], fault: str = "") -> None:
+    """Each to its `--until`; all but the first meet the fault, and where they go on they do not."""
+    for number, words in enumerate(commands):
+        os.environ[faults.VARIABLE] = fault if number and "--resume" not in words else ""
+        assert cli.main(words) == 75, words
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_ranks_take_as_many_rows_as_fit_on_each(small, two_layers, tmp_path) -> None:
+    """`auto`: 4 rows do not fit on rank 1. The run is the one that says 2, also where it goes on."""
+    size = "train.per_device_train_batch_size"
+    told = short(small, two_layers, f"{size}=2", "train.output_dir=told", "--until=2")
+    found = short(small, two_layers, f"{size}=auto", "train.output_dir=found")
+    commands = told, [*found, "--until=1"], [*found, "--until=2", "--resume"]
+    said = two_ranks.run(runs_with_little_memory, *commands, cwd=tmp_path)
+    parts = prove.compare(tmp_path / "told", tmp_path / "found", 2)
+    assert not [part for part in parts if part.differing], said
+    run = RunFolder(tmp_path / "found")
+    assert f"{size.partition('.')[2]}: 2" in run.recipe.read_text()
+
+
+def runs_with_little_memory(*commands: list[str]) -> None:
+    runs(*commands, fault="rows:2:rank:1:oom")
+
+
+def until_a_time(words: list[str]) -> None:
+    """Rank 1's clock is far ahead of rank 0's; then both have no time left."""
+    far = "--until=1h" if os.environ["RANK"] == "0" else "--until=0.001s"
+    runs([*words, "train.output_dir=straight", "--until=2"], [*words, "train.output_dir=timed", far])
+    runs([*words, "train.output_dir=timed", "--until=0.001s", "--resume"])
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_ranks_whose_clocks_differ_end_in_time_together(small, two_layers, tmp_path) -> None:
+    said = two_ranks.run(until_a_time, short(small, two_layers), cwd=tmp_path)
+    assert "stopped by --until 0.001s after step 1" in said  # which rank 1 alone has reached
+    names = [path.name for path in checkpoint.published(tmp_path / "timed" / "checkpoints")]
+    assert names == ["step-2", "step-1"]
+    parts = prove.compare(tmp_path / "straight", tmp_path / "timed", 2)
+    assert not [part for part in parts if part.differing]
+
+
+def each_is_refused(given: list[str]) -> None:
+    for flag in ("--preflight", "--prove-resume"):
+        assert cli.main(["check", *given, flag]) == 2
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_a_proof_is_not_started_by_a_launcher(small, two_layers) -> None:
+    """It starts the runs itself, each launched as `finetune train` launches it."""
+    given = [str(QUICKSTART), small[0], "data.validation=null", f"model.name={two_layers}"]
+    said = two_ranks.run(each_is_refused, given)
+    for flag in ("--preflight", "--prove-resume"):
+        assert f"finetune check {QUICKSTART}" in said and flag in said
+    assert said.count("starts runs of its own") == 4, "on both ranks"
 
 
 def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) -> None:
