@@ -7,6 +7,7 @@ difference from that first adapter, a plain LoRA of twice the rank: it loads on 
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapter_types import PREPARED_INITS, REBASING_INITS
@@ -14,7 +15,6 @@ from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
     import torch
     from peft import PeftModel
@@ -100,10 +100,25 @@ def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tenso
     if rebases(adapted):
         adapted.save_pretrained(str(target), path_initial_model_for_weight_conversion=str(initial))
     else:
-        # Trained rows are in the adapter; PEFT would add the whole embeddings if tokens are new
-        rows = getattr(getattr(adapted, "peft_config", {}).get("default"), "trainable_token_indices", None)
-        options = {"save_embedding_layers": False} if rows else {}
-        adapted.save_pretrained(str(target), state_dict=state, **options)
+        adapted.save_pretrained(str(target), state_dict=state, **embeddings(adapted))
+
+
+def embeddings(adapted: Any) -> dict[str, Any]:
+    """What PEFT is told of embeddings, which it saves where they were resized or are adapted themselves.
+
+    By itself it compares their size with the config that the Hub's `main` has just then.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    peft: Any = getattr(adapted, "peft_config", {}).get("default")
+    if getattr(peft, "trainable_token_indices", None):  # trained rows are in the adapter
+        return {"save_embedding_layers": False}
+    name = str(getattr(peft, "base_model_name_or_path", "."))
+    if Path(name).exists() or isinstance(adapted.get_input_embeddings(), BaseTunerLayer):
+        return {}
+    then = type(adapted.config).from_pretrained(name, revision=peft.revision or "main")
+    sizes = {getattr(one, "vocab_size", None) for one in (then, adapted.config)}
+    return {"save_embedding_layers": len(sizes) > 1}
 
 
 def save_initial(adapted: Any, initial: Path) -> None:
@@ -191,8 +206,6 @@ def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 def _loftq(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantising lost, as far as r goes."""
-    from pathlib import Path
-
     if model.device.type != "cuda":
         what, fix = "PEFT's LoftQ quantises on a CUDA device only", "init_lora_weights: true"
         raise UserError(Problem(what, "adapter.init_lora_weights", fix=fix), code=Exit.ENVIRONMENT)

@@ -95,6 +95,15 @@ def setup_of(recipe: Recipe) -> Setup:
     return setup
 
 
+def pinned(recipe: Recipe) -> Recipe:
+    """The same with the commit that `model.revision` is now: every file of the base is read at it."""
+    asked, section = recipe.model.revision, model.pinned(recipe.model)
+    if section.revision == asked:
+        return recipe
+    recipe.origin.set_by["model.revision"] = f"hub: the commit of {asked or 'main'}"
+    return recipe.model_copy(update={"model": section})
+
+
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     """What all processes of a launch must have alike: recipe, versions, precision, sharding, storage."""
     own = ("output_dir", "cache")  # places of a machine

@@ -7,6 +7,7 @@ repo_info and the commit it asks only once (2.4), so these are asked again here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 import time
@@ -238,6 +239,19 @@ def download(name: str, patterns: list[str], key: str = "") -> tuple[Path, str]:
     with explained(repo):
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     return folder, folder.name
+
+
+@functools.cache
+def commit(name: str, revision: str) -> str:
+    """The commit that a branch or tag of a model is now, asked once: it may move while files are read.
+
+    Without a network, the one that the Hub's cache has of it.
+    """
+    from huggingface_hub import snapshot_download
+
+    if COMMIT.fullmatch(revision):
+        return revision
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
 
 
 def patiently(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -94,7 +94,7 @@ def _small_file(model: Model, name: str) -> Path | None:
     if local_path(model.name):
         path = Path(model.name) / name
         return path if path.is_file() else None
-    found = untrusted.from_hub(model.name, model.revision or "main", name)
+    found = untrusted.from_hub(model.name, _commit(model), name)
     return Path(found) if found else None
 
 
@@ -159,6 +159,8 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
             fp8_base.add_receipt(loaded, ledger)
         if setup.launch.sharded == "FSDP":
             fp8_base.pack(loaded)
+    if not local_path(model.name):
+        loaded.config._commit_hash = _commit(model)  # transformers no longer does (5.22)
     if model.add_tokens:
         _add_rows(loaded, added_tokens(model, load_tokenizer(model)))
     return loaded
@@ -291,9 +293,22 @@ def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any
     )
 
 
+def pinned(model: Model) -> Model:
+    """The same with the commit that its revision is now, where it is on the Hub."""
+    return model if local_path(model.name) else model.model_copy(update={"revision": _commit(model)})
+
+
+def _commit(model: Model) -> str:
+    revision = model.revision or "main"
+    try:
+        return hub.commit(model.name, revision)
+    except (OSError, ValueError) as error:
+        raise UserError(hub.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error
+
+
 def _from_hub(load: Any, model: Model, **options: Any) -> Any:
     """Call `from_pretrained`; its errors become ours, with the remedy. The model's own code never runs."""
-    revision = model.revision or "main"
+    revision = "main" if local_path(model.name) else _commit(model)
     try:
         if not local_path(model.name):
             untrusted.check_hub(model.name, revision, "model.name")

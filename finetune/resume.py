@@ -146,7 +146,9 @@ def check_base(kept: dict[str, Any], fingerprint: str, path: Path) -> None:
     """The frozen weights must be those that were trained on (exit 4)."""
     if kept["base"] != fingerprint:
         found, what = f"{fingerprint} (a hash of every frozen tensor)", "the base is not the checkpoint's"
-        problem = Problem(what, "model.name", str(path), found, kept["base"])
+        then = kept["recipe"].get("model.revision")
+        fix = f"model.revision={then}, as it was" if then else ""
+        problem = Problem(what, "model.name", str(path), found, kept["base"], fix)
         raise UserError(problem, code=Exit.ARTEFACT)
 
 

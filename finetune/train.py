@@ -101,7 +101,7 @@ def _run(
     recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
 ) -> RunFolder:
     quieten_libraries()
-    flat = recipe.data.packing or recipe.data.padding_free
+    flat, recipe = recipe.data.packing or recipe.data.padding_free, check.pinned(recipe)
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet), Ledger()

@@ -114,7 +114,7 @@ def _to_save(adapted: Any) -> dict[str, torch.Tensor]:
     if config is not None and config.is_prompt_learning:
         from peft import get_peft_model_state_dict
 
-        return get_peft_model_state_dict(adapted)
+        return get_peft_model_state_dict(adapted, save_embedding_layers=False)
     return dict(adapters.trainable(adapted))
 
 

@@ -168,6 +168,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
     """A Hub on localhost that huggingface_hub talks to here, as HF_ENDPOINT makes it in a new process."""
     from huggingface_hub.utils import close_session
 
+    from finetune import hub
+
     with hub_server.serve() as server:
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in {
@@ -181,6 +183,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.endpoint)  # made when imported
         monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
         monkeypatch.setattr("finetune.hub.PAUSES", (0.01, 0.01, 0.01))
+        hub.commit.cache_clear()  # of another test's Hub
         yield server
         close_session()
 

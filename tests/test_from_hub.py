@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import DATA, MODEL, receipts
-from hub_server import Hub
+from hub_server import Hub, Repo
 from huggingface_hub import ModelCard
 
 from finetune import cli, run_folder
@@ -65,6 +65,38 @@ def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys
     assert "no such repository or revision" in capsys.readouterr().err
     assert cli.main(["check", "recipes/quickstart.yaml", "adapter.from=me/notes"]) == 0
     assert "pin it" in capsys.readouterr().out
+
+
+class Moving(Repo):
+    """A repository whose `main` is another commit whenever it is asked for."""
+
+    def at(self, revision: str) -> str | None:
+        if revision == "main":
+            self.branches["main"] = next(sha for sha in self.commits if sha != self.branches["main"])
+        return super().at(revision)
+
+
+def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_layers, untied, capsys) -> None:
+    """Config, tokenizer and weights; which it was is kept, and is what is opened again."""
+    repo = hub.repos["me/base"] = Moving(private=False)
+    commits = []
+    for folder in (two_layers, untied):
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        commits.append(repo.commit("main", files, folder.name))
+    run = train("model.name=me/base", "train.max_steps=4", "--until=1", code=75)
+    asked = {line.split("/resolve/")[1].partition("/")[0] for line in hub.requests if "/resolve/" in line}
+    (commit,) = asked & set(commits)
+    assert len(asked) == 1, asked
+    assert f'revision: "{commit}"  # hub: the commit of main' in run.recipe.read_text()
+    other = "model.name=me/base", f"model.revision={next(sha for sha in commits if sha != commit)}"
+    train(*other, "train.max_steps=4", "--resume", code=4)
+    assert f"model.revision={commit}, as it was" in capsys.readouterr().err
+    hub.requests.clear()
+    assert cli.main(["train", str(run.recipe), "--resume", "train.max_steps=4", "--quiet"]) == 0
+    assert not [line for line in hub.requests if "main" in line], "what is resolved names the commit"
+    kept = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert (kept["base_model_name_or_path"], kept["revision"]) == ("me/base", commit)
+    assert receipts(run)["base of the adapter"]["got"] == f"me/base {commit}"
 
 
 def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:
