@@ -9,6 +9,7 @@ Every attack writes the file `canary` when it succeeds. Not here, because nothin
   they teach, that *every* file of a checkpoint is a way in, is tested under their names.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -180,11 +181,7 @@ def test_cve_2024_3568_pickled_weights_are_not_opened(name: str, weightless, can
 SLOTS = {  # advisory -> files beside those of a checkpoint
     "CVE-2026-1839": ("rng_state.pth", "rng_state_0.pth", "rng.pkl"),
     "CVE-2024-3568": (
-        "optimizer.pt",
-        "scheduler.pt",
-        "scaler.pt",
-        "optimizer.bin",
-        "custom_checkpoint_0.pkl",
+        *("optimizer.pt", "scheduler.pt", "scaler.pt", "optimizer.bin", "custom_checkpoint_0.pkl"),
     ),
     "CVE-2026-24152": (".metadata", "common.pt", "mp_rank_00_model_states.pt"),
     "Megatron-Bridge-3506": ("train_state.pt", "training_args.bin", "adapter_model.bin"),
@@ -202,12 +199,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path) -> list[str]:
-    short = [
-        "train.max_steps=2",
-        "train.warmup_steps=0",
-        "train.effective_batch_size=2",
-        "eval.general=false",
-    ]
+    short = ["train.max_steps=2", "train.warmup_steps=0", "train.effective_batch_size=2"]
+    short += ["eval.general=false"]
     short += [f"data.name={folder / 'rows.jsonl'}", "data.validation=null", "data.expect.duplicates=1"]
     return ["train", str(QUICKSTART), *short, f"train.output_dir={folder / 'run'}", "--quiet"]
 
@@ -231,15 +224,19 @@ def test_cve_2026_1839_no_file_of_a_checkpoint_is_unpickled(stopped, canary, tmp
 @pytest.mark.parametrize("advisory", SLOTS)
 def test_cve_2026_24152_a_manifest_names_no_pickle(advisory: str, canary, tmp_path) -> None:
     path = checkpoint.write(tmp_path, 1, {"state.json": {}}, None)
-    manifest = checkpoint.read_json(path, checkpoint.MANIFEST)
     for name in SLOTS[advisory]:
         poison(path / name, canary)
-        size, digest = (path / name).stat().st_size, checkpoint._sha256(path / name)
-        files = {**manifest["files"], name: {"bytes": size, "sha256": digest}}
-        changed = {"format": checkpoint.FORMAT, "step": 1, "files": files}
-        (path / checkpoint.MANIFEST).write_text(checkpoint._signed(changed))
+        name_in_manifest(path, name, path / name)
         with pytest.raises(checkpoint.Damaged, match="no file of a checkpoint"):
             checkpoint.verify(path)
+
+
+def name_in_manifest(path: Path, name: str, file: Path) -> None:
+    """A manifest that is whole, and names one more file of a checkpoint, with its true size and hash."""
+    said = {"bytes": file.stat().st_size, "sha256": checkpoint._sha256(file)}
+    files = {**checkpoint.read_json(path, checkpoint.MANIFEST)["files"], name: said}
+    changed = {"format": checkpoint.FORMAT, "step": 1, "files": files}
+    (path / checkpoint.MANIFEST).write_text(checkpoint._signed(changed))
 
 
 def test_cve_2025_32434_cve_2026_24747_torch_is_new_enough() -> None:
@@ -364,7 +361,36 @@ def test_cve_2026_31253_data_files_are_not_unpickled(canary, tmp_path, capsys) -
         assert "can run code" in error or "rows.jsonl" in error
 
 
-def test_cve_2026_2614_cve_2023_6730_nothing_of_ours_listens() -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["../../secret.json", "../secret.safetensors", "/etc/hostname", "file:../secret.json", "..\\secret.json"],
+)
+def test_cve_2023_1177_cve_2023_2356_no_name_leads_out_of_its_folder(name: str, tmp_path) -> None:
+    """MLflow's servers read any file that a model's source named by `../`. Here a checkpoint's manifest does,
+    and whoever asks for a checkpoint; indices and links of models: tests/test_untrusted.py."""
+    path = checkpoint.write(tmp_path / "checkpoints", 1, {"state.json": {}}, None)
+    (tmp_path / "secret.json").write_text("{}")
+    name_in_manifest(path, name, tmp_path / "secret.json")
+    with pytest.raises(checkpoint.Damaged, match="no file of a checkpoint"):
+        checkpoint.verify(path)
+    with pytest.raises(UserError, match="no such checkpoint"):
+        checkpoint.named(path.parent, f"step-1/{name}")
+
+
+def test_cve_2023_6730_no_vocabulary_or_index_is_unpickled(weightless, canary) -> None:
+    """transformers opened Transformer-XL's vocabulary, and the index of a retriever, by pickle."""
+    for name in ("vocab.pkl", "hf_bert_base.hnswSQ8_correct_phi_128.c_index.index_meta.dpr"):
+        poison(weightless / name, canary)
+    edit(weightless / "tokenizer_config.json", tokenizer_class="TransfoXLTokenizer")
+    for kind in ("transfo-xl", "rag", "llama"):
+        edit(weightless / "config.json", model_type=kind)
+        with contextlib.suppress(UserError):
+            model.load_tokenizer(Model(name=str(weightless)))
+        with pytest.raises(UserError):
+            opened_by_us(weightless)
+
+
+def test_cve_2026_2614_nothing_of_ours_listens() -> None:
     """MLflow's tracking servers gave files away. Reports are files; trackers are clients, off unless asked
     for (that no module of ours imports a server: test_house)."""
     from finetune.recipe import load
