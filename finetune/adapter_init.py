@@ -100,7 +100,8 @@ def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tenso
     if rebases(adapted):
         adapted.save_pretrained(str(target), path_initial_model_for_weight_conversion=str(initial))
     else:
-        adapted.save_pretrained(str(target), state_dict=state, **embeddings(adapted))
+        options = embeddings(adapted)
+        adapted.save_pretrained(str(target), state_dict=state, **options)
 
 
 def embeddings(adapted: Any) -> dict[str, Any]:

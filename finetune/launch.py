@@ -120,13 +120,14 @@ def first(failures: dict[int, Any]) -> tuple[int, Any]:
     """Rank and failure of the process that the others' ends came of, by torch's account of each."""
     began = min(one.timestamp for one in failures.values())
 
-    def order(item: tuple[int, Any]) -> tuple[int, bool, float, int]:
+    def order(item: tuple[int, Any]) -> tuple[int, float, int]:
         rank, one = item
         # the launcher ends the others as soon as one has failed, and kills them if they do not listen
         killed = one.exitcode == -signal.SIGKILL and one.timestamp > began + KILLED_LATER
-        told = killed or one.exitcode in (-signal.SIGTERM, -signal.SIGABRT, Exit.STOPPED)
-        kind = 2 if told else int(launch_env.GONE in str(one.message))
-        return kind, one.exitcode < 0, one.timestamp, rank
+        told = killed or one.exitcode in (-signal.SIGTERM, -signal.SIGABRT)
+        lost = launch_env.GONE in str(one.message)
+        kind = 3 if told else 2 if lost else int(one.exitcode == Exit.STOPPED)
+        return kind, one.timestamp, rank
 
     return min(failures.items(), key=order)
 

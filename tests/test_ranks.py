@@ -119,6 +119,7 @@ GONE = f"error: {launch_env.GONE}"
         ([(5, 9, GONE), (-9, 40, "")], 0),  # killed by the launcher, which it did not listen to
         ([(-6, 9, ""), (5, 10, GONE)], 1),  # NCCL's watchdog
         ([(-15, 9, ""), (75, 9, "")], 1),
+        ([(5, 9, GONE), (75, 10, "")], 1),  # a signal to one that was not training yet
         ([(2, 9, "error: a"), (2, 9, "error: a")], 0),
     ],
 )
