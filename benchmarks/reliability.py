@@ -2,6 +2,7 @@
 recipes that are changed at random; bugs that are put back; artefacts that attack.
 
     python benchmarks/reliability.py --kills 100 --signals 50      # writes reliability.json and the tables
+    python benchmarks/reliability.py --variants 10                 # evaluating, loader workers, two ranks
     python benchmarks/reliability.py --rank-kills 20 --endurance 5000      # benchmarks/long_runs.py
     python benchmarks/reliability.py --fuzz 10000                  # benchmarks/fuzz.py
     python benchmarks/reliability.py --seeded                      # benchmarks/seeded_bugs.py
@@ -23,12 +24,13 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,8 +39,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import fuzz
 import long_runs
 import seeded_bugs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from finetune import checkpoint, cli, prove
+from finetune import checkpoint, cli, launch, launch_env, prove
 from finetune import train as _imported  # noqa: F401 (once, before any fork)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,44 +59,108 @@ WORDS = [
 ]
 
 
-def start(words: list[str]) -> int:
-    """A `finetune train` in a process of its own; its id."""
+class Storm(NamedTuple):
+    number: int
+    """The signal."""
+    words: tuple[str, ...] = ()
+    ranks: int = 1
+    group: bool = False
+    """Whether the loader's workers get it too."""
+
+
+STORMS = {
+    "kill -9": Storm(signal.SIGKILL, ("adapter.type=adalora", "adapter.tinit=2", "adapter.tfinal=10")),
+    "SIGTERM": Storm(signal.SIGTERM),
+    "SIGTERM while it evaluates": Storm(signal.SIGTERM, ("eval.every=1", "eval.answers=false")),
+    "SIGTERM with loader workers": Storm(signal.SIGTERM, ("train.dataloader_num_workers=2",), group=True),
+    "SIGTERM to one of two ranks, or both": Storm(signal.SIGTERM, ranks=2),
+}
+
+
+def start(words: list[str], **environment: str) -> int:
+    """A `finetune train` in a process of its own, which leads a group; its id."""
     child = os.fork()
     if not child:
+        os.setpgid(0, 0)
+        os.environ.update(environment)
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, 1)
         os._exit(cli.main(["train", *words, "--quiet"]))
     return child
 
 
-def end(child: int, after: float, number: int) -> int:
-    """Its exit code (negative: the signal that ended it), when it was sent `number` after so many seconds."""
-    deadline = time.monotonic() + after
-    while time.monotonic() < deadline:
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return 0
+def launch_of(words: list[str], ranks: int, folder: Path) -> list[int]:
+    """The processes of one launch, by rank, with what `accelerate launch` gives them."""
+    if ranks == 1:
+        return [start(words)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    given |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", launch_env.TIMEOUT: "60"}
+    given |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    children = []
+    for rank in range(ranks):
+        (error := folder / f"error-{rank}").unlink(missing_ok=True)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error)}
+        children.append(start(words, **given, **own))
+    return children
+
+
+def wait(children: list[int], folder: Path, seconds: float | None = None) -> int | None:
+    """The exit code of a launch; as its launcher does, the first that leaves ends the others.
+
+    Returns:
+        `None`: none of it has ended in so many seconds.
+    """
+    until, codes = time.monotonic() + (seconds or float("inf")), dict[int, int]()
+    while len(codes) < len(children) and (codes or time.monotonic() < until):
+        for rank, child in enumerate(children):
+            if rank not in codes and (found := os.waitpid(child, os.WNOHANG))[0]:
+                codes[rank] = os.waitstatus_to_exitcode(found[1])
+                for other in set(range(len(children))) - codes.keys():
+                    os.kill(children[other], signal.SIGTERM)
         time.sleep(0.002)
-    os.kill(child, number)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if len(children) == 1 or not codes:
+        return codes.get(0)
+    failures = {
+        rank: ProcessFailure(rank, children[rank], code, str(folder / f"error-{rank}"))
+        for rank, code in codes.items()
+        if code
+    }
+    return launch.first(failures)[1].exitcode if failures else 0
 
 
-def storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
+def send(children: list[int], storm: Storm, draw: random.Random) -> None:
+    """The signal, to the process or to the group; of two ranks, to either or to both."""
+    chosen = draw.sample(children, draw.randint(1, len(children)))
+    for child in chosen:
+        (os.killpg if storm.group else os.kill)(child, storm.number)
+
+
+def run_storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
     """`count` times: go on, be ended at a random time, verify what is there; then compare the end."""
-    number = signal.SIGKILL if kind == "kill -9" else signal.SIGTERM
-    draw, where = random.Random(seed), folder / kind.replace(" ", "")
-    pruning = ["adapter.type=adalora", "adapter.tinit=2", "adapter.tfinal=10"]
-    words = [*WORDS, *(pruning if kind == "kill -9" else []), f"train.output_dir={where}"]
+    storm, draw = STORMS[kind], random.Random(seed)
+    where = folder / re.sub(r"\W", "", kind)
+    words = [*WORDS, *storm.words, f"train.output_dir={where}"]
+    if "eval.every=1" in storm.words:
+        words.append(f"data.validation={held_out(folder)}")
     ended: dict[str, int] = {}
     unverified = resumed = 0
-    began, child = time.monotonic(), start([*words, "--resume=auto"])
+    began, children = time.monotonic(), launch_of([*words, "--resume=auto"], storm.ranks, folder)
     while not checkpoint.published(where / "checkpoints"):
         time.sleep(0.01)
     usual = time.monotonic() - began  # until the first checkpoint
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    for child in children:
+        os.killpg(child, signal.SIGKILL)
+    for child in children:
+        os.waitpid(child, 0)
     for _ in range(count):
         before = len(checkpoint.published(where / "checkpoints"))
-        code = end(start([*words, "--resume=auto"]), draw.uniform(0.1, 2.0) * usual, number)
+        children = launch_of([*words, "--resume=auto"], storm.ranks, folder)
+        code = wait(children, folder, draw.uniform(0.1, 2.0) * usual)
+        if code is None:
+            send(children, storm, draw)
+            code = wait(children, folder)
         ended[str(code)] = ended.get(str(code), 0) + 1
         published = checkpoint.published(where / "checkpoints")
         resumed += before > 0 and len(published) > 0
@@ -104,13 +171,11 @@ def storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
                 unverified += 1
     newest = checkpoint.published(where / "checkpoints")
     step = min(STEPS, (checkpoint.step_of(newest[0]) if newest else 0) + 2)
-    last = [*words, "--resume=auto", f"--until={step}"]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(start(last), 0)[1])]
     straight = folder / f"straight-{where.name}"
-    words[-1] = f"train.output_dir={straight}"
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(start([*words, f"--until={step}"]), 0)[1]))
+    until = f"--until={step}"
+    ends = [*words, "--resume=auto", until], [*words, f"train.output_dir={straight}", until]
+    codes = [wait(launch_of(one, storm.ranks, folder), folder) for one in ends]
     parts = prove.compare(straight, where, step)
-    differing = [part.name for part in parts if part.differing]
     return {
         "ended": ended,
         "count": count,
@@ -119,8 +184,17 @@ def storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
         "exit codes of the end": codes,
         "published that do not verify": unverified,
         "tensors compared": sum(part.tensors for part in parts),
-        "parts that differ": differing,
+        "parts that differ": [part.name for part in parts if part.differing],
     }
+
+
+def held_out(folder: Path) -> Path:
+    """A few rows to evaluate on after every step."""
+    lines = (
+        (ROOT / "examples" / "tiny_llama" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+    (folder / "held_out.jsonl").write_text("\n".join(lines[:12]) + "\n", encoding="utf-8")
+    return folder / "held_out.jsonl"
 
 
 ATTACKS = {  # test file -> what is counted
@@ -158,7 +232,7 @@ def page(results: dict[str, Any]) -> str:
     """reliability.md, of all that there are results for."""
     head = "# Killed and stopped\n\nMade by `benchmarks/reliability.py` (`make soak`): runs ended at random "
     head += "times, resumed each time,\nagainst the run that went straight through.\n\n"
-    storms = {kind: found for kind, found in results.items() if kind in ("kill -9", "SIGTERM")}
+    storms = {kind: results[kind] for kind in STORMS if kind in results}
     parts = [head + table(storms)]
     parts += long_runs.pages(results)
     if found := results.get("fuzz"):
@@ -214,6 +288,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--signals", type=int, default=0)
+    parser.add_argument("--variants", type=int, default=0, help="signals to each other kind of run")
     parser.add_argument("--rank-kills", type=int, default=0, help="under torchrun --max-restarts, on gloo")
     parser.add_argument("--endurance", type=int, default=0, metavar="STEPS")
     parser.add_argument("--fuzz", type=int, default=0, help="fuzzed recipes")
@@ -224,8 +299,8 @@ def main() -> int:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="finetune-soak-"))
     try:
-        asked = {"kill -9": given.kills, "SIGTERM": given.signals}
-        results = {kind: storm(folder, kind, n, given.seed) for kind, n in asked.items() if n}
+        asked = dict.fromkeys(STORMS, given.variants) | {"kill -9": given.kills, "SIGTERM": given.signals}
+        results = {kind: run_storm(folder, kind, n, given.seed) for kind, n in asked.items() if n}
         bad = [k for k, r in results.items() if r["parts that differ"] or r["published that do not verify"]]
         if given.rank_kills:
             results["rank kills"] = long_runs.rank_kills(folder, given.rank_kills, given.seed)
