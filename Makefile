@@ -19,7 +19,7 @@ lint: .venv/installed-dev
 	$(BIN)/pyright
 
 soak: .venv/installed-dev
-	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --variants 20 --rank-kills 20 --endurance 5000 --fuzz 10000 --seeded --attacks
+	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --variants 20 --resume-matrix --rank-kills 20 --endurance 5000 --fuzz 10000 --seeded --attacks
 	$(BIN)/python benchmarks/tuning.py
 
 # What this machine can measure again; benchmarks/README.md names what else there is, and what needs data of its own

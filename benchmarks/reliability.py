@@ -3,6 +3,7 @@ recipes that are changed at random; bugs that are put back; artefacts that attac
 
     python benchmarks/reliability.py --kills 100 --signals 50      # writes reliability.json and the tables
     python benchmarks/reliability.py --variants 10                 # evaluating, loader workers, two ranks
+    python benchmarks/reliability.py --resume-matrix               # benchmarks/resume_matrix.py
     python benchmarks/reliability.py --rank-kills 20 --endurance 5000      # benchmarks/long_runs.py
     python benchmarks/reliability.py --fuzz 10000                  # benchmarks/fuzz.py
     python benchmarks/reliability.py --seeded                      # benchmarks/seeded_bugs.py
@@ -38,6 +39,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import fuzz
 import long_runs
+import resume_matrix
 import seeded_bugs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -234,6 +236,8 @@ def page(results: dict[str, Any]) -> str:
     head += "times, resumed each time,\nagainst the run that went straight through.\n\n"
     storms = {kind: results[kind] for kind in STORMS if kind in results}
     parts = [head + table(storms)]
+    if found := results.get("resume matrix"):
+        parts.append(resume_matrix.page(found))
     parts += long_runs.pages(results)
     if found := results.get("fuzz"):
         lines = [f"| {name} | {count} |" for name, count in found.items() if name != "wrong"]
@@ -289,6 +293,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--signals", type=int, default=0)
     parser.add_argument("--variants", type=int, default=0, help="signals to each other kind of run")
+    parser.add_argument("--resume-matrix", action="store_true", help="every adapter, feed and step")
     parser.add_argument("--rank-kills", type=int, default=0, help="under torchrun --max-restarts, on gloo")
     parser.add_argument("--endurance", type=int, default=0, metavar="STEPS")
     parser.add_argument("--fuzz", type=int, default=0, help="fuzzed recipes")
@@ -302,6 +307,10 @@ def main() -> int:
         asked = dict.fromkeys(STORMS, given.variants) | {"kill -9": given.kills, "SIGTERM": given.signals}
         results = {kind: run_storm(folder, kind, n, given.seed) for kind, n in asked.items() if n}
         bad = [k for k, r in results.items() if r["parts that differ"] or r["published that do not verify"]]
+        if given.resume_matrix:
+            results["resume matrix"] = resume_matrix.run(folder, start)
+            cells = results["resume matrix"]["cells"]
+            bad += [name for name, one in cells.items() if one["differing"]]
         if given.rank_kills:
             results["rank kills"] = long_runs.rank_kills(folder, given.rank_kills, given.seed)
             bad += ["rank kills"] if results["rank kills"]["equal"] < given.rank_kills else []
