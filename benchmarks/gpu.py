@@ -186,7 +186,8 @@ def plan(name: str, options: Any) -> Job:
     row = {**ROWS, **RECIPES, **PEERS}[name]
     shape, stored = row.model.split("-")
     shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)
-    layers = min(n for n in (row.layers, options.layers, {"70b": 80, "135m": 30, "1b": 16}.get(shape, 32)) if n)
+    whole = {"70b": 80, "135m": 30, "1b": 16}.get(shape, 32)
+    layers = min(n for n in (row.layers, options.layers, whole) if n)
     length, steps = row.length // shorter, max(options.steps, 0 if options.tiny else row.steps)
     kind = "documents" if row.packed else "text"
     data = options.work / f"{kind}-{(steps + 2) * row.batch * length}.jsonl"

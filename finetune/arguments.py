@@ -153,6 +153,28 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "save and leave (exit 75) before then: 7h30m, 06:30, 2026-11-22T06:30; or a step: 500",
         },
     ),
+    ("--dry-run", {"action": "store_true", "help": "read the data, plan the run, and train nothing"}),
+)
+DATA: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--show", {"metavar": "N", "type": count, "help": "rows to show: 3; with --html 20"}),
+    ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
+    ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
+)
+EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--tasks",
+        {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
+    ),
+)
+RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("name", {"metavar": "NAME", "nargs": "?"}),
+    ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
+)
+PUBLISH: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--dry-run", {"action": "store_true", "help": "show what would go up; asks no one"}),
+    ("--merged", {"action": "store_true", "help": "what `finetune merge` left, in place of the adapter"}),
+    ("--repo", {"metavar": "ID", "help": "organisation/name: publish.repo"}),
+    ("--public", {"action": "store_true", "help": "publish.private=false"}),
 )
 CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
     (

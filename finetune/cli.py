@@ -21,6 +21,7 @@ from finetune.given import load, located, opened, writing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
 
 
@@ -87,6 +88,8 @@ def train(options: argparse.Namespace) -> None:
     recipe, main = load(options), os.environ.get("RANK", "0") == "0"
     with located(recipe):
         notes = checks.run(recipe)
+        if options.dry_run:
+            return rehearse(options, recipe, notes)
         if not launch.launched():
             again = arguments.train_again(options) + flags(options)
             launch.if_needed(again, options.accelerate, functools.partial(planning.launch_of, recipe))
@@ -110,6 +113,26 @@ def train(options: argparse.Namespace) -> None:
             raise Stopped(f"{stopped}\n  go on with: {again}") from None
         if main and not finished:
             publish_run.after_training(recipe, folder, Screen(quiet=options.quiet))
+
+
+def rehearse(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
+    """What `train` would do: its data read and encoded, its plan on this machine; nothing trained or kept."""
+    from finetune import check as checks
+    from finetune import claim, plan_changes
+    from finetune.data import view
+    from finetune.screen import Screen, quieten_libraries
+
+    if not options.resume:
+        claim.check_free(recipe.train.output_dir)
+    quieten_libraries()
+    screen = Screen(quiet=options.quiet)
+    screen.say(*(f"note: {note}" for note in notes))
+    view.summary(screen, checks.prepare_data(recipe)[1])
+    asked = plan_changes.Asked(None, None, None, options.accelerate)
+    plan_changes.run(recipe, options.overrides, screen, asked)
+    launched = ["--accelerate", options.accelerate] if options.accelerate else []
+    again = shlex.join(["finetune", *arguments.train_again(options), *launched])
+    screen.say("", f"dry run: nothing was trained; next: {again}")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -356,45 +379,18 @@ def parser() -> argparse.ArgumentParser:
 
     add(train, RECIPE, OVERRIDES, *arguments.TRAIN)
     add(check, RECIPE, OVERRIDES, *arguments.CHECK)
-    add(
-        data,
-        RECIPE,
-        OVERRIDES,
-        ("--show", {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20"}),
-        ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
-        ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
-    )
+    add(data, RECIPE, OVERRIDES, *arguments.DATA)
     add(plan, RECIPE, OVERRIDES, *arguments.PLAN)
     add(profile, RECIPE, OVERRIDES, arguments.TRACED)
     add(ablate, RECIPE, OVERRIDES, *arguments.ABLATE)
-    add(
-        evaluate,
-        RUN,
-        OVERRIDES,
-        (
-            "--tasks",
-            {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
-        ),
-    )
+    add(evaluate, RUN, OVERRIDES, *arguments.EVALUATE)
     add(merge, RUN, OVERRIDES, *arguments.MERGE)
-    add(
-        publish,
-        RUN,
-        OVERRIDES,
-        ("--dry-run", {"action": "store_true", "help": "show what would go up; asks no one"}),
-        ("--merged", {"action": "store_true", "help": "what `finetune merge` left, in place of the adapter"}),
-        ("--repo", {"metavar": "ID", "help": "organisation/name: publish.repo"}),
-        ("--public", {"action": "store_true", "help": "publish.private=false"}),
-    )
+    add(publish, RUN, OVERRIDES, *arguments.PUBLISH)
     add(report, RUN, ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}))
     add(compare, *arguments.COMPARE)
     add(tune, RECIPE, OVERRIDES, *arguments.TUNE)
     add(chat, RUN, OVERRIDES, *arguments.CHAT)
-    add(
-        recipes,
-        ("name", {"metavar": "NAME", "nargs": "?"}),
-        ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
-    )
+    add(recipes, *arguments.RECIPES)
     add(doctor, MAYBE_RECIPE, OVERRIDES, arguments.MEASURE)
     return top
 

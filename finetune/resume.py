@@ -12,7 +12,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import checkpoint, run_folder
+from finetune import checkpoint, claim, run_folder
 from finetune.errors import Exit, Problem, UserError
 from finetune.run_folder import RunFolder
 
@@ -160,7 +160,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
             another recipe (exit 4).
     """
     if asked is None:
-        run_folder.check_free(output_dir)
+        claim.check_free(output_dir)
         return False
     if output_dir is None:
         what, fix = "which run is to go on?", "train.output_dir=runs/..., the folder of that run"
@@ -177,9 +177,9 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
         what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
     held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
-    held -= {run_folder.LOCK, *(name for name in held if name.startswith(".") and name.endswith(".tmp"))}
+    held -= {claim.LOCK, *(name for name in held if name.startswith(".") and name.endswith(".tmp"))}
     if not held <= OURS or (held and not held & MARKS):
-        run_folder.check_free(output_dir)
+        claim.check_free(output_dir)
     return False
 
 

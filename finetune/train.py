@@ -21,6 +21,7 @@ from finetune import (
     apart,
     callbacks,
     check,
+    claim,
     evaluate,
     exchange,
     hardware,
@@ -33,7 +34,6 @@ from finetune import (
     ranks,
     report,
     resume,
-    run_folder,
     shards,
     stages,
     stopping,
@@ -92,7 +92,7 @@ def run(
     if resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
         Screen(quiet=quiet).say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
-    claimed = run_folder.claimed(where, recipe.origin.path.stem)
+    claimed = claim.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop, claimed as where:
         return _run(recipe, where, stop, resumes, quiet, watchers)
 

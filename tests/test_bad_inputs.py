@@ -19,7 +19,7 @@ import pytest
 from conftest import DATA, MODEL, ROOT
 from test_errors import ANSWER, CHAT, GOOD_ROW, LINEAR, RECIPE, USER, rows
 
-from finetune import checkpoint, cli, run_folder, state
+from finetune import checkpoint, claim, cli, state
 from finetune.data import render
 
 NUMBERS = {*range(1, 6), *range(7, 14), *range(15, 23), *range(25, 33), *range(34, 37), *range(39, 49)}
@@ -145,7 +145,7 @@ def a_live_run_s_folder(world: World) -> list[str]:
     held, told = os.pipe()
     child = os.fork()
     if not child:
-        with run_folder.claimed(str(world.run)):
+        with claim.claimed(str(world.run)):
             os.write(told, b"1")
             signal.pause()
     os.read(held, 1)

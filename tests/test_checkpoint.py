@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import checkpoint, nested, run_folder
+from finetune import checkpoint, claim, nested, run_folder
 from finetune.errors import Problem, UserError
 
 TREE: dict[str, Any] = {
@@ -232,31 +232,31 @@ def test_a_run_folder_is_one_run_s(tmp_path) -> None:
     held, told = os.pipe()
     child = os.fork()
     if not child:
-        with run_folder.claimed(str(tmp_path / "run")):
+        with claim.claimed(str(tmp_path / "run")):
             os.write(told, b"1")
             signal.pause()
     os.read(held, 1)
     with (
         pytest.raises(UserError, match=f"process {child} on") as raised,
-        run_folder.claimed(str(tmp_path / "run")),
+        claim.claimed(str(tmp_path / "run")),
     ):
         pass
     assert raised.value.code == 2
-    with pytest.raises(UserError, match=r"in use by|another run"), run_folder.claimed(str(tmp_path / "run")):
+    with pytest.raises(UserError, match=r"in use by|another run"), claim.claimed(str(tmp_path / "run")):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with run_folder.claimed(str(tmp_path / "run")):
-        run_folder.check_free(str(tmp_path / "run"))
-    assert not (tmp_path / "run" / run_folder.LOCK).exists()
+    with claim.claimed(str(tmp_path / "run")):
+        claim.check_free(str(tmp_path / "run"))
+    assert not (tmp_path / "run" / claim.LOCK).exists()
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda *given: "20260101-000000")
-    with run_folder.claimed(None, "a") as one, run_folder.claimed(None, "a") as other:
+    with claim.claimed(None, "a") as one, claim.claimed(None, "a") as other:
         assert (one, other) == ("runs/a-20260101-000000", "runs/a-20260101-000000-2")
-        assert all((Path(str(path)) / run_folder.LOCK).exists() for path in (one, other))
+        assert all((Path(str(path)) / claim.LOCK).exists() for path in (one, other))
     assert not list(tmp_path.iterdir())
 
 
@@ -264,16 +264,16 @@ def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch, caps
     def refuses(*given: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_folder.fcntl, "lockf", refuses)
-    monkeypatch.setattr(run_folder, "BEAT", 0.02)
-    file = tmp_path / "run" / run_folder.LOCK
-    with run_folder.claimed(str(tmp_path / "run")) as path:
+    monkeypatch.setattr(claim.fcntl, "lockf", refuses)
+    monkeypatch.setattr(claim, "BEAT", 0.02)
+    file = tmp_path / "run" / claim.LOCK
+    with claim.claimed(str(tmp_path / "run")) as path:
         assert path == str(tmp_path / "run")
         os.utime(file, (0, 0))
         end = time.monotonic() + 30
         while file.stat().st_mtime == 0 and time.monotonic() < end:
             time.sleep(0.01)
-        with pytest.raises(UserError, match="another run is writing there"), run_folder.claimed(path):
+        with pytest.raises(UserError, match="another run is writing there"), claim.claimed(path):
             pass
     assert "no locks on this file system (No locks available)" in capsys.readouterr().err
     assert not file.exists()
@@ -294,19 +294,19 @@ def test_a_lock_s_file_that_is_not_touched_is_nobody_s(held, ago, free, tmp_path
     def refuses(*given: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_folder.fcntl, "lockf", refuses)
-    file = tmp_path / run_folder.LOCK
+    monkeypatch.setattr(claim.fcntl, "lockf", refuses)
+    file = tmp_path / claim.LOCK
     file.write_text(held)
     os.utime(file, (time.time() - ago,) * 2)
     said = contextlib.nullcontext() if free else pytest.raises(UserError, match="not touched for 60 s")
-    with said, run_folder.claimed(str(tmp_path)):
+    with said, claim.claimed(str(tmp_path)):
         assert str(os.getpid()) in file.read_text()
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_lock_that_its_holder_deletes_is_not_taken_for_one(tmp_path, monkeypatch) -> None:
     """Between the opening and the locking of a file another run ends, and deletes it."""
-    original, seen = run_folder.fcntl.lockf, []
+    original, seen = claim.fcntl.lockf, []
 
     def lockf(file: Any, how: int) -> None:
         original(file, how)
@@ -314,9 +314,9 @@ def test_a_lock_that_its_holder_deletes_is_not_taken_for_one(tmp_path, monkeypat
             os.unlink(file.name)
         seen.append(1)
 
-    monkeypatch.setattr(run_folder.fcntl, "lockf", lockf)
-    with run_folder.claimed(str(tmp_path / "run")):
-        assert len(seen) == 2 and str(os.getpid()) in (tmp_path / "run" / run_folder.LOCK).read_text()
+    monkeypatch.setattr(claim.fcntl, "lockf", lockf)
+    with claim.claimed(str(tmp_path / "run")):
+        assert len(seen) == 2 and str(os.getpid()) in (tmp_path / "run" / claim.LOCK).read_text()
 
 
 def test_what_is_not_ours_is_not_touched(tmp_path) -> None:
@@ -390,7 +390,7 @@ def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
 
 def test_a_run_that_is_refused_leaves_no_folders(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError), run_folder.claimed(None) as folder:
+    with pytest.raises(UserError), claim.claimed(None) as folder:
         assert folder and (tmp_path / folder).is_dir()
         raise UserError(Problem("refused"))
     assert not list(tmp_path.iterdir())

@@ -36,7 +36,7 @@ def test_the_surface() -> None:
     }
     common = ["--debug", "--help", "--quiet", "-h"]
     assert surface == {
-        "train": sorted([*common, "--accelerate", "--resume", "--until", "recipe", "overrides"]),
+        "train": sorted([*common, "--accelerate", "--resume", "--until", "--dry-run", "recipe", "overrides"]),
         "check": sorted([*common, "--prove-resume", "--preflight", "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
         "plan": sorted(

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "finetune"
 LAYERS = (
     ("privacy",),
     ("errors",),
-    ("faults", "signals"),
+    ("faults", "signals", "claim"),
     ("strict_yaml", "strict_json", "upstream", "renames", "sections", "arguments", "gpus"),
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),

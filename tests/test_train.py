@@ -315,3 +315,16 @@ def test_under_bf16_too_what_is_saved_is_what_was_trained(kind: str, train, monk
     got = receipts(train(f"adapter.type={kind}"))
     assert got["dtype"]["got"] == "bfloat16" and got["saved weights"]["got"] == "0"
     assert got["saved tensors"]["got"] == got["saved tensors"]["asked"]
+
+
+def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(small, two_layers, tmp_path, capsys) -> None:
+    run = tmp_path / "run"
+    words = [str(QUICKSTART), *small, f"model.name={two_layers}", f"train.output_dir={run}", "--dry-run"]
+    assert cli.main(["train", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "with loss" in said and "memory of one device" in said and "would be used" in said
+    assert "dry run: nothing was trained; next: finetune train" in said and not run.exists()
+    run.mkdir()
+    (run / "notes.txt").touch()
+    assert cli.main(["train", *words]) == 2
+    assert f"{run} is not empty" in capsys.readouterr().err

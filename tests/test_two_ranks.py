@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import two_ranks
-from conftest import MODEL, QUICKSTART, in_four_bits
+from conftest import MODEL, in_four_bits
 from in_float64 import eight_steps, step
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +26,6 @@ from finetune import (
     adapter_init,
     adapters,
     exchange,
-    faults,
     ranks,
     shards,
     verify,
