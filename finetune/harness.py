@@ -18,6 +18,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from finetune import hardware, paired, scoring, task_files, tasks
+from finetune.data.render import render
 from finetune.errors import Exit, Problem, UserError, nearest
 
 if TYPE_CHECKING:
@@ -169,8 +170,16 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
     from lm_eval.models import huggingface
 
     HFLM: Any = huggingface.HFLM
+
+    class Limited(HFLM):
+        """Its chats are rendered where those of data are."""
+
+        def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
+            options = self.chat_template_args
+            return chat_text(self.tokenizer, chat_history, options, goes_on=not add_generation_prompt)
+
     precision = hardware.launch(hardware.detect()).precision
-    wrapped: Any = HFLM(
+    wrapped: Any = Limited(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=batch_size,
@@ -181,6 +190,32 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
         wrapped.accelerator = Accelerator()
         wrapped._rank, wrapped._world_size = state.process_index, state.num_processes
     return wrapped
+
+
+def chat_text(tokenizer: Any, turns: list[Any], options: dict[str, Any], *, goes_on: bool) -> str:
+    """A chat by the tokenizer's template, in the process and under the limits of `data.render`; as lm-eval
+    and transformers make it, which would render it here.
+
+    Args:
+        goes_on: end within the last turn, which the model is to continue, not where it is to begin one.
+
+    Raises:
+        UserError: the template fails, also without system turns (2).
+    """
+    given = tokenizer.get_chat_template(), {**tokenizer.special_tokens_map, **options}, "none"
+    (made,) = render(*given, [(turns, None)], prompt=not goes_on)
+    asked = [turn for turn in turns if turn["role"] != "system"]
+    if made.error and len(asked) < len(turns):
+        logging.getLogger("lm_eval").warning(f"chats are rendered without system turns: {made.error}")
+        (made,) = render(*given, [(asked, None)], prompt=not goes_on)
+    if made.error:
+        raise UserError(Problem("the tokenizer's chat template fails in an evaluation", found=made.error))
+    if not goes_on:
+        return made.text
+    last = turns[-1]["content"]
+    begins = made.text.rindex(last.strip())
+    whole = made.text[begins : begins + len(last.lstrip())] == last.lstrip()
+    return made.text[: begins + len(last.lstrip() if whole else last.strip())]
 
 
 def vllm(base: str, revision: str | None, adapter: str, rank: int) -> Any:

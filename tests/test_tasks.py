@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from small_tasks import CHOICE, QUESTIONS, write_task
 
-from finetune import cli, tasks
+from finetune import cli, harness, tasks
 from finetune.errors import UserError
 
 KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
@@ -199,3 +199,34 @@ def test_a_task_may_not_differ_between_base_and_tuned() -> None:
     other = {"t": {**side["t"], "rows": [{**row, "prompt_hash": "b"}]}}
     with pytest.raises(UserError, match="not asked the same"):
         harness.compare(side, other, set())
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = ROOT / "examples" / "tiny_llama" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
+
+
+@pytest.mark.parametrize("last", ["It is 4", " It is ", "It is\n"])
+def test_chats_of_an_evaluation_are_what_lm_eval_makes_of_them(last: str, engine) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    told = [*asked, {"role": "assistant", "content": last}]
+    for turns, begins in ((asked, True), (told, False)):
+        theirs = HFLM.apply_chat_template(engine, turns, add_generation_prompt=begins)
+        assert engine.apply_chat_template(turns, add_generation_prompt=begins) == theirs
+
+
+def test_a_template_that_takes_all_ends_the_evaluation_and_not_the_machine(engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ 'x' * 10**10 }}")
+    with pytest.raises(UserError) as raised:
+        engine.apply_chat_template([{"role": "user", "content": "2 + 2?"}])
+    assert "the template took more" in str(raised.value)
+    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", strict + "[{{ m.content }}]{% endfor %}")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    assert engine.apply_chat_template(turns) == "[2 + 2?]", "as lm-eval does"
