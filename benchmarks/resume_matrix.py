@@ -111,10 +111,10 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Resumed after every step",
         "",
-        f"`python benchmarks/reliability.py --resume-matrix`: {found['steps']} steps straight through",
-        f"(cosine with warm-up, dropout {DROPOUT} in attention and in adapters that have it; fp32, qLoRA's base in",
-        f"NF4; on the CPU), and resumed in a new process after each of steps 1 to {of}. Equal bit for bit at the end (loss,",
-        "grad_norm, learning rate, batches, random numbers, parameters, optimizer): "
+        f"`python benchmarks/reliability.py --resume-matrix`: {found['steps']} steps straight through, and",
+        f"resumed in a new process after each of steps 1 to {of}: cosine with warm-up, dropout {DROPOUT} in",
+        "attention and in adapters that have it, on the CPU, in fp32 (qLoRA's base: NF4). Equal bit for bit",
+        "at the end (loss, grad_norm, learning rate, batches, random numbers, parameters, optimizer):",
         f"**{equal} of {runs}** resumed runs.",
         "",
         "| | " + " | ".join(DATA) + " | tensors compared |",
