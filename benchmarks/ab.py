@@ -75,8 +75,9 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
     line += [*map(str, length), *launch, "--output", str(place), *given]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, check=False)
     left = place / "ab" / f"{Path(BASELINE).stem}-against-{Path(OPTIMISED).stem}" / "ab.json"
+    left.unlink(missing_ok=True)  # of an earlier call
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, check=False)
     if not left.exists():
         return {"code": ended.returncode, "failed": "a run failed: its log says why"}
     measured = json.loads(left.read_text())

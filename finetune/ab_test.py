@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import hardware, measured
+from finetune import check, hardware, measured
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
@@ -104,6 +104,7 @@ def measure(asked: Asked, place: Path, screen: Screen) -> list[list[dict[str, An
         UserError: a run fails (5).
     """
     base = load_recipe(asked.baseline, asked.overrides)
+    check.pinned(base)
     held_out = measured.cut_held_out(base.data.validation, place, HELD_OUT_ROWS)
     cpu = hardware.detect().device == "cpu"
     sides: list[list[dict[str, Any]]] = [[], []]

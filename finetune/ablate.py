@@ -103,6 +103,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     steps = ladder.read(asked.ladder)
     own = load_recipe(asked.path, asked.overrides)
     check.run(own)
+    check.pinned(own)
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     bench.held_out = measured.cut_held_out(
         own.data.validation, asked.folder / stem(bench), steps.measure.held_out_rows

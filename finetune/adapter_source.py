@@ -113,7 +113,8 @@ def _source_problems(
     if not adapter.ours("from_other_base"):
         of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
         same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
-        if not same or (commit and revision and commit != revision):
+        known = [one for one in (commit, revision) if hub.COMMIT.fullmatch(str(one))]
+        if not same or len({*known}) > 1:  # a branch may be either
             fix = "the base it was trained on, or from_other_base: true if that is what you want"
             expected = f"{base} {revision or ''}".strip()
             what = "was trained on another base"

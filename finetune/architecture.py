@@ -185,5 +185,6 @@ def _from_hub(model: Model) -> Path:
 
     from finetune import hub
 
+    revision = hub.commit(model.name, model.revision or "main")
     with hub.explained(model.name):
-        return Path(hf_hub_download(model.name, "config.json", revision=model.revision or "main"))
+        return Path(hf_hub_download(model.name, "config.json", revision=revision))

@@ -90,6 +90,7 @@ def train(options: argparse.Namespace) -> None:
         notes = checks.run(recipe)
         if options.dry_run:
             return rehearse(options, recipe, notes)
+        checks.pinned(recipe)  # before others are started, which take it from here
         if not launch.launched():
             again = arguments.train_again(options) + flags(options)
             launch.if_needed(again, options.accelerate, functools.partial(planning.launch_of, recipe))
@@ -116,15 +117,18 @@ def train(options: argparse.Namespace) -> None:
 
 
 def rehearse(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
-    """What `train` would do: its data read and encoded, its plan on this machine; nothing trained or kept."""
+    """What `train` would do: its data read and encoded, its plan on this machine; nothing is trained."""
     from finetune import check as checks
     from finetune import claim, plan_changes
     from finetune.data import view
     from finetune.screen import Screen, quieten_libraries
 
+    if os.environ.get("RANK", "0") != "0":
+        return
     if not options.resume:
         claim.check_free(recipe.train.output_dir)
     quieten_libraries()
+    checks.setup_of(recipe)
     screen = Screen(quiet=options.quiet)
     screen.say(*(f"note: {note}" for note in notes))
     view.summary(screen, checks.prepare_data(recipe)[1])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from finetune.sections import Eval
 
+HERE = "WHERE_THE_TURN_GOES_ON "  # with a space that a template may take off
 SEED = 1234  # lm-eval's own, of few-shot examples
 # What lm-eval warns of that is as it should be here: we hand it a loaded model and our own rows
 EXPECTED = re.compile(
@@ -202,20 +203,20 @@ def chat_text(tokenizer: Any, turns: list[Any], options: dict[str, Any], *, goes
     Raises:
         UserError: the template fails, also without system turns (2).
     """
+    if goes_on:
+        turns = [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + HERE}]
     given = tokenizer.get_chat_template(), {**tokenizer.special_tokens_map, **options}, "none"
     (made,) = render(*given, [(turns, None)], prompt=not goes_on)
     asked = [turn for turn in turns if turn["role"] != "system"]
     if made.error and len(asked) < len(turns):
         logging.getLogger("lm_eval").warning(f"chats are rendered without system turns: {made.error}")
         (made,) = render(*given, [(asked, None)], prompt=not goes_on)
-    if made.error:
-        raise UserError(Problem("the tokenizer's chat template fails in an evaluation", found=made.error))
-    if not goes_on:
-        return made.text
-    last = turns[-1]["content"]
-    begins = made.text.rindex(last.strip())
-    whole = made.text[begins : begins + len(last.lstrip())] == last.lstrip()
-    return made.text[: begins + len(last.lstrip() if whole else last.strip())]
+    text, mark, rest = made.text.rpartition(HERE.strip())
+    if made.error or (goes_on and not mark):
+        found = made.error or "the last turn is not in its text"
+        raise UserError(Problem("the tokenizer's chat template fails in an evaluation", found=found))
+    kept = rest.startswith(" ")  # else it takes spaces off the ends of turns
+    return (text if kept else text.rstrip()) if goes_on else made.text
 
 
 def vllm(base: str, revision: str | None, adapter: str, rank: int) -> Any:

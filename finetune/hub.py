@@ -7,8 +7,9 @@ repo_info and the commit it asks only once (2.4), so these are asked again here.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import json
+import os
 import re
 import time
 from json import JSONDecodeError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from finetune.sections import Publish
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMITS = "FINETUNE_COMMITS"  # of the environment: what branches were for the process that started this one
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try
 LONGEST_PAUSE = 300  # seconds that are waited because the Hub says so
 SILENCE = 300.0  # seconds without a byte, after which a connection counts as cut
@@ -241,17 +243,34 @@ def download(name: str, patterns: list[str], key: str = "") -> tuple[Path, str]:
     return folder, folder.name
 
 
-@functools.cache
 def commit(name: str, revision: str) -> str:
-    """The commit that a branch or tag of a model is now, asked once: it may move while files are read.
+    """The commit that a branch or tag of a model is now: it may move while files are read, so it is asked
+    once by a process and all that it starts.
 
     Without a network, the one that the Hub's cache has of it.
+
+    Raises:
+        UserError: there is no such model, or no way to it (exit 3).
     """
+    known, key = json.loads(os.environ.get(COMMITS, "{}")), f"{name}@{revision}"
+    if COMMIT.fullmatch(revision) or key in known:
+        return known.get(key, revision)
+    known[key] = _asked(name, revision)
+    os.environ[COMMITS] = json.dumps(known)
+    return known[key]
+
+
+def _asked(name: str, revision: str) -> str:
     from huggingface_hub import snapshot_download
 
-    if COMMIT.fullmatch(revision):
-        return revision
-    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])).name
+    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": ["config.json"]}
+    try:
+        return Path(patiently(snapshot_download, name, **wanted)).name
+    except (http_error(), OSError, ValueError) as error:
+        if _response(error) is None:
+            with contextlib.suppress(OSError, ValueError):
+                return Path(snapshot_download(name, local_files_only=True, **wanted)).name
+        raise UserError(unread(error, name, revision), code=Exit.ENVIRONMENT) from error
 
 
 def patiently(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

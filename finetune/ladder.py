@@ -159,7 +159,7 @@ def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
     """A variant with one more rung; `rows` of a step are for a rung with `same_tokens`, and what the recipe
     has in a forward pass may not divide them."""
     same = dict(zip(BATCH, (rows, None), strict=True)) if rung.same_tokens and rows else {}
-    values = {**variant.values, **rung.set, **same}
+    values = {**variant.values, **same, **rung.set}
     values = {key: value for key, value in values.items() if value != OURS}
     return Variant(rung.mixed_precision or variant.mixed_precision, values)
 

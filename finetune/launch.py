@@ -124,8 +124,8 @@ def first(failures: dict[int, Any]) -> tuple[int, Any]:
         rank, one = item
         # the launcher ends the others as soon as one has failed, and kills them if they do not listen
         killed = one.exitcode == -signal.SIGKILL and one.timestamp > began + KILLED_LATER
-        told = killed or one.exitcode in (-signal.SIGTERM, -signal.SIGABRT)
-        lost = launch_env.GONE in str(one.message)
+        told = killed or one.exitcode == -signal.SIGTERM
+        lost = launch_env.GONE in str(one.message) or one.exitcode == -signal.SIGABRT  # NCCL's watchdog
         kind = 3 if told else 2 if lost else int(one.exitcode == Exit.STOPPED)
         return kind, one.timestamp, rank
 

@@ -299,11 +299,7 @@ def pinned(model: Model) -> Model:
 
 
 def _commit(model: Model) -> str:
-    revision = model.revision or "main"
-    try:
-        return hub.commit(model.name, revision)
-    except (OSError, ValueError) as error:
-        raise UserError(hub.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error
+    return hub.commit(model.name, model.revision or "main")
 
 
 def _from_hub(load: Any, model: Model, **options: Any) -> Any:

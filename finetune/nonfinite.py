@@ -135,7 +135,11 @@ class NonFinite(TrainerCallback):
         place = self.folder / f"nonfinite-step-{step}"
         rank, batches = ranks.index(), self.trainer.micro_batches.kept.get(step, [])
         keep(place, rank, batches)
-        rows = ranks.gathered([sources(self.trainer.train_dataset, batch) for batch in batches])
+        try:
+            own = [sources(self.trainer.train_dataset, batch) for batch in batches]
+        except Exception as error:  # others wait, and why the run ends is not this
+            own = [[f"not found: {error}"]]
+        rows = ranks.gathered(own)
         finding = self.trainer.look_again(step)
         norm = next(norm for norm in ranks.gathered(self.norm.item()) if not math.isfinite(norm))
         findings = [f"rank {number}: {said}" for number, said in enumerate(ranks.gathered(finding))]

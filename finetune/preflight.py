@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from finetune import checkpoint, faults, prove
+from finetune import check, checkpoint, faults, prove
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
             run itself (exit 4).
     """
     prove.outside_a_launch([*command, "--preflight"])
+    check.pinned(recipe)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="finetune-preflight-"))
     lived, straight = folder / "run", folder / "straight"
     steps = 12 if recipe.adapter.type.endswith("adalora") else 3  # so many it needs to prune

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import checkpoint, hardware
+from finetune import check, checkpoint, hardware
 from finetune.batch import split_batch
 from finetune.errors import Exit, Problem, UserError
 
@@ -64,6 +64,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
             launcher started this process (exit 2).
     """
     outside_a_launch([*command, "--prove-resume"])
+    check.pinned(recipe)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="finetune-proof-"))
     try:

@@ -285,10 +285,12 @@ def _apply_overrides(
                 target = {}
                 break
             target = target[part]
-        target[path[-1]] = document.value
+        before, target[path[-1]] = target.get(path[-1]), document.value
         origin.where[path] = where
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
-        for rival in recipe_errors.RIVALS.get(key, ()):
+        of_another = recipe_errors.OF_ANOTHER.get(key, ()) if document.value != before else ()
+        given = [one for one in of_another if origin.set_by.get(one) != "override"]
+        for rival in (*recipe_errors.RIVALS.get(key, ()), *given):
             rival_section, rival_name = rival.split(".")
             dropped = raw.get(rival_section, {})
             if document.value is not None and dropped.get(rival_name) is not None:

@@ -183,7 +183,7 @@ def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:
         "speed.offload=all": speed.offload != "all" and _gpu(),
         "adapter.type=lora": adapter == "full",
         "a smaller adapter (adapter.r)": adapter != "full",
-        "a GPU with more memory, or several: finetune plan --gpus 2": True,
+        "several GPUs, or one with more memory: finetune plan says which": True,
     }
     return [text for text, possible in found.items() if possible]
 

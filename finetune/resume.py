@@ -12,7 +12,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import checkpoint, claim, run_folder
+from finetune import checkpoint, claim, hub, run_folder
 from finetune.errors import Exit, Problem, UserError
 from finetune.run_folder import RunFolder
 
@@ -169,7 +169,10 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     if folder.finished:
         if (folder.checkpoints / checkpoint.CONTRACT).exists():
             kept = {**checkpoint.read_json(folder.checkpoints, checkpoint.CONTRACT), "facts": {}}
-            compare(kept, {"recipe": _keys(recipe), "facts": {}}, folder.path, IGNORED[-1:])
+            now, asked_at = _keys(recipe), recipe["model"].get("revision") or "main"
+            if not hub.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit that it was
+                now["model.revision"] = kept["recipe"].get("model.revision")
+            compare(kept, {"recipe": now, "facts": {}}, folder.path, IGNORED[-1:])
         return True
     if checkpoint.published(folder.checkpoints):
         return False

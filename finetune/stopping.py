@@ -50,7 +50,7 @@ class Stop:
     failed = False
     """Whether what was not to be cut in two failed: it says why, and no signal in place of that."""
     step_began: float | None = None
-    """When the step began that is being made."""
+    """When the step began that is being made, in seconds since 1970."""
 
     def __init__(self, until: Until | None = None) -> None:
         self.until = until
@@ -67,7 +67,7 @@ class Stop:
         self.signal = name
         if not self.deferred:
             raise Stopped(f"stopped by {name}")
-        if self.step_began is not None and ranks.given_up(time.monotonic() - self.step_began):
+        if self.step_began is not None and ranks.given_up(time.time() - self.step_began):
             what = "this process hung in a step, and the others gave up: where it stood is said above"
             launch_env.report(str(Problem(what)), self.step_began)
             os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills it
@@ -134,7 +134,7 @@ class Schedule(TrainerCallback):
         self.every = given if given >= 1 else math.ceil(given * state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stop.step_began = time.monotonic()
+        self.stop.step_began = time.time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.stop.step_began = None

@@ -94,14 +94,14 @@ def run(
         return RunFolder(Path(str(where)))
     claimed = claim.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop, claimed as where:
-        return _run(recipe, where, stop, resumes, quiet, watchers)
+        return _run(check.pinned(recipe), where, stop, resumes, quiet, watchers)
 
 
 def _run(
     recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
 ) -> RunFolder:
     quieten_libraries()
-    flat, recipe = recipe.data.packing or recipe.data.padding_free, check.pinned(recipe)
+    flat = recipe.data.packing or recipe.data.padding_free
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet), Ledger()

@@ -86,21 +86,9 @@ class Trainer(SFTTrainer):
     """Our loss, in place of TRL's fused head."""
 
     def install_loss(self, chosen: str, *, compiled: bool) -> None:
-        """Use the loss that `head.choose` has chosen.
-
-        Raises:
-            UserError: it would not weigh rows by their tokens in this split of a step (exit 3).
-        """
-        if chosen == "chunked":
-            self.model_accepts_loss_kwargs = (
-                True  # ours counts a step's labels, whatever the model's forward takes
-            )
-        passes = self.args.gradient_accumulation_steps * self.accelerator.num_processes
-        if not self.model_accepts_loss_kwargs and passes > 1:
-            what = "this model's own loss is the mean of each pass: rows would not weigh by their tokens"
-            fix = "all rows of a step in one pass of one process, or speed.loss: auto if that is stated"
-            problem = Problem(what, "train.per_device_train_batch_size", found=f"{passes} passes", fix=fix)
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+        """Use the loss that `head.choose` has chosen."""
+        # TRL's and ours count a step's labels themselves, whatever the model's own forward takes
+        self.model_accepts_loss_kwargs = True
         self.chunked = head.install(self.model, compiled=compiled) if chosen == "chunked" else None
         self.first_step.add_loss = partial(head.add_receipt, chosen, self.chunked)
         if self.chunked and isinstance(
@@ -260,6 +248,7 @@ class Trainer(SFTTrainer):
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            self.schedule.stop.step_began = None
             if self.loader is not None:
                 self.loader._iterator = None  # ends workers that persist
         self.resumed = None

@@ -25,7 +25,7 @@ import optuna
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from finetune import signals, trial, tune_check, tune_report, tune_space
+from finetune import check, signals, trial, tune_check, tune_report, tune_space
 from finetune import study_storage as storage
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.recipe import load as load_recipe
@@ -95,6 +95,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """
     screen = Screen(quiet=quiet)
     recipe, found = prepare(asked)
+    check.pinned(recipe)
     (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     maximize, name = recipe.eval.best != "loss", asked.folder.name

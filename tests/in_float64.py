@@ -7,6 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 import torch
 from conftest import MODEL, QUICKSTART
 from transformers import TrainerCallback
@@ -64,7 +65,6 @@ def step(
         more: overrides: of more steps than one, the last one's.
         allowed: steps in a row that may be left out.
     """
-    os.environ[faults.VARIABLE] = fault
     from transformers import set_seed
 
     from finetune import callbacks, check, hardware, model, recipe, train
@@ -101,7 +101,9 @@ def step(
         return losses[-1]
 
     trainer.compute_loss = compute_loss
-    trainer.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faults.VARIABLE, fault)
+        trainer.train()
     counted = batch.accumulation * trainer.micro_batches.parts  # not those of an attempt that was given up
     keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses[-counted:]]).sum()
     keep.weights = {name: p.detach() for name, p in adapters.trainable(adapted).items()}

@@ -142,7 +142,7 @@ def test_a_measured_rung_is_not_measured_again(climbed: Climbed, tmp_path, capsy
     environment.write_text(json.dumps(changed))
     assert climbed.again(copy) == 0
     said = capsys.readouterr().out
-    assert said.count(": kept: ") == len(marks) == 5 and [mark.read_text() for mark in marks] == before
+    assert said.count(": kept: ") == len(marks) == 6 and [mark.read_text() for mark in marks] == before
     row = rows(climbed.found(copy))["no_recompute"]
     assert row["status"] == "NOT COMPARABLE" and "torch: 1.0 against" in row["why"]
 

@@ -1,15 +1,17 @@
 """What was published names no path of this machine, and is used from there: opened, trained on, merged."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-from conftest import DATA, MODEL, receipts
+from conftest import DATA, MODEL, QUICKSTART, metrics, receipts
 from hub_server import Hub, Repo
 from huggingface_hub import ModelCard
 
-from finetune import cli, run_folder
+from finetune import cli, recipe, run_folder
+from finetune import hub as hub_api
 from finetune.errors import UserError
 from finetune.publish import without_paths
 from finetune.run_folder import RunFolder
@@ -97,6 +99,33 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     kept = json.loads((run.adapter / "adapter_config.json").read_text())
     assert (kept["base_model_name_or_path"], kept["revision"]) == ("me/base", commit)
     assert receipts(run)["base of the adapter"]["got"] == f"me/base {commit}"
+    # it is finished, whatever the branch is now; and an adapter of it goes on under the branch's name
+    steps = len(metrics(run))
+    again = [str(run.recipe), "model.revision=main", "train.max_steps=4", "--resume=auto", "--quiet"]
+    assert cli.main(["train", *again]) == 0
+    branch = "model.name=me/base", "model.revision=main", f"adapter.from={run.adapter}"
+    assert cli.main(["check", str(QUICKSTART), *branch]) == 0 and len(metrics(run)) == steps
+    # another base has no such commit
+    there = recipe.load(run.recipe, [f"model.name={two_layers}"])
+    assert there.model.revision is None and "is displaced" in "".join(there.origin.notices)
+    assert recipe.load(run.recipe, ["model.name=me/base"]).model.revision == commit
+    given = recipe.load(run.recipe, ["model.revision=v1", "model.name=me/other"])
+    assert given.model.revision == "v1"
+
+
+def test_processes_that_one_starts_read_the_same_commit(hub: Hub, monkeypatch) -> None:
+    """A branch is asked for once: children have the answer in their environment."""
+    repo = hub.repos["me/base"] = Moving(private=False)
+    commits = [repo.commit("main", {"config.json": b"{}"}, str(number)) for number in range(2)]
+    first = hub_api.commit("me/base", "main")
+    asked = len(hub.requests)
+    assert first in commits and hub_api.commit("me/base", "main") == first and len(hub.requests) == asked
+    told = json.loads(os.environ[hub_api.COMMITS])
+    assert told == {"me/base@main": first}
+    monkeypatch.setenv(hub_api.COMMITS, "{}")
+    assert hub_api.commit("me/base", "main") != first, "it has moved"
+    with pytest.raises(UserError, match="no such model or revision"):
+        hub_api.commit("me/none", "main")
 
 
 def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:

@@ -8,14 +8,13 @@ import sys
 import pytest
 from conftest import ROOT
 
-VARIANTS = ("while it evaluates", "with loader workers", "to one of two ranks, or both")
-COUNTS = {"kill -9": 25, "SIGTERM": 12, **{f"SIGTERM {how}": 1 for how in VARIANTS}}
+COUNTS = {"kill -9": 25, "SIGTERM": 12}  # `make soak` also while it evaluates, with workers, on two ranks
 
 
 @pytest.mark.usefixtures("the_only_launch")
 def test_what_is_killed_or_stopped_at_any_time_goes_on_bit_for_bit() -> None:
     """Runs that prune AdaLoRA's ranks, killed; LoRA with dropout, told to stop."""
-    words = ["--kills", str(COUNTS["kill -9"]), "--signals", str(COUNTS["SIGTERM"]), "--variants", "1"]
+    words = ["--kills", str(COUNTS["kill -9"]), "--signals", str(COUNTS["SIGTERM"])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "benchmarks/reliability.py", *words, "--keep", "--seed", "7"],

@@ -210,7 +210,7 @@ def engine() -> Any:
     return harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
 
 
-@pytest.mark.parametrize("last", ["It is 4", " It is ", "It is\n"])
+@pytest.mark.parametrize("last", ["It is 4", " It is ", "It is\n", "<", " "])
 def test_chats_of_an_evaluation_are_what_lm_eval_makes_of_them(last: str, engine) -> None:
     from lm_eval.models.huggingface import HFLM
 

@@ -51,6 +51,10 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
         chosen = [one for one in layers if one.gradient_checkpointing or recompute.value == "mlp"]
         Activations(chosen, device)
+    if work.sharded and speed.compile in estimate.GRAPHS:
+        what = f"CUDA graphs and {work.sharded}, which moves weights, have not been made to work together"
+        problem = Problem(what, "speed.compile", found=str(speed.compile), fix="speed.compile: true")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
         torch._dynamo.utils.counters.clear()
