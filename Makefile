@@ -19,7 +19,7 @@ lint: .venv/installed-dev
 	$(BIN)/pyright
 
 soak: .venv/installed-dev
-	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --variants 20 --resume-matrix --rank-kills 20 --endurance 5000 --fuzz 10000 --seeded --attacks
+	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --variants 20 --resume-matrix --rank-kills 20 --endurance 5000 --fuzz 10000 --seeded --saves --attacks
 	$(BIN)/python benchmarks/tuning.py
 
 # Nothing may pass in one and fail in another

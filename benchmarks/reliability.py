@@ -7,6 +7,7 @@ recipes that are changed at random; bugs that are put back; artefacts that attac
     python benchmarks/reliability.py --rank-kills 20 --endurance 5000      # benchmarks/long_runs.py
     python benchmarks/reliability.py --fuzz 10000                  # benchmarks/fuzz.py
     python benchmarks/reliability.py --seeded                      # benchmarks/seeded_bugs.py
+    python benchmarks/reliability.py --saves                       # cut off before each operation, damaged
     python benchmarks/reliability.py --attacks                     # tests/test_advisories.py and its kin
 
 What is not asked for stays in the results as it was.
@@ -207,23 +208,37 @@ ATTACKS = {  # test file -> what is counted
 }
 
 
+SAVES = (
+    "tests/test_checkpoint.py::test_wherever_a_save_is_cut_off_one_verifies",
+    "tests/test_resume.py::test_damage_is_seen_and_passed_over",
+)
+
+
+def pytest(*given: str) -> str:
+    """What pytest says of some tests."""
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "-o", "addopts=", *given]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def saves() -> dict[str, Any]:
+    """How many crash points and damages the tests of a save made, and whether each was withstood."""
+    said = pytest("-s", *SAVES)
+    points = {case: int(n) for case, n in re.findall(r"crash points of the (\w+) save: (\d+)", said)}
+    damages = re.search(r"damages: (\d+) files x (\d+)", said)
+    passed = " failed" not in said and " error" not in said
+    return {
+        "crash points": points,
+        "damages": [*map(int, damages.groups())] if damages else [],
+        "all": passed,
+    }
+
+
 def attacks() -> dict[str, Any]:
     """Tests passed and failed of each file."""
     found = {}
     for file in ATTACKS:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--color=no",
-            "-o",
-            "addopts=",
-        ]
-        done = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True, check=False)
-        last = done.stdout.strip().splitlines()[-1]
+        last = pytest(file).splitlines()[-1]
         counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
         found[file] = {"passed": 0, "failed": 0, **counts}
         print(file, found[file], flush=True)
@@ -260,6 +275,24 @@ def page(results: dict[str, Any]) -> str:
             for name, one in found["found"].items()
         ]
         parts.append("\n".join([title, "| bug | caught | by |", "|---|---|---|", *lines]))
+    if found := results.get("saves"):
+        title = (
+            "# Saves cut off, files damaged\n\n`python benchmarks/reliability.py --saves`: a process that "
+        )
+        title += (
+            "ends before each operation on files of a save,\nwith half of the file there where it is to be "
+        )
+        title += (
+            "brought to the disk; each file of a checkpoint with a byte flipped,\na byte less, or gone.\n"
+        )
+        points = found["crash points"]
+        lines = [f"| ended before each operation of the {case} save | {n} |" for case, n in points.items()]
+        files, ways = found["damages"]
+        lines.append(f"| {files} files of a checkpoint, each in {ways} ways | {files * ways} |")
+        withstood = "| | times | withstood |", "|---|---|---|"
+        parts.append(
+            "\n".join([title, *withstood, *(f"{n} {'all' if found['all'] else 'NOT ALL'} |" for n in lines)])
+        )
     if found := results.get("attacks"):
         title = "# Attacks and bad inputs\n\n`python benchmarks/reliability.py --attacks`\n"
         lines = [
@@ -298,6 +331,7 @@ def main() -> int:
     parser.add_argument("--endurance", type=int, default=0, metavar="STEPS")
     parser.add_argument("--fuzz", type=int, default=0, help="fuzzed recipes")
     parser.add_argument("--seeded", nargs="*", metavar="WORD", help="bugs put back; by words of their names")
+    parser.add_argument("--saves", action="store_true", help="crash points of a save, damaged files")
     parser.add_argument("--attacks", action="store_true", help="tests of advisories, secrets and bad inputs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="do not write the results")
@@ -326,6 +360,9 @@ def main() -> int:
         results["seeded"] = seeded_bugs.run(given.seeded)
         bad += ["seeded"] if not results["seeded"]["all pass without a bug"] else []
         bad += [name for name, one in results["seeded"]["found"].items() if not one["caught"]]
+    if given.saves:
+        results["saves"] = saves()
+        bad += [] if results["saves"]["all"] else ["saves"]
     if given.attacks:
         results["attacks"] = attacks()
         bad += [file for file, one in results["attacks"].items() if one["failed"]]

@@ -386,6 +386,7 @@ def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
         if not unfinished:
             break
     assert 15 < at < 999
+    print(f"\ncrash points of the {case} save: {at - 1}")  # benchmarks/reliability.py --saves
 
 
 def test_a_run_that_is_refused_leaves_no_folders(tmp_path, monkeypatch) -> None:

@@ -386,6 +386,7 @@ def test_damage_is_seen_and_passed_over(straight, stopped_after, train, tmp_path
                 checkpoint.named(folder, "step-4")
             assert raised.value.code == 4
             path.write_bytes(whole)
+    print(f"\ndamages: {len(names)} files x 3")  # benchmarks/reliability.py --saves
     found = checkpoint.newest(folder)
     assert found and found.step == 4
     (folder / "step-4" / "weights.safetensors").write_bytes(b"")
