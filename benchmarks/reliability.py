@@ -214,6 +214,13 @@ SAVES = (
 )
 
 
+CASES = {
+    "first": "a first save",
+    "next": "a save that lets an older one go",
+    "again": "a save in place of a damaged one",
+}
+
+
 def pytest(*given: str) -> str:
     """What pytest says of some tests."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "-o", "addopts=", *given]
@@ -286,7 +293,7 @@ def page(results: dict[str, Any]) -> str:
             "brought to the disk; each file of a checkpoint with a byte flipped,\na byte less, or gone.\n"
         )
         points = found["crash points"]
-        lines = [f"| ended before each operation of the {case} save | {n} |" for case, n in points.items()]
+        lines = [f"| ended before each operation of {CASES[case]} | {n} |" for case, n in points.items()]
         files, ways = found["damages"]
         lines.append(f"| {files} files of a checkpoint, each in {ways} ways | {files * ways} |")
         withstood = "| | times | withstood |", "|---|---|---|"
