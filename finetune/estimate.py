@@ -190,9 +190,15 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
     return Choice("on", text)
 
 
-def against_graphs(compile: str | bool, recompute: str | int) -> Problem | None:
-    """What keeps torch's CUDA graphs from layers that backward runs again: their outputs lie where the first
-    run's lay, which torch ends the run for."""
+def against_graphs(compile: str | bool, recompute: str | int, sharded: str = "") -> Problem | None:
+    """What keeps torch's CUDA graphs from layers: that backward runs them again, whose outputs lie where the
+    first run's lay, which torch ends the run for; or that what splits weights moves them."""
+    if compile in GRAPHS and sharded:
+        what, fix = (
+            f"CUDA graphs hold weights where they were, and {sharded} moves them",
+            "speed.compile: true",
+        )
+        return Problem(what, "speed.compile", found=str(compile), fix=fix)
     whole = recompute == "all" or isinstance(recompute, int) or " of " in recompute
     if compile not in GRAPHS or not whole:
         return None

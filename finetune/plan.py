@@ -194,7 +194,8 @@ def under(
     share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
     memory, usable = room(recipe, machine, found, has, kept, base.value, precision, tokens, share)
     recompute = estimate.choose_recompute(recipe.speed.recompute, memory, machine, recipe.speed.offload)
-    if problem := estimate.against_graphs(recipe.speed.compile, recompute.value):
+    splits = by.name if by.weights else ""
+    if problem := estimate.against_graphs(recipe.speed.compile, recompute.value, splits):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,

@@ -11,7 +11,7 @@ from conftest import MODEL, QUICKSTART, metrics, receipts
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from finetune import cli, optimizers
+from finetune import cli, estimate, optimizers
 from finetune.hardware import Choice
 from finetune.receipts import Ledger
 from finetune.sections import Speed
@@ -256,6 +256,9 @@ def test_cuda_graphs_are_refused_where_they_can_t_be(tmp_path, capsys) -> None:
         assert cli.main(["check", *words, f"speed.recompute={again}"]) == 2
         assert "speed.recompute: mlp, cheap or none" in capsys.readouterr().err
     assert cli.main(["check", *words, "speed.recompute=mlp"]) == 0
+    assert estimate.against_graphs("max-autotune", "none", "FSDP") and not estimate.against_graphs(
+        "auto", "all"
+    )
 
 
 # ||w - w32|| / ||w32 - w0|| after 20 steps, w32 by the plain optimizer that is named: its limit, and beside

@@ -42,7 +42,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     plan = memory(model, work.tokens, hardware, **how)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
     recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
-    if problem := estimate.against_graphs(speed.compile, recompute.value):
+    if problem := estimate.against_graphs(speed.compile, recompute.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
         count, mlps = estimate.split(recompute.value, len(layers))
@@ -51,10 +51,6 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
         chosen = [one for one in layers if one.gradient_checkpointing or recompute.value == "mlp"]
         Activations(chosen, device)
-    if work.sharded and speed.compile in estimate.GRAPHS:
-        what = f"CUDA graphs and {work.sharded}, which moves weights, have not been made to work together"
-        problem = Problem(what, "speed.compile", found=str(speed.compile), fix="speed.compile: true")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
         torch._dynamo.utils.counters.clear()
