@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -176,7 +175,8 @@ def main() -> None:
         print(table(json.loads(RESULTS.read_text())))
     elif options.one:
         job = plan(options.one, options)
-        (job.out / f"{job.name}.json").write_text(json.dumps(peer(job) if job.name in PEERS else ours(job)))
+        row = theirs(job) if job.name in PEERS else ours(job)
+        (job.out / f"{job.name}.json").write_text(json.dumps(row))
     else:
         run(options.rows.split(","), options)
 
@@ -280,103 +280,12 @@ def of_recipe(job: Job, folder: Path) -> list[str]:
     ]
 
 
-def peer(job: Job) -> dict[str, Any]:
-    """TRL's SFTTrainer with PEFT, or on Unsloth's model, as their documentation shows it."""
-    words = set(re.split("[-+]", job.name))
-    model, tokenizer, config = unsloth(job, words) if "unsloth" in words else trl(job, words)
-    import torch
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
+def theirs(job: Job) -> dict[str, Any]:
+    """A peer's row: TRL's SFTTrainer with PEFT, or on Unsloth's model."""
+    import gpu_peers
 
-    texts = [json.loads(line)["text"] for line in job.data.read_text().splitlines()]
-    ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    rows = [ids[i : i + job.length] for i in range(0, len(ids) - job.length, job.length)]
-    halves = 2 if "dora" in words else 1  # PEFT's DoRA does not fit with four rows at once
-    recompute = "checkpointing" in words or "dora" in words
-    # Unsloth's own checkpointing is its model's; SFTConfig's is left as it is there
-    checkpointing = {} if recompute and "unsloth" in words else {"gradient_checkpointing": recompute}
-    arguments = SFTConfig(
-        output_dir=str(job.out / "runs" / job.name), max_steps=job.steps,
-        learning_rate=1e-5 if "full" in words else 1e-4, max_length=job.length, logging_steps=1,
-        per_device_train_batch_size=job.batch // halves, gradient_accumulation_steps=halves,
-        bf16=torch.cuda.is_available(), save_strategy="no", report_to="none",
-        use_liger_kernel="liger" in words, **checkpointing,
-    )  # fmt: skip
-    clock = make_clock()
-    trainer = SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_dict({"input_ids": rows[: job.steps * job.batch]}),
-        processing_class=tokenizer,
-        peft_config=config,
-        callbacks=[clock],
-    )
-    trainer.train()
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    attention = f"{model.config._attn_implementation} (as set)"
-    return result(job, clock.seconds, clock.loss, peak, attention=attention)
-
-
-def trl(job: Job, words: set[str]) -> tuple[Any, Any, Any]:
-    """Model, tokenizer and PEFT's config, which is none where every weight is trained."""
-    import torch
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-    options: dict[str, Any] = {"dtype": torch.float32 if "fp32" in words else torch.bfloat16}
-    if torch.cuda.is_available():
-        options["device_map"] = {"": 0}
-    if "qlora" in words:
-        settings: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        settings["bnb_4bit_compute_dtype"] = torch.bfloat16
-        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **settings)
-    model = AutoModelForCausalLM.from_pretrained(job.model, **options)
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora="dora" in words)
-    return model, AutoTokenizer.from_pretrained(job.model), None if "full" in words else config
-
-
-def unsloth(job: Job, words: set[str]) -> tuple[Any, Any, None]:
-    """Unsloth's model with its adapter on it, and the tokenizer."""
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which would look for a network
-    try:
-        from unsloth import FastLanguageModel  # before TRL and transformers, which it changes
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed")
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        model_name=str(job.model), max_seq_length=job.length, load_in_4bit="qlora" in words
-    )
-    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    checkpointing = "unsloth" if "checkpointing" in words else False
-    settings: dict[str, Any] = {"r": 16, "lora_alpha": 32, "lora_dropout": 0, "bias": "none"}
-    settings |= {"target_modules": linear, "use_gradient_checkpointing": checkpointing}
-    return FastLanguageModel.get_peft_model(model, **settings), tokenizer, None
-
-
-def make_clock() -> Any:
-    """A callback that keeps the seconds of each step, the device's work included, and the last loss."""
-    import torch
-    from transformers import TrainerCallback
-
-    def now() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-            self.loss = float("nan")
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun = now()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(now() - self.begun)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            self.loss = logs.get("loss", self.loss)
-
-    return Clock()
+    seconds, loss, peak, attention = gpu_peers.train(job)
+    return result(job, seconds, loss, peak, attention=f"{attention} (as set)")
 
 
 def result(

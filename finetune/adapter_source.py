@@ -153,10 +153,8 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]
     config.base_model_name_or_path, config.revision = model.name_or_path, commit  # what it stands on from now
-    on_disk, live = (
-        load_peft_weights(str(folder), device="cpu"),
-        get_peft_model_state_dict(adapted, **adapter_init.embeddings(adapted)),
-    )
+    on_disk = load_peft_weights(str(folder), device="cpu")
+    live = get_peft_model_state_dict(adapted, **adapter_init.embeddings(adapted))
     check_whole(adapted, list(on_disk), source)
     equal = sum(
         name in live and bool((live[name].float().cpu() == tensor.float()).all())

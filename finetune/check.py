@@ -96,7 +96,8 @@ def setup_of(recipe: Recipe) -> Setup:
 
 
 def pinned(recipe: Recipe) -> Recipe:
-    """The same with the commit that `model.revision` is now: every file of the base is read at it."""
+    """The same with the commit that `model.revision` is now: every file of the base is read at it, also
+    by processes that are started after this (`hub.commit`)."""
     asked, section = recipe.model.revision, model.pinned(recipe.model)
     if section.revision == asked:
         return recipe

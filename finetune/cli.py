@@ -89,8 +89,9 @@ def train(options: argparse.Namespace) -> None:
     with located(recipe):
         notes = checks.run(recipe)
         if options.dry_run:
-            return rehearse(options, recipe, notes)
-        checks.pinned(recipe)  # before others are started, which take it from here
+            return rehearse(options, recipe, notes) if main else None
+        if options.accelerate:
+            checks.pinned(recipe)  # for the processes of the launch; without a config the plan does it
         if not launch.launched():
             again = arguments.train_again(options) + flags(options)
             launch.if_needed(again, options.accelerate, functools.partial(planning.launch_of, recipe))
@@ -123,8 +124,6 @@ def rehearse(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> N
     from finetune.data import view
     from finetune.screen import Screen, quieten_libraries
 
-    if os.environ.get("RANK", "0") != "0":
-        return
     if not options.resume:
         claim.check_free(recipe.train.output_dir)
     quieten_libraries()

@@ -82,7 +82,7 @@ class Stop:
         self.deferred = True
         try:
             yield
-        except Exception:
+        except Exception:  # of any kind: it goes on its way, and no signal is said in its place
             self.failed = True
             raise
         finally:
@@ -115,12 +115,8 @@ class Schedule(TrainerCallback):
     """Whether it would have ended here by itself."""
 
     def __init__(self, train: Train, stop: Stop, writer: Writer, splitter: str) -> None:
-        self.train, self.stop, self.writer, self.parts = (
-            train,
-            stop,
-            writer,
-            optimizers.unsaved(train, splitter),
-        )
+        self.train, self.stop, self.writer = train, stop, writer
+        self.parts = optimizers.unsaved(train, splitter)
         stop.keeps = not self.parts
         self.strategy = "no" if self.parts else train.save_strategy
         if self.strategy == "auto" and train.save_steps is not None:
