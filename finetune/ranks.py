@@ -31,13 +31,12 @@ def timeout() -> datetime.timedelta:
 
 
 def start(device: str) -> None:
-    """Join the processes of a launch on CPUs: the Trainer gives its `ddp_timeout` to those on GPUs alone."""
-    if (
-        device == "cpu"
-        and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        and not torch.distributed.is_initialized()
-    ):
-        torch.distributed.init_process_group("gloo", timeout=timeout())
+    """Join the processes of a launch on CPUs: the Trainer gives its `ddp_timeout` to those on GPUs alone.
+
+    And Accelerate, unless told that they are on CPUs, takes each for a launch of its own.
+    """
+    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        PartialState(cpu=True, timeout=timeout())
 
 
 def watch() -> None:
