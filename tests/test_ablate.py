@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,14 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
     made = ladder.read(copy)
     assert made.measure.repeats == 1 and made.rung("packing").noop and not made.rung("bf16").noop
     assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
+
+
+def test_what_runs_on_gpus_are_forked_from_asks_for_none() -> None:
+    """A process that has asked for a GPU, as some packages do while they are imported, can't be forked."""
+    asks = "print([name for name in ('bitsandbytes', 'torchao', 'peft') if name in sys.modules])"
+    code = f"import sys, {', '.join(measured.PRELOADED)}; {asks}"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "[]"
 
 
 def test_page_and_picture_need_nothing_else(climbed: Climbed) -> None:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import ADAPTERS, MODEL, metrics
 
+from finetune import measured
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -47,6 +49,13 @@ def test_fp16_says_how_many_steps_its_scaler_left_out(train, monkeypatch) -> Non
     got = receipts(run)
     assert got["precision"] == "fp16" and left_out < 6
     assert got["steps left out by fp16's loss scaler"] == f"{left_out} of 6"
+
+
+def test_a_forked_process_reaches_the_gpu(tmp_path) -> None:
+    """As runs of ladders are started."""
+    log = tmp_path / "doctor.log"
+    assert measured.start(["doctor"], str(log), {}, cpu=False) == 0, log.read_text()
+    assert torch.cuda.get_device_name() in log.read_text()
 
 
 def test_compile_and_recompute_follow_the_plain_run(train) -> None:
