@@ -37,7 +37,10 @@ class Work(NamedTuple):
     flops: float  # of this process, over the whole run
     sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
     eager: str = ""  # why `auto` does not compile
-    awaited: float = 0.0  # GiB of weights that come to this device when training starts
+    parts: int = 1  # that gradients and the optimizer's state are split into, of which this process has one
+    awaited: float = (
+        0.0  # GiB of weights that come to this device when training starts, less those that leave
+    )
     host: float = math.inf  # GiB of the CPU's memory that this process may fill with what leaves the GPU
 
 
@@ -285,7 +288,7 @@ def activations(
 
     Args:
         free: GiB that nothing holds, the weights and the adapter being there.
-        trained: numbers that the optimizer moves; gradient and two moments of each are in fp32.
+        trained: numbers that the optimizer moves here; gradient and two moments of each are in fp32.
         extra: GiB that is kept beside what this knows of (`qat.kept_gib`).
     """
     one = widths(config)

@@ -252,21 +252,20 @@ def room(
     tokens: int,
     share: Share,
 ) -> tuple[estimate.Memory, float]:
-    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take.
-
-    A run makes it before its model is divided: it counts a base of codes and what trains whole.
-    """
+    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
     base = plan_memory.weights(found, storage, precision) / estimate.GIB
     adapter = 4 * has.trained / estimate.GIB if kept.adapted else 0.0
     held = base / share.weights / (2 if share.half and not kept.adapted else 1) + adapter / share.weights
     held += share.gathered
     system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
     free = max(0.0, machine.memory_gib - system - held)
-    coded = share.weights > 1 and storage in adapter_types.QUANTISED
-    known = max(0.0, machine.memory_gib - system - base - adapter) if coded else free
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
     extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
-    given: dict[str, Any] = {"free": known, "trained": has.trained, "offload": recipe.speed.offload}
+    given: dict[str, Any] = {
+        "free": free,
+        "trained": has.trained // share.states,
+        "offload": recipe.speed.offload,
+    }
     memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
     return memory, min(held + estimate.SPARE * free, machine.memory_gib)
 

@@ -80,13 +80,16 @@ def make_fast(
 
 
 def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
-    """What a process is to do, and what FSDP brings to its GPU at the start: its part, and two layers."""
+    """What a process is to do, and what FSDP leaves on its GPU at the start: its part, and two layers."""
     sharded, awaited = setup.launch.sharded, 0
-    if launch_env.read_by_rank_0():
-        awaited = sum(p.nbytes for p in adapted.parameters()) // setup.launch.processes
+    if sharded == "FSDP":
+        every = list(adapted.parameters())
+        awaited = sum(p.nbytes for p in every) // setup.launch.processes
         awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
+        awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
     host = state.available() / 2 / int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
-    return speed.Work(tokens, flops, sharded, launch_env.eager(), awaited / 2**30, host / 2**30)
+    parts = setup.launch.processes if setup.launch.splitter else 1
+    return speed.Work(tokens, flops, sharded, launch_env.eager(), parts, awaited / 2**30, host / 2**30)
 
 
 def search_batch(

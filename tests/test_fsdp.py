@@ -17,10 +17,11 @@ import torch
 import two_ranks
 from conftest import QUICKSTART
 
-from finetune import checkpoint, cli, hardware, launch_env, recipe, resume, stages, stopping
+from finetune import checkpoint, cli, hardware, launch_env, model, recipe, resume, stages, stopping
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 from finetune.sections import Train
+from finetune.speed import apply
 
 # Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
 # FSDP computes with every parameter in bf16, autocast leaves norms in fp32
@@ -162,6 +163,28 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
         stages.check_space(model, loaded.train, loaded.speed, split, where, tmp_path)
     assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
+
+
+def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
+    """What splits weights leaves each process its part of them, and two layers; a base of codes leaves."""
+    loaded = recipe.load(QUICKSTART, ["adapter.type=full"])
+    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="full")
+    launch = dataclasses.replace(setup.launch, processes=4, sharded="FSDP", splitter="FSDP")
+    split = dataclasses.replace(setup, launch=launch)
+    base = model.load(loaded.model, setup, "cpu")
+    whole = sum(p.nbytes for p in base.parameters())
+    layers = sum(p.nbytes for layer in base.model.layers[:2] for p in layer.parameters())
+    work = stages.work_of(base, split, 64, 0.0)
+    assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
+    alone = stages.work_of(base, setup, 64, 0.0)
+    assert (alone.parts, alone.awaited) == (1, 0)
+    how = {"fused": False, "compiled": False}
+    rooms = [apply.memory(base, 64, setup.hardware, **how, parts=n).room for n in (1, 4)]
+    assert rooms[1] - rooms[0] == pytest.approx(12 * whole / 4 * 0.75 / 2**30, rel=1e-3)
+    elsewhere = base.to("meta")  # where its head is a copy
+    whole = sum(p.nbytes for p in elsewhere.parameters())
+    work = stages.work_of(elsewhere, split, 64, 0.0)
+    assert work.awaited == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
 
 
 def losses(folder: RunFolder) -> list[float]:

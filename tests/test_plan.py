@@ -239,6 +239,9 @@ def test_what_does_not_fit_whole_is_divided_and_gathered(large) -> None:
     layer = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) / 2**30
     ends = 2 * 2 * 128256 * 4096 / 2**30
     assert eight.phases["step"]["buffers"] == pytest.approx(ends + (2 + 2) * layer, rel=0.3)
+    long = (*full[:1], "train.effective_batch_size=32", "train.per_device_train_batch_size=4")
+    h200 = planned(large, *long, gpu="h200", count=8)
+    assert h200.choices["recompute"].value == "none", "each GPU has an eighth of what AdamW keeps"
     parameters = one.trained
     assert eight.sent[0] == pytest.approx((2 * 2 + 4) * parameters * 7 / 8, rel=0.001)
 

@@ -39,7 +39,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         fused, whole = add_fused(model, layers, fused, ledger)
     compile = choose_compile(speed.compile, work, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
-    plan = memory(model, work.tokens, hardware, **how)
+    plan = memory(model, work.tokens, hardware, **how, parts=work.parts)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
     recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
     if problem := estimate.against_graphs(speed.compile, recompute.value, work.sharded):
@@ -201,9 +201,16 @@ def base_of(model: Any) -> Any:
 
 
 def memory(
-    model: Any, tokens: int, hardware: Hardware, *, fused: bool, compiled: bool, offload: str = "none"
+    model: Any,
+    tokens: int,
+    hardware: Hardware,
+    *,
+    fused: bool,
+    compiled: bool,
+    offload: str = "none",
+    parts: int = 1,
 ) -> Memory:
-    """The memory plan of `tokens` tokens on this model and device."""
+    """The memory plan of `tokens` tokens on this model and device; `parts`: as `Work` has it."""
     trained = {n: shards.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
     ia3 = any("ia3_l" in name for name in trained)
     columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
@@ -211,7 +218,7 @@ def memory(
     repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
     four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
     keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
-    given = {"free": free_gib(hardware), "trained": sum(trained.values()), "offload": offload}
+    given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
     return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model))
 
 
