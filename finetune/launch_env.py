@@ -271,10 +271,15 @@ def _started(machine: Hardware) -> list[Problem]:
     return []
 
 
+def means_fp8(speed: Speed) -> bool:
+    """Whether it is the launch alone that says how the base is stored: in fp8."""
+    return fp8().kind == FROZEN and speed.base == "auto"
+
+
 def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     """What splits weights, against the machine and the recipe."""
     found: list[Problem] = []
-    stored = adapter_types.find(kind).storage or speed.base
+    stored = adapter_types.find(kind).storage or ("fp8" if means_fp8(speed) else speed.base)
     if machine.device == "cpu" and on("ACCELERATE_USE_FSDP"):
         what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
         found.append(Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml"))

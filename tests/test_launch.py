@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from finetune import (
     apart,
+    check,
     cli,
     evaluate,
     hardware,
@@ -149,6 +150,7 @@ CONTRADICTIONS = {
         "breaks the graph",
     ),
     "AO's all-gather": ({"ACCELERATE_FP8_BACKEND": "AO"}, {"kind": "full"}, "nothing would train"),
+    "codes by rank 0 alone": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "no base in fp8"),
     "fp8 under DeepSpeed": (ZERO, {}, "DeepSpeed knows no mixed_precision: fp8"),
 }
 MORE = {
@@ -245,6 +247,32 @@ def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkey
         with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
             hardware.launch(machine)
         assert raised.value.code == 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("adapter.init_lora_weights=orthogonal",),
+        ("adapter.init_lora_weights=pissa",),
+        ("adapter.modules_to_save=[q_proj]",),
+        ("adapter.target_modules=[v_proj]", "adapter.target_parameters=[q_proj.weight]"),
+        ("speed.qat={config: IntxWeightOnlyConfig, weight_dtype: int4, group_size: 32}",),
+    ],
+)
+def test_an_fp8_launch_refuses_what_an_fp8_base_is_refused_for(
+    given: tuple[str, ...], launched, monkeypatch
+) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    loaded = recipe.load(QUICKSTART, given)
+    check.against_launch(loaded)
+    launched(ACCELERATE_MIXED_PRECISION="fp8")
+    with pytest.raises(UserError) as raised:
+        check.setup_of(loaded)
+    assert raised.value.code == 2 and "accelerate config" in raised.value.problems[0].what
+    with pytest.raises(UserError) as said:  # the recipe itself
+        recipe.load(QUICKSTART, [*given, "speed.base=fp8"])
+    keys = [{problem.key for problem in one.value.problems} for one in (raised, said)]
+    assert keys[0] == keys[1]
 
 
 def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
