@@ -19,7 +19,7 @@ from finetune.speed import offload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from finetune.hardware import Hardware, Setup
+    from finetune.hardware import Choice, Hardware, Setup
     from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
@@ -143,6 +143,9 @@ class Metrics(TrainerCallback):
         return tokens_per_second * self.flops_per_token / (peak * self.processes) if peak else None
 
 
+GRAPHS_COUNTED = "torch._dynamo's own count after the first step"
+
+
 class FirstStep(TrainerCallback):
     """Receipts of the first optimizer step, read from the operations and batches that really ran."""
 
@@ -154,9 +157,11 @@ class FirstStep(TrainerCallback):
     """The class that `train.optim` means."""
 
     def __init__(
-        self, ledger: Ledger, setup: Setup, *, steps: int, batch: int, compiled: bool = False
+        self, ledger: Ledger, setup: Setup, *, steps: int, batch: int, compiled: Choice | None = None
     ) -> None:
-        self.ledger, self.steps, self.batch, self.compiled = ledger, steps, batch, compiled
+        self.ledger, self.steps, self.batch = ledger, steps, batch
+        self.compiled = compiled if compiled and compiled.value == "on" else None
+        self.graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
@@ -237,13 +242,19 @@ class FirstStep(TrainerCallback):
             counters = torch._dynamo.utils.counters
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
             over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
-            how, got = (
-                "torch._dynamo's own count after the first step",
-                f"{breaks} graph breaks, {graphs} graphs",
-            )
+            how, got = GRAPHS_COUNTED, f"{breaks} graph breaks, {graphs} graphs"
             got += ", some layers in eager mode: over torch._dynamo.config.recompile_limit" if over else ""
-            add("speed.compile", "0 graph breaks", got, how, ok=not breaks and not over)
+            whole, self.graphs = not breaks and not over, graphs
+            add("speed.compile", "0 graph breaks", got, how, ok=whole or self.compiled.reason != "asked for")
         self.ledger.check()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.compiled and self.graphs:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs
+            how = "of batches of other lengths: data.packing and padding_free have one"
+            self.ledger.add(
+                "graphs compiled after the first step", "as few as can be", f"{graphs}", how, ok=True
+            )
 
     def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         own = isinstance(

@@ -120,7 +120,7 @@ def _run(
     tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
     work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, ledger)
-    compiled = fast["speed.compile"].value == "on"
+    compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
     contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before
     if recipe.train.per_device_train_batch_size == "auto":
@@ -137,7 +137,7 @@ def _run(
             summary.show_plan(screen, recipe, choices, data_report)
             adapter_init.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
-        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compiled)
+        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compile)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
