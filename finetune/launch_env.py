@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
 BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
+# What Accelerate hands on to TransformerEngine: `most_recent`, its own default, it drops, and TE takes `max`;
+# of the others TE knows no argument
+TE_TAKES = {
+    "AMAX_COMPUTE_ALGO": ("max",),
+    "FORMAT": ("HYBRID", "E4M3"),
+    "INTERVAL": ("1",),
+    "OVERRIDE_FPROP": ("False",),
+    "OVERRIDE_DGRAD": ("False",),
+    "OVERRIDE_WGRAD": ("False",),
+}
 TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
 # Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
 # too, whose timeout is an error with a message. NCCL's clock starts earlier, when the step is queued
@@ -234,6 +244,12 @@ def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
     if backend == "TE" and speed.compile not in ("auto", False):
         what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
         found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
+    for name, takes in TE_TAKES.items() if backend == "TE" else ():
+        asked = said(f"ACCELERATE_FP8_{name}", takes[0])
+        if asked.lower() not in [one.lower() for one in takes]:
+            what = f"fp8_config of the {CONFIG}: {name.lower()} does not reach TransformerEngine, or ends it"
+            expected = f"{' or '.join(takes)}; Accelerate's default of amax_compute_algo is another"
+            found.append(Problem(what, found=asked, expected=expected, fix=f"{name.lower()}: {takes[0]}"))
     gathers = on("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER") or not said(
         "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
     )

@@ -1,24 +1,19 @@
-"""Launch configs as Accelerate reads them, and what contradicts a recipe."""
+"""What in a launch contradicts a recipe, the machine or itself, and what a launch has its receipts say."""
 
 from __future__ import annotations
 
-import re
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from conftest import QUICKSTART, ROOT
 from transformers import LlamaConfig
 
 from finetune import (
     apart,
     check,
-    cli,
     evaluate,
     hardware,
-    launch_config,
     launch_env,
     launch_receipts,
     optimizers,
@@ -32,13 +27,6 @@ from finetune.hardware import Hardware, Launch
 from finetune.receipts import Ledger
 from finetune.sections import Data, Model, Speed
 
-sys.path.insert(0, str(ROOT / "scripts"))
-try:
-    import launch_matrix
-finally:
-    sys.path.pop(0)
-
-CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 H200 = Hardware("cuda", "NVIDIA H200", 8, (9, 0), 139.8, 96)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15.0, 4)
@@ -52,67 +40,6 @@ def of(shape: str) -> LlamaConfig:
         hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=8, vocab_size=vocabulary, tie_word_embeddings=False,
     )  # fmt: skip
-
-
-def test_there_is_a_config_for_each_kind_of_launch() -> None:
-    assert len(CONFIGS) == 17
-    assert {"cpu_2", "ddp_4", "8xh100_fp8_te", "fsdp2_8_offload", "zero3_8", "multi_node"} <= CONFIGS.keys()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_accelerate_reads_it_and_ignores_nothing(name: str) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    text = CONFIGS[name].read_text()
-    read: Any = load_config_from_file(str(CONFIGS[name]))
-    launch_config.check(CONFIGS[name])
-    assert read.mixed_precision in ("no", "bf16", "fp8")
-    assert text.startswith("# ") and text.count("#") > 2, "says when to use it, and why"
-    made = launch_matrix.environment(CONFIGS[name])
-    for section in ("fp8_config", "fsdp_config", "parallelism_config"):
-        for key, value in getattr(read, section).items():
-            full = key if key.startswith(section.split("_")[0]) else f"{section.split('_')[0]}_{key}"
-            assert str(value).lower() in {
-                value.lower() for given, value in made.items() if given.lower().endswith(full)
-            }, f"{key} reaches no process"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"fsdp_config": {"fsdp_verison": 2}}, "fsdp_config.fsdp_verison: Accelerate would ignore it"),
-        ({"fp8_config": {"backend": "AO", "enable_float8": False}}, "fp8_config.enable_float8"),
-        ({"deepspeed_config": {"zero_stag": 2}}, "zero_stage"),
-        ({"parallelism_config": {"cp_size": 4}}, "parallelism_config_cp_size"),
-        ({"dynamo_config": {"dynamo_bakend": "INDUCTOR"}}, "dynamo_config.dynamo_bakend"),
-        ({"fp8_config": {"backend": "ao"}}, "AO"),
-        ({"distributed_type": "MULTI_CPU"}, "Accelerate starts one process"),
-        ({"distributed_type": "NO"}, "Accelerate starts one process"),
-        ({"mixed_precison": "bf16"}, "mixed_precision"),
-        ({"fp8_config": "AO"}, "is a section"),
-    ],
-)
-def test_what_accelerate_passes_over_is_an_error(
-    changes: dict[str, Any], said: str, tmp_path, capsys
-) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    made = {**yaml.safe_load(CONFIGS["ddp_2"].read_text()), **changes}
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(made))
-    if "mixed_precison" not in changes:
-        load_config_from_file(str(path))  # in silence
-    with pytest.raises(UserError, match=re.escape(said)) as raised:
-        launch_config.check(path)
-    assert raised.value.code == 2
-    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", str(path)]) == 2
-    assert "mine.yaml" in capsys.readouterr().err
-
-
-def test_the_matrix_is_what_is_refused_today() -> None:
-    text = (ROOT / "accelerate_configs" / "README.md").read_text()
-    begin, end = "<!-- made by scripts/launch_matrix.py -->\n", "<!-- end of matrix -->"
-    assert text.partition(begin)[2].partition(end)[0] == launch_matrix.table()
 
 
 @pytest.fixture
@@ -148,6 +75,16 @@ CONTRADICTIONS = {
         {"ACCELERATE_FP8_BACKEND": "TE"},
         {"kind": "full", "compile": True},
         "breaks the graph",
+    ),
+    "TE's own default": (
+        {"ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"},
+        {"kind": "full"},
+        "amax_compute_algo: max",
+    ),
+    "an option that TE has not": (
+        {"ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_FP8_INTERVAL": "4"},
+        {"kind": "full"},
+        "interval: 1",
     ),
     "AO's all-gather": ({"ACCELERATE_FP8_BACKEND": "AO"}, {"kind": "full"}, "nothing would train"),
     "codes by rank 0 alone": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "no base in fp8"),
