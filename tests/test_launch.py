@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from finetune import (
     launch_receipts,
     optimizers,
     plan,
+    plan_launch,
     recipe,
     run_folder,
     verify,
@@ -31,7 +33,12 @@ H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 H200 = Hardware("cuda", "NVIDIA H200", 8, (9, 0), 139.8, 96)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15.0, 4)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
-SHAPES = {"8b": (4096, 14336, 32, 32, 128256), "70b": (8192, 28672, 80, 64, 128256)}
+SHAPES = {
+    "1b": (2048, 8192, 16, 32, 128256),
+    "3b": (3072, 8192, 28, 24, 128256),
+    "8b": (4096, 14336, 32, 32, 128256),
+    "70b": (8192, 28672, 80, 64, 128256),
+}
 
 
 def of(shape: str) -> LlamaConfig:
@@ -283,6 +290,26 @@ def test_the_competition_s_numbers() -> None:
         tokens = 256 * loaded.data.max_length
         assert loaded.train.max_steps == round(epochs * 9e6 / tokens)
         assert (loaded.adapter.type, loaded.model.attention) == ("dora", "flash_attention_3")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "shape", "gpu"),
+    [
+        ("as_submitted", "8xh100_fp8", "8b", "h100-80gb"),
+        ("five_epochs", "8xh100_fp8", "8b", "h100-80gb"),
+        ("transformer_engine", "8xh100_fp8_te", "1b", "h100-80gb"),
+        ("transformer_engine", "8xh100_fp8_te", "3b", "h200"),
+    ],
+)
+def test_the_competition_s_recipes_fit(name: str, config: str, shape: str, gpu: str, tmp_path) -> None:
+    of(shape).save_pretrained(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 20_000}) + "\n")
+    given = [f"model.name={tmp_path}", f"data.name={tmp_path}/rows.jsonl", "data.format=text"]
+    given += ["data.validation_fraction=null", "model.attention=auto"]
+    loaded = recipe.load(ROOT / "recipes" / "isc25" / f"{name}.yaml", given)
+    by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    made = plan.make(loaded, *plan.planned_machine(gpu, processes), by=by)
+    assert made.fits, f"{made.peak:.0f} GiB"
 
 
 def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, monkeypatch) -> None:
