@@ -108,6 +108,11 @@ def device_options(device: str) -> dict[str, Any]:
     return {"use_cpu": device == "cpu" and not zero, "ddp_backend": "gloo" if zero else None}
 
 
+def row_options() -> dict[str, Any]:
+    """SFTConfig's keys where processes share a row: each has two pieces of it, which are as long."""
+    return {"pad_to_multiple_of": 2 * parallel("CP")} if parallel("CP") > 1 else {}
+
+
 def parallel(kind: str) -> int:
     """Processes that share a sequence (`CP`, `SP`) or a layer (`TP`)."""
     used = on("ACCELERATE_USE_PARALLELISM_CONFIG")

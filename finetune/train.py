@@ -192,6 +192,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "seed": train.seed,
         "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
         "fp16": setup.launch.precision == "fp16",
+        **launch_env.row_options(),
         **launch_env.device_options(setup.hardware.device),
         checkpointing: False,  # `speed.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels

@@ -22,6 +22,7 @@ from finetune import (
     plan_launch,
     recipe,
     run_folder,
+    upstream,
     verify,
 )
 from finetune.errors import UserError
@@ -131,6 +132,14 @@ def test_a_launch_that_contradicts_the_recipe_or_itself(case: str, launched, mon
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     launched(**variables)
     assert said in problems(**section)
+
+
+def test_rows_that_processes_share_can_be_cut(launched) -> None:
+    """Context parallelism gives each a piece of the beginning and one of the end, all as long."""
+    assert launch_env.row_options() == {}
+    launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="4")
+    assert upstream.fields(upstream.SFT_CONFIG).keys() >= launch_env.row_options().keys()
+    assert launch_env.row_options() == {"pad_to_multiple_of": 8}
 
 
 def test_options_that_want_whole_weights(launched) -> None:
