@@ -67,6 +67,7 @@ LAYERS = (
     ("trial", "study_storage", "tune_space"),
     ("tune_report", "tune_check", "sweep"),
     ("train", "merge", "doctor", "launch", "chat", "plan", "prove", "tune"),
+    ("operations", "levers"),
     ("plan_changes", "profile", "warm", "preflight", "ablate", "ab_test"),
     ("compare", "given"),
     ("tune_command",),
