@@ -132,6 +132,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "plan",
         "plan_changes",
         "profile",
+        "levers",
         "prove",
         "given",
         "stages",
