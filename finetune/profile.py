@@ -211,7 +211,8 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
         "train.warmup_steps": 0,
         "train.report_to": "none",
     }
-    cut |= {"train.logging_steps": 1, "eval.every": "null", "publish.repo": "null"}
+    cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}  # else it would count as a wait
+    cut |= {"eval.every": "null", "publish.repo": "null"}
     cut |= {"speed.compile": str(compiled).lower(), "train.output_dir": tempfile.mkdtemp(dir=folder) + "/run"}
     dropped = {*cut, "train.num_train_epochs"}
     kept = [text for text in overrides if text.partition("=")[0] not in dropped]

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from transformers import TrainerCallback
 
-from finetune import cli, hardware, levers, operations, plan, profile, recipe, train
+from finetune import callbacks, cli, hardware, levers, operations, plan, profile, recipe, state, train
 from finetune.batch import split_batch
 
 CPU = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
@@ -223,6 +223,33 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
     assert min(waited["slow"]) > 0.05 and len(waited["slow"]) == 3 and waited["fast"][-1] < 0.5
     assert "steps waited for data" in (tmp_path / "slow" / "log.txt").read_text()
     assert "steps waited for data" not in (tmp_path / "fast" / "log.txt").read_text()
+
+
+def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_path, monkeypatch) -> None:
+    """Once; and what is logged and saved after a step is no wait."""
+    monkeypatch.setattr(callbacks, "COUNTED", 2)
+    given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.general=false"]
+    given += ["eval.samples=0", "train.max_steps=5", "train.warmup_steps=0", "train.effective_batch_size=8"]
+    given += ["train.logging_steps=1"]
+    loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'slow'}"])
+    log = (train.run(loaded, quiet=True, watchers=[SlowLoader()]).path / "log.txt").read_text()
+    said = re.findall(r"note: the last (\d) steps waited for data", log)
+    assert said == ["2"] and log.index("the last 2 steps") < log.index("note: steps waited for data")
+
+    save = state.save
+
+    def slowly(trainer: Any) -> None:
+        time.sleep(0.5)
+        save(trainer)
+
+    monkeypatch.setattr(state, "save", slowly)
+    given += ["train.save_strategy=steps", "train.save_steps=1"]
+    loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'saved'}"])
+    run = train.run(loaded, quiet=True)
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["data_wait"] * line["step_seconds"] for line in lines[1:]) < 0.3
+    assert lines[1]["step_seconds"] > 0.5  # a step's time is all that went by
+    assert "waited for data" not in (run.path / "log.txt").read_text()
 
 
 def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys) -> None:
