@@ -142,7 +142,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
 
 
 def similar_files(path: Path) -> str:
-    """A file beside `path` with a name like it, for one that is not there; of a folder, the YAML files in it."""
+    """A file beside `path` with a name like it, for one that is not there; of a folder, its YAML files."""
     if path.is_dir():
         inside = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".yaml", ".yml")]
         return f"a file in it: {', '.join(inside[:5])}" if inside else ""

@@ -130,12 +130,7 @@ def problems(content: dict[str, Any]) -> list[Problem]:
 def prepare(asked: Asked) -> tuple[Recipe, tune_check.Looked]:
     """Recipe and space, checked to the corners; what needs torch is done by a process that ends."""
     recipe, space = load_recipe(asked.path, asked.overrides), tune_space.read(asked.space)
-    if recipe.data.validation is None and recipe.data.validation_fraction is None:
-        fix = "data.validation or data.validation_fraction=0.05"
-        raise UserError(Problem("a search needs held-out rows to compare trials by", "data", fix=fix))
-    if recipe.eval.best not in ("loss", "exact_match"):
-        what, best = "a search goes by the loss or the exact match on held-out rows", recipe.eval.best
-        raise UserError(Problem(what, "eval.best", found=best, expected="loss or exact_match"))
+    tune_check.comparable(recipe)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return recipe, pool.submit(_look, asked.path, asked.overrides, space).result()
 
