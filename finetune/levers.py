@@ -94,10 +94,14 @@ def more_rows(whole: Recipe) -> str:
     share = batch.effective // processes()
     more = [size for size in range(batch.per_device + 1, share + 1) if share % size == 0]
     packed = "" if whole.data.packing else "; or data.packing: true"
-    if more and whole.train.per_device_train_batch_size != "auto":
+    if more and whole.train.per_device_train_batch_size != "auto":  # which has taken all that fit
         rows = max([size for size in more if size <= max(ROWS, 2 * batch.per_device)] or more[:1])
         return f"train.per_device_train_batch_size: {rows}, more rows at once{packed}"
     rows = max(ROWS, 2 * share)
+    if whole.train.per_device_train_batch_size == "auto":
+        return (
+            f"train.effective_batch_size: {rows * processes()}, more rows at once if memory has room{packed}"
+        )
     both = f"train.effective_batch_size: {rows * processes()} and train.per_device_train_batch_size: {rows}"
     return f"{both}, more rows at once{packed}"
 

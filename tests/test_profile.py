@@ -308,6 +308,8 @@ def test_a_lever_is_not_what_is_so_already() -> None:
     assert lever(gaps, tiny[0], "train.per_device_train_batch_size=32").startswith(
         "train.effective_batch_size: 64 and train.per_device_train_batch_size: 64, "
     )
+    found = lever(gaps, tiny[0], "train.per_device_train_batch_size=auto")
+    assert found.startswith("train.effective_batch_size: 64, more rows at once if memory has room")
     padded = {**data, "data wait": 0.0, "products": 0.8}
     assert "data.packing" in lever(padded, padding=0.4)
     assert "data.max_length" in lever(padded, "data.packing=true", padding=0.4)
