@@ -57,6 +57,9 @@ def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) ->
     whole = math.floor if train.passed_on().get("dataloader_drop_last") else math.ceil
     micro_batches = math.ceil(whole(rows / batch.per_device) / processes)
     steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
-    if train.max_steps is not None:
-        return train.max_steps
-    return math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
+    steps = train.max_steps or math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
+    warm_up = train.passed_on().get("warmup_steps", 0)
+    if steps == 1 and warm_up and train.passed_on().get("lr_scheduler_type", "linear") != "constant":
+        what, fix = "the only step is the warm-up's first, whose learning rate is 0", "train.warmup_steps=0"
+        raise UserError(Problem(what, "train.warmup_steps", found=f"{warm_up:g}, with one step", fix=fix))
+    return steps

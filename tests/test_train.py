@@ -326,3 +326,10 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(small, two_layers,
     (run / "notes.txt").touch()
     assert cli.main(["train", *words]) == 2
     assert f"{run} is not empty" in capsys.readouterr().err
+
+
+def test_one_step_of_warm_up_is_no_training(train, capsys) -> None:
+    """Its learning rate is 0, which the weights would show after the step."""
+    train("train.max_steps=1", "train.warmup_steps=0.03", code=2)
+    assert "train.warmup_steps" in capsys.readouterr().err
+    train("train.max_steps=1", "train.warmup_steps=0.03", "train.lr_scheduler_type=constant", name="even")
