@@ -1,6 +1,8 @@
 """What benchmarks/gpu.py measures with, and what loss_parity.py says: checkpoints that load, rows, tables."""
 
+import json
 import random
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -137,3 +139,15 @@ def test_a_book_is_cut_between_paragraphs_and_no_word_is_lost() -> None:
     pieces = loss_parity.passages("\n\n".join(paragraphs[:3]) + "<|endoftext|>" + "\n\n".join(paragraphs[3:]))
     assert sum(piece.count("word") for piece in pieces) == 685 and len(pieces) == 3
     assert max(map(len, pieces)) <= loss_parity.ROW_CHARACTERS + 4
+
+
+def test_the_page_has_the_bars_and_every_row_of_its_table(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bars
+
+    measured = json.loads(bars.RESULTS.read_text())
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    made = bars.table(measured)
+    assert made in page and "| 93.5% |" in made and made.count("| yes |") >= 13
+    (command,) = re.findall(r"benchmarks/gpu.py --rows (\S+)` -> `gpu.json`", page)
+    assert set(command.split(",")) == measured.keys()
