@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from typing import Any
 
@@ -119,3 +120,54 @@ def test_the_matrix_is_what_is_refused_today() -> None:
     text = (ROOT / "accelerate_configs" / "README.md").read_text()
     begin, end = "<!-- made by scripts/launch_matrix.py -->\n", "<!-- end of matrix -->"
     assert text.partition(begin)[2].partition(end)[0] == launch_matrix.table()
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch) -> Any:
+    """`cluster(script, *words)`: what a scheduler's script runs on its second machine, as it is parsed."""
+    stubs = {
+        "python": 'printf "%s\\n" "$@"',
+        "srun": 'shift; exec "$@"',
+        "scontrol": "echo first; echo second",
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def run(script: str, *words: str) -> Any:
+        from accelerate.commands.launch import launch_command_parser
+
+        line = ["bash", "-euo", "pipefail", "-c", script, "script", *words]
+        said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert said[:2] == ["-m", "finetune.launch"]
+        return launch_command_parser().parse_args(said[2:])
+
+    return run
+
+
+def test_slurm_s_script_starts_what_it_says(cluster, monkeypatch) -> None:
+    given = {"JOB_ID": "71", "JOB_NODELIST": "node[1-2]", "NNODES": "2", "NODEID": "1", "GPUS_ON_NODE": "8"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    script = (ROOT / "scripts" / "slurm" / "train.sbatch").read_text()
+    found = cluster(script, "recipe.yaml", "train.output_dir=a b", "--resume=auto")
+    assert (found.num_machines, found.num_processes, found.machine_rank) == (2, 16, 1)
+    assert (found.main_process_ip, found.main_process_port) == ("first", 20071)
+    assert found.training_script == "scripts/train.py" and (ROOT / found.config_file).is_file()
+    assert found.training_script_args == ["recipe.yaml", "train.output_dir=a b", "--resume=auto"]
+    launch_config.check(ROOT / found.config_file)
+
+
+def test_skypilot_s_task_starts_what_it_says(cluster, monkeypatch) -> None:
+    task = yaml.safe_load((ROOT / "scripts" / "skypilot" / "train.yaml").read_text())
+    given = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_RANK": "1", "NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"SKYPILOT_{name}", value)
+    for name, value in task["envs"].items():
+        monkeypatch.setenv(name, value)
+    found = cluster(task["run"].replace("~/finetune-venv/bin/python", "python"))
+    assert (found.num_machines, found.num_processes, found.machine_rank) == (2, 16, 1)
+    assert found.main_process_ip == "10.0.0.1" and (ROOT / found.config_file).is_file()
+    assert found.training_script_args == [task["envs"]["RECIPE"]]
+    assert (ROOT / task["envs"]["RECIPE"]).is_file() and "constraints.txt" in task["setup"]
