@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from finetune import attention_choice, optimizers, qat
 from finetune.errors import Exit
-from finetune.speed import offload
+from finetune.speed import apply, fp8_base, offload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -182,8 +182,8 @@ class FirstStep(TrainerCallback):
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
         # TransformerEngine's products are not torch's
-        coded = setup.storage.value == "fp8" or setup.launch.fp8 == "AO"
-        self.fp8 = coded and setup.hardware.device == "cuda"
+        self.own_fp8 = setup.storage.value == "fp8"
+        self.fp8 = (self.own_fp8 or setup.launch.fp8 == "AO") and setup.hardware.device == "cuda"
         self.operations: dict[str, list[list[int]]] = {}
         self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
         self.flat = False
@@ -246,8 +246,8 @@ class FirstStep(TrainerCallback):
         if self.flat and self.attention in (*attention_choice.IMPLEMENTATIONS, "flex_attention"):
             add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
         if self.fp8:
-            got = f"{self.fp8_gemms} fp8 GEMMs"
-            add("fp8 products", "> 0", got, how, ok=self.fp8_gemms > 0, code=code)
+            got, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
+            add("fp8 products", f"at least {least}", got, how, ok=self.fp8_gemms >= least, code=code)
         if self.add_loss:
             self.add_loss(sorted(self.operations), self.micro_batches, self.ledger)
         self.rounding.add_receipt(self.ledger)
@@ -263,6 +263,14 @@ class FirstStep(TrainerCallback):
             whole, self.graphs = not breaks and not over, graphs
             add("speed.compile", "0 graph breaks", got, how, ok=whole or self.compiled.reason != "asked for")
         self.ledger.check()
+
+    def _fp8_products(self, model: Any) -> int:
+        """Those of a forward through the decoder; 1 where layers lend others their keys, or by torchao."""
+        layers = apply.decoder_layers(model)
+        text = model.config.get_text_config() if layers else None
+        if not self.own_fp8 or getattr(text, "num_kv_shared_layers", 0):
+            return 1
+        return max(1, fp8_base.products(layers))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.compiled and self.graphs:

@@ -18,7 +18,7 @@ from finetune.hardware import Hardware
 from finetune.launch_env import sharded
 from finetune.receipts import Ledger
 from finetune.sections import Speed
-from finetune.speed import apply, attention
+from finetune.speed import apply, attention, fp8, fp8_base
 from finetune.speed.apply import Work, decoder_layers
 from finetune.speed.fuse import Fused
 
@@ -209,3 +209,22 @@ def test_sharded_weights_are_not_held_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert chosen.value == "off" and "FSDP splits the weights" in chosen.reason
     with pytest.raises(UserError, match="FSDP splits the weights"):
         apply.choose_fused(True, model, CPU, sharded())
+
+
+@pytest.mark.parametrize(("fused", "count"), [(False, 7), (True, 4)])
+def test_fp8_products_of_a_forward_are_counted(fused: bool, count: int, monkeypatch) -> None:
+    """q, k, v as one, and gate and up; the receipt of a run on a GPU asks for as many GEMMs."""
+    model = adapted(ranked(), dtype=torch.float32, base="fp8")
+    layers = decoder_layers(model)
+    if fused:
+        Fused(model, layers)
+    ran, own = [0], fp8.product
+
+    def counting(*given: Any) -> torch.Tensor:
+        ran[0] += 1
+        return own(*given)
+
+    monkeypatch.setattr(fp8, "product", counting)
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert fp8_base.products(layers) == ran[0] == count * len(layers)

@@ -170,6 +170,23 @@ def add_receipt(base: Any, ledger: Ledger) -> None:
     ledger.add("speed.base", "fp8", got, how, ok=bool(layers))
 
 
+def products(layers: list[Any]) -> int:
+    """fp8 products of a forward pass through decoder layers: one for each stack of fused layers, and for each
+    layer that is in none."""
+    stacks: dict[int, int] = {}
+    alone: dict[int, Fp8Linear] = {
+        id(m): m for layer in layers for m in layer.modules() if isinstance(m, Fp8Linear)
+    }
+    for module in (m for layer in layers for m in layer.modules() if hasattr(m, "finetune_fused")):
+        for stack in module.finetune_fused:
+            if hasattr(stack, "stored"):
+                stacks[id(stack)] = len(stack.stored) == 2  # codes and scales
+                for one in stack.layers:
+                    for inside in one.modules():
+                        alone.pop(id(inside), None)
+    return sum(stacks.values()) + len(alone)
+
+
 def pack(base: Any) -> None:
     """Codes as FSDP can split them: see `Fp8Linear.pack`."""
     for layer in base.modules():
