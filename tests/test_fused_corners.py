@@ -18,7 +18,7 @@ from finetune.hardware import Hardware
 from finetune.launch_env import sharded
 from finetune.receipts import Ledger
 from finetune.sections import Speed
-from finetune.speed import apply, attention, fp8, fp8_base
+from finetune.speed import apply, attention, fp8, fp8_base, lora
 from finetune.speed.apply import Work, decoder_layers
 from finetune.speed.fuse import Fused
 
@@ -228,3 +228,21 @@ def test_fp8_products_of_a_forward_are_counted(fused: bool, count: int, monkeypa
     with torch.no_grad():
         model(input_ids=IDS)
     assert fp8_base.products(layers) == ran[0] == count * len(layers)
+
+
+@pytest.mark.parametrize("place", ["product", "input_gradient"])
+def test_a_kernel_that_does_not_fit_leaves_the_layer_to_peft(place: str, monkeypatch) -> None:
+    """In forward or in backward, whose tiles may want more of a GPU's shared memory than it has."""
+
+    def too_large(*given: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    model = adapted(ranked(), dtype=torch.float32)
+    loss, gradients = step(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, place, too_large)
+        fused = Fused(model, decoder_layers(model))
+    (reason,) = fused.left
+    assert "fails here: out of resource" in reason and (fused.served, fused.left[reason]) == (0, 14)
+    ours, our_gradients = step(model)
+    assert torch.equal(ours, loss) and worst(our_gradients, gradients) == 0
