@@ -21,7 +21,7 @@ from typing import Any
 import gpu
 from gpu_inputs import SHAPES, document_lengths
 
-from finetune import gpus, plan, recipe
+from finetune import gpus, plan, plan_rows, recipe
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "plan.json"
@@ -52,7 +52,7 @@ def compare() -> dict[str, dict[str, Any]]:
         place = Path(folder)
         (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**16}) + "\n")
         lengths = document_lengths(10**6, random.Random(0))
-        lines = [json.dumps({"text": "w" * plan.CHARACTERS * length}) for length in lengths]
+        lines = [json.dumps({"text": "w" * plan_rows.CHARACTERS * length}) for length in lengths]
         (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
         for name, row in measured.items():
             if name in ours and "failed" not in row:

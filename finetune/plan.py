@@ -9,13 +9,10 @@ for the split, `estimate` for fused forwards, compiling and recomputation.
 from __future__ import annotations
 
 import copy
-import json
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune import (
     adapter_types,
@@ -29,10 +26,10 @@ from finetune import (
     optimizers,
     plan_launch,
     plan_memory,
+    plan_rows,
     plan_time,
 )
-from finetune.batch import Batch, count_steps, split_batch
-from finetune.data import load
+from finetune.batch import Batch, split_batch
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice, Hardware
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
@@ -40,26 +37,12 @@ from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.plan_launch import Share
+    from finetune.plan_rows import Rows
     from finetune.recipe import Recipe
-    from finetune.sections import Data
 
 CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
 CPU_GIB = 1.5  # of a process with the libraries imported
-CHARACTERS = 4  # of a token, in text that is not tokenised here
-SAMPLED = 500  # rows
 COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
-
-
-class Rows(NamedTuple):
-    """What can be said of the data without its tokenizer."""
-
-    number: int
-    tokens: float
-    """Of a row, on average."""
-    padded: float
-    """Of a row as it is computed: as long as the longest of its batch."""
-    attended: float
-    """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +69,8 @@ class Plan:
     notes: tuple[str, ...]
     by: Sharding
     """How several processes share the training."""
+    refused: str = ""
+    """Why a run would not take the data."""
     sent: tuple[float, float] = (0.0, 0.0)
     """Bytes that leave a GPU in a step, and bytes/s at which they do; 0: not known."""
 
@@ -180,8 +165,9 @@ def under(
     found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
     base, attention = storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes)
-    rows = rows_of(recipe.data, batch.per_device)
-    steps = known_steps(recipe, rows, batch, processes)
+    rows = plan_rows.rows_of(recipe.data, batch.per_device)
+    steps = plan_rows.known_steps(recipe.train, rows, batch, processes)
+    long, refused = plan_rows.too_long(rows, recipe.data)
     has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length
@@ -228,6 +214,7 @@ def under(
         source=source,
         notes=tuple(notes),
         by=by,
+        refused=long if refused else "",
         sent=(sum(moved), link) if processes > 1 else (0.0, 0.0),
     )
 
@@ -318,9 +305,8 @@ def _notes(
     if steps is None:
         said.append("not known: how many steps; the rows of the data are counted when it is prepared")
     if rows is not None and not recipe.data.packing and recipe.train.max_steps is None:
-        said.append(
-            f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens ({CHARACTERS} characters a token)"
-        )
+        said.append(f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens ({rows.how})")
+    said += [long] if (long := plan_rows.too_long(rows, recipe.data)[0]) else []
     if too_large:
         auto, length = recipe.eval.batch_size == "auto", recipe.data.max_length
         many = "even one row" if auto else f"{recipe.eval.batch_size} rows at once"
@@ -336,69 +322,6 @@ def flops(found: Any, has: Any, full: bool) -> float:
     one = estimate.widths(found.config)
     frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + one.vocabulary * one.hidden
     return (6.0 if full else 4.0) * frozen + (6.0 * has.trained if has.rank else 0.0)
-
-
-def rows_of(data: Data, at_once: int) -> Rows | None:
-    """Rows of local jsonl files, counted, and their tokens, from a sample; `None` for other data.
-
-    Args:
-        at_once: rows of a batch, which are as long as the longest of them.
-    """
-    lines, lengths = 0, list[float]()
-    if data.streaming:
-        return None
-    for source in load.sources(data):
-        paths = load.files(source.name, "data.name")
-        if not paths or any(path.suffix != ".jsonl" for path in paths):
-            return None
-        for path in paths:
-            with path.open("rb") as file:
-                lengths += [_characters(line) / CHARACTERS for line in islice(file, SAMPLED)]
-            lines += round(_lines(path) * source.weight)
-    lines, longest = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
-    if not lengths:
-        return None
-    kept = [length for length in lengths if length <= longest] or [longest]
-    attended = sum(length**2 for length in kept) / sum(kept)
-    if data.packing or data.too_long == "split":
-        rows = max(1, round(lines * sum(lengths) / len(lengths) / longest))
-        return Rows(rows, longest, longest, attended if data.packing else longest)
-    batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
-    padded = kept if data.padding_free else [max(batch) for batch in batches]
-    mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
-    return Rows(
-        round(lines * len(kept) / len(lengths)), mean, longest, attended if data.padding_free else longest
-    )
-
-
-def _characters(line: bytes) -> int:
-    """Of all texts in a row."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return 0
-
-    def texts(part: Any) -> int:
-        if isinstance(part, str):
-            return len(part)
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        return sum(map(texts, inner))
-
-    return texts(value)
-
-
-def _lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
-
-
-def known_steps(recipe: Recipe, rows: Rows | None, batch: Batch, processes: int) -> int | None:
-    """Optimizer steps of the run, if they can be known before the data is prepared."""
-    if recipe.train.max_steps is not None:
-        return recipe.train.max_steps
-    if rows is None or rows.number < batch.effective:
-        return None
-    return count_steps(recipe.train, rows.number, batch, processes)
 
 
 def cpu_rate(recipe: Recipe) -> float:

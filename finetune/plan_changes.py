@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune import adapter_types, gpus, launch, plan, plan_launch
+from finetune import adapter_types, gpus, launch, plan, plan_launch, plan_rows
 from finetune.errors import UserError
 from finetune.recipe import load
 
@@ -75,7 +75,7 @@ def changes(
             made = plan.make(changed, now.machine, now.processes, cpu_rate, by)
         except UserError:
             continue  # a run would refuse it
-        if made.fits and (not now.fits or _faster(now, made)):
+        if made.fits and not made.refused and (not now.fits or _faster(now, made)):
             found.append(Change(change, cost, made))
     found.sort(key=lambda one: (-(one.plan.tokens_per_second or 0.0), one.plan.peak))
     enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
@@ -113,7 +113,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
     if recipe.data.max_length >= 1024:
         length = recipe.data.max_length // 2
-        less.append((f"data.max_length={length}", "rows that are longer are dropped, or their prompts cut"))
+        less.append((f"data.max_length={length}", _shorter(recipe, length)))
     if now.fits:
         yield from (((change,), cost) for change, cost in [*less, *faster(recipe, now)])
         return
@@ -123,6 +123,15 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         for second in less:
             if first in costs and second[0].partition("=")[0] != first.partition("=")[0]:
                 yield (first, second[0]), "; ".join(dict.fromkeys((costs[first], second[1])))
+
+
+def _shorter(recipe: Recipe, length: int) -> str:
+    """What a shorter `data.max_length` does to the rows."""
+    data = recipe.data.model_copy(update={"max_length": length})
+    rows = plan_rows.rows_of(data, 1)
+    if rows is None:
+        return "rows that are longer are dropped, or their prompts cut; how many is not known"
+    return plan_rows.too_long(rows, data)[0] or "no row is longer"
 
 
 def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
@@ -169,6 +178,7 @@ def show(screen: Screen, recipe: Recipe, now: Plan, found: list[Change], price: 
 def headline(recipe: Recipe, now: Plan) -> str:
     """One sentence: does it fit, how fast, how long."""
     verdict = "fits" if now.fits else "does not fit"
+    verdict = f"a run would refuse its rows; {verdict}" if now.refused else verdict
     text = (
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
     )

@@ -58,7 +58,7 @@ LAYERS = (
     ("measured",),
     ("ablate_table",),
     ("plan_launch",),
-    ("plan_memory", "plan_time"),
+    ("plan_memory", "plan_rows", "plan_time"),
     ("harness", "check"),
     ("results",),
     ("evaluate", "validate"),

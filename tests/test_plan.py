@@ -7,12 +7,11 @@ import subprocess
 import sys
 import time
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import MODEL, QUICKSTART, ROOT, in_four_bits, module_of
+from conftest import LLAMA_8B, MODEL, QUICKSTART, ROOT, in_four_bits, module_of, planned
 
 from finetune import (
     adapters,
@@ -34,39 +33,11 @@ from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.sections import Model
 
-LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch, tmp_path) -> None:
     """No ceilings of this machine but a test's own."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def large(tmp_path) -> Path:
-    """A recipe of LoRA on an 8B Llama, of which there is only the config."""
-    (tmp_path / "8b").mkdir()
-    (tmp_path / "8b" / "config.json").write_text(json.dumps(LLAMA_8B))
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({"text": "word " * 2000}) + "\n" for _ in range(9))
-    )
-    text = f"""
-    model: {{name: {tmp_path}/8b}}
-    data: {{name: {tmp_path}/rows.jsonl, format: text, train_on: all, max_length: 4096}}
-    adapter: {{type: lora, r: 16}}
-    train: {{effective_batch_size: 4, max_steps: 1000}}
-    """
-    (tmp_path / "large.yaml").write_text(text)
-    return tmp_path / "large.yaml"
-
-
-def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> plan.Plan:
-    return plan.make(recipe.load(path, overrides), *plan.planned_machine(gpu, count))
 
 
 def adapted(*overrides: str) -> tuple[Any, plan_memory.Adapted, architecture.Architecture]:
@@ -352,13 +323,6 @@ def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
     assert "1 x CPU" in text and "fits" in text and "a layer timed here" in text and "cost" in text
     assert cli.main(["plan", str(QUICKSTART), "--gpus", "2"]) == 2
     assert "there is no GPU here; say which one" in capsys.readouterr().err
-
-
-def test_rows_are_counted_and_steps_follow(large) -> None:
-    made = planned(large, "train.max_steps=null", "train.num_train_epochs=2")
-    assert made.steps == 2 * 3 and made.row_tokens == pytest.approx(2500, rel=0.01)  # 9 rows, 4 a step
-    packed = planned(large, "data.packing=true")
-    assert packed.row_tokens == 4096 and packed.choices["attention"].value in ("varlen", "flex_attention")
 
 
 def test_durations_read_well() -> None:
