@@ -286,7 +286,7 @@ def _parts(
             "a layer timed here",
             0.0,
         )
-    rates = plan_time.rates_of(machine.name, attention, step)
+    rates = plan_time.rates_of(machine.name, attention, step, estimate.widths(found.config))
     if rates is None:
         return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
     made = plan_time.seconds(found.config, has, found.linear, kept, step, rates)
@@ -326,5 +326,6 @@ def flops(found: Any, has: Any, full: bool) -> float:
 
 def cpu_rate(recipe: Recipe) -> float:
     """FLOP/s of a layer of this model on this CPU: as `finetune doctor --measure` found it, or timed now."""
-    found = measure.read("CPU")
-    return found["layer"] if found else measure.layer(estimate.widths(architecture.read(recipe.model).config))
+    one = estimate.widths(architecture.read(recipe.model).config)
+    found, _ = measure.read_for("CPU", one)
+    return found["layer"] if found else measure.layer(one)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune import attention_choice, estimate, gpus, measure, plan_launch
 
 if TYPE_CHECKING:
-    from finetune.estimate import Keeps
+    from finetune.estimate import Keeps, Widths
     from finetune.plan_memory import Adapted
 
 # Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
@@ -76,14 +76,15 @@ class Step(NamedTuple):
     base: float = 0.0  # bytes of all weights, as they are gathered where they are divided
 
 
-def rates_of(name: str, attention: str, step: Step) -> Rates | None:
-    """Rates of a GPU by its name: as they were measured on it, or from the shares above.
+def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None:
+    """Rates of a GPU by its name: as they were measured on it at shapes like a model's, or from the shares
+    above.
 
     `None` if it is not in the table.
     """
-    known, measured = shipped(name, attention, step), measure.read(name)
+    known, (measured, why) = shipped(name, attention, step), measure.read_for(name, one)
     if known is None or measured is None:
-        return known
+        return known and known._replace(source="; ".join(filter(None, (known.source, why))))
     found = {key: measured[key] for key in ("product", "fp8", "bandwidth", "link") if measured.get(key)}
     if attention in ("sdpa", "cudnn"):
         found |= {key: measured[key] for key in ("forward", "backward")}

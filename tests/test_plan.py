@@ -20,7 +20,6 @@ from finetune import (
     estimate,
     gpus,
     hardware,
-    measure,
     model,
     plan,
     plan_changes,
@@ -292,27 +291,6 @@ def test_experts_are_said_to_be_unknown(large) -> None:
     made = planned(large)
     assert made.step_seconds is None and any("has experts" in note for note in made.notes)
     assert sum(made.phases["load"].values()) > 1
-
-
-def test_ceilings_of_a_gpu_are_used_and_said(large) -> None:
-    before = planned(large)
-    rates = {"date": "2026-11-22", "product": 300e12, "fp8": 600e12, "forward": 2e14, "backward": 2e14}
-    path = measure.file_of(before.machine.name)
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({**rates, "bandwidth": 2e12}))
-    after = planned(large)
-    assert "doctor --measure" in after.source and "doctor" not in before.source
-    assert (after.step_seconds or 0) > 1.8 * (before.step_seconds or 0)
-
-
-def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(measure, "SECONDS", {"cpu": 0.02})
-    assert cli.main(["doctor", str(QUICKSTART), "--measure"]) == 0
-    found = measure.read("CPU")
-    assert found and {"product", "forward", "backward", "bandwidth", "layer"} <= found.keys()
-    assert all(found[name] > 1e8 for name in ("product", "forward", "backward", "bandwidth", "layer"))
-    assert "TFLOP/s" in capsys.readouterr().out
-    assert plan.cpu_rate(recipe.load(QUICKSTART)) == found["layer"]
 
 
 def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
