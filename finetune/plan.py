@@ -80,8 +80,14 @@ class Plan:
         return max(sum(self.phases[name].values()) for name in ("load", "step", "save"))
 
     @property
+    def host(self) -> float:
+        """GiB of the CPU's memory that one process fills with what leaves its GPU."""
+        return sum(self.phases.get(plan_memory.HOST, {}).values())
+
+    @property
     def fits(self) -> bool:
-        return self.peak <= self.usable
+        room = self.machine.host_gib
+        return self.peak <= self.usable and (room is None or self.host * self.processes <= room)
 
     @property
     def step_seconds(self) -> float | None:
@@ -118,7 +124,10 @@ def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]
                 Problem("there is no GPU here; say which one", "--gpus", found=str(count), fix=fix)
             )
         return here, 1
-    return here, count or int(os.environ.get("WORLD_SIZE", here.count))
+    from finetune import state  # imports torch, as `detect` has
+
+    room = state.available() / 2 / estimate.GIB  # as in a run, which leaves others half of it
+    return replace(here, host_gib=room), count or int(os.environ.get("WORLD_SIZE", here.count))
 
 
 def make(
@@ -179,6 +188,8 @@ def under(
     gathered = partial(plan_memory.gathered, found, base.value, precision)
     share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
     memory, usable = room(recipe, machine, found, has, kept, base.value, precision, tokens, share)
+    if machine.host_gib is not None:
+        memory = memory._replace(host=machine.host_gib / processes)
     recompute = estimate.choose_recompute(recipe.speed.recompute, memory, machine, recipe.speed.offload)
     splits = by.name if by.weights else ""
     if problem := estimate.against_graphs(recipe.speed.compile, recompute.value, splits):
@@ -194,9 +205,14 @@ def under(
     spans = max(1, round(rows.attended)) if rows else length
     flat = recipe.data.packing or recipe.data.padding_free
     step = plan_time.Step(passed, spans, batch.accumulation, base.value, full, again, halves, processes, flat)
-    step = step._replace(by=by, base=gathered(full=False, layers=memory.layers) * estimate.GIB)
+    gone = phases.get(plan_memory.HOST, {})
+    step = step._replace(
+        by=by, base=gathered(full=False, layers=memory.layers) * estimate.GIB,
+        leaving=gone.get("activations", 0.0) * estimate.GIB * passed / tokens, stepped="optimizer" in gone,
+    )  # fmt: skip
     parts, source, link = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
     notes = _notes(found, has, recipe, rows, steps, sum(phases["evaluation"].values()) > usable)
+    notes += _away(gone, machine.host_gib, processes)
     moved = plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation)
     choices = {"base": base, "attention": attention, "fused": fused}
     return Plan(
@@ -314,6 +330,20 @@ def _notes(
         said.append(f"evaluation would not fit: {many} of {length} tokens, all of which carry loss{remedy}")
     if has.dropout:
         said.append("what dropout keeps is computed, not measured")
+    return said
+
+
+def _away(gone: dict[str, float], room: float | None, processes: int) -> list[str]:
+    """What leaves for the CPU's memory, beside what there may be of it."""
+    if not gone:
+        return []
+    each = "" if processes == 1 else f" of each of {processes} processes"
+    has = "a run takes half of what is free, which of another machine is not known"
+    has = has if room is None else f"{room:,.0f} GiB of it may be taken, half of what is free"
+    said = [f"{sum(gone.values()):,.1f} GiB{each} go to the CPU's memory; {has}"]
+    if "optimizer" in gone:
+        rate = f"{plan_time.HOST_ADAMW / 1e9:,.0f} GB/s of the CPU's memory"
+        said.append(f"the optimizer on the CPU is planned at {rate}, which is a guess")
     return said
 
 
