@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from finetune.modules import Names
     from finetune.sections import Model
 
-# Decoders of Llama's layers: q, k, v, o; gate, up, down. Norms of a layer, in hidden sizes
+# Decoders of Llama's layers: q, k, v, o; gate, up, down. Norms of a layer
+BEFORE = ("input_layernorm", "post_attention_layernorm")
+AROUND = (*BEFORE, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 NORMS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2"), 2),
-    "gemma2": 4,
-    "gemma3_text": 4,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite"), BEFORE),
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma2": AROUND,
+    "gemma3_text": AROUND,
 }
 BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj")}
 HEAD_NORMS = ("qwen3", "gemma3_text")  # a norm of one head for queries, one for keys
@@ -146,7 +149,7 @@ def _as_llama(config: Any) -> dict[str, tuple[int, ...]]:
         kind = "attention_bias" if "self_attn" in name else "mlp_bias"
         if getattr(config, kind, False) or modules.short(name) in BIASED.get(family, ()):
             layer[f"{name}.bias"] = (outputs,)
-    layer |= {f"norm_{index}.weight": (hidden,) for index in range(NORMS[family])}
+    layer |= {f"{name}.weight": (hidden,) for name in NORMS[family]}
     if family in HEAD_NORMS:
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
     if family == "olmo2":

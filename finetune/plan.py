@@ -23,13 +23,15 @@ from finetune import (
     gpus,
     hardware,
     measure,
+    modules,
     optimizers,
     plan_launch,
     plan_memory,
+    plan_notes,
     plan_rows,
     plan_time,
 )
-from finetune.batch import Batch, split_batch
+from finetune.batch import MARGIN, Batch, sizes, split_batch
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice, Hardware
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
@@ -37,7 +39,6 @@ from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.plan_launch import Share
-    from finetune.plan_rows import Rows
     from finetune.recipe import Recipe
 
 CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
@@ -170,7 +171,61 @@ def launch_of(recipe: Recipe, machine: Hardware) -> Choice:
 def under(
     recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
 ) -> Plan:
-    """The plan of a recipe under a launch."""
+    """The plan of a recipe under a launch; of `per_device_train_batch_size: auto` with the largest batch that
+    fits, by the rule of `batch_search`. What is recomputed is chosen for a single row, as in a run.
+
+    Raises:
+        UserError: such a search where weights are split (exit 3); what a run would refuse.
+    """
+    refuse(recipe, machine, processes, by)
+    if recipe.train.per_device_train_batch_size != "auto":
+        return at_once(recipe, machine, processes, by, cpu_rate)
+    if by.weights:
+        what, fix = f"can't be searched: {by.name} splits the weights only later", "a number"
+        problem = Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+    def of(rows: int, recompute: str | int) -> Plan:
+        train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
+        speed = recipe.speed.model_copy(update={"recompute": recompute})
+        asked = recipe.model_copy(update={"train": train, "speed": speed})
+        return at_once(asked, machine, processes, by, cpu_rate)
+
+    chosen = of(1, recipe.speed.recompute)
+    recompute = chosen.choices["recompute"]
+    usable = MARGIN * (machine.memory_gib - (CONTEXT_GIB if machine.device == "cuda" else 0.0))
+    again = int(recompute.value.split()[0]) if " of " in recompute.value else recompute.value
+    for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
+        made = of(rows, again)
+        if made.peak > usable:
+            break
+        chosen = made
+    note = plan_notes.searched(chosen.batch.per_device, recipe.data.max_length, MARGIN)
+    choices, usable = {**chosen.choices, "recompute": recompute}, min(usable, chosen.usable)
+    return replace(chosen, choices=choices, usable=usable, notes=(*chosen.notes, note))
+
+
+def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> None:
+    """What `check` and a run refuse: names that nothing in the model answers to, and what an optimizer
+    can't do under such a launch.
+
+    Raises:
+        UserError: exit 2; of the optimizer and offloading 3.
+    """
+    found, kind = architecture.read(recipe.model), adapter_types.find(recipe.adapter.type)
+    any_module = kind.peft in adapter_types.NOT_LINEAR
+    problems = modules.problems(recipe.adapter.options(), found.names, any_module=any_module)
+    if problems:
+        raise UserError(*problems)
+    launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
+    none = Choice("", "")
+    optimizers.check(recipe.train, recipe.speed, hardware.Setup(machine, launched, none, none))
+
+
+def at_once(
+    recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
+) -> Plan:
+    """The plan of a recipe under a launch, its batch split as the recipe says."""
     found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
     base, attention = storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes)
@@ -211,8 +266,11 @@ def under(
         leaving=gone.get("activations", 0.0) * estimate.GIB * passed / tokens, stepped="optimizer" in gone,
     )  # fmt: skip
     parts, source, link = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
-    notes = _notes(found, has, recipe, rows, steps, sum(phases["evaluation"].values()) > usable)
-    notes += _away(gone, machine.host_gib, processes)
+    sections = recipe.data, recipe.train, recipe.eval
+    notes = plan_notes.of_recipe(
+        found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
+    )
+    notes += plan_notes.of_machine(gone, machine.host_gib, processes)
     moved = plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation)
     choices = {"base": base, "attention": attention, "fused": fused}
     return Plan(
@@ -307,44 +365,6 @@ def _parts(
         return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
     made = plan_time.seconds(found.config, has, found.linear, kept, step, rates)
     return made, rates.source, rates.link
-
-
-def _notes(
-    found: Any, has: Any, recipe: Recipe, rows: Rows | None, steps: int | None, too_large: bool
-) -> list[str]:
-    """What is not known, or taken for something."""
-    what = f"not known: {found.unknown}; weights are counted, what backward keeps is taken for Llama's"
-    said = [what] if found.unknown else []
-    said += [has.unknown] if has.unknown else []
-    if plan_memory.state_bytes(optimizers.asked(recipe.train)) is None:
-        said.append(f"the state of {optimizers.asked(recipe.train)} is not known here; taken as AdamW's")
-    if steps is None:
-        said.append("not known: how many steps; the rows of the data are counted when it is prepared")
-    if rows is not None and not recipe.data.packing and recipe.train.max_steps is None:
-        said.append(f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens ({rows.how})")
-    said += [long] if (long := plan_rows.too_long(rows, recipe.data)[0]) else []
-    if too_large:
-        auto, length = recipe.eval.batch_size == "auto", recipe.data.max_length
-        many = "even one row" if auto else f"{recipe.eval.batch_size} rows at once"
-        remedy = "" if auto else "; eval.batch_size=auto takes what fits"
-        said.append(f"evaluation would not fit: {many} of {length} tokens, all of which carry loss{remedy}")
-    if has.dropout:
-        said.append("what dropout keeps is computed, not measured")
-    return said
-
-
-def _away(gone: dict[str, float], room: float | None, processes: int) -> list[str]:
-    """What leaves for the CPU's memory, beside what there may be of it."""
-    if not gone:
-        return []
-    each = "" if processes == 1 else f" of each of {processes} processes"
-    has = "a run takes half of what is free, which of another machine is not known"
-    has = has if room is None else f"{room:,.0f} GiB of it may be taken, half of what is free"
-    said = [f"{sum(gone.values()):,.1f} GiB{each} go to the CPU's memory; {has}"]
-    if "optimizer" in gone:
-        rate = f"{plan_time.HOST_ADAMW / 1e9:,.0f} GB/s of the CPU's memory"
-        said.append(f"the optimizer on the CPU is planned at {rate}, which is a guess")
-    return said
 
 
 def flops(found: Any, has: Any, full: bool) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune import adapter_types, gpus, launch, plan, plan_launch, plan_rows
+from finetune import adapter_types, gpus, launch, plan, plan_launch, plan_notes, plan_rows
 from finetune.errors import UserError
 from finetune.recipe import load
 
@@ -109,7 +109,8 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less += [("speed.recompute=auto", "the same numbers"), ("speed.recompute=all", "the same numbers")]
     if speed.offload == "none" and now.machine.device == "cuda":
         less.append(("speed.offload=activations", "the same numbers; memory of the CPU"))
-    for size in {1, per_device // 2} - {0, per_device}:
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    for size in set() if searched else {1, per_device // 2} - {0, per_device}:
         less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
     if recipe.data.max_length >= 1024:
         length = recipe.data.max_length // 2
@@ -147,7 +148,8 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
         yield "speed.offload=none", "the same numbers"
     if not recipe.data.packing and not recipe.data.streaming:
         yield "data.packing=true", "several rows in one, so fewer and fuller steps"
-    if now.batch.effective // now.processes % (2 * per_device) == 0:
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    if not searched and now.batch.effective // now.processes % (2 * per_device) == 0:
         yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
     if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
         yield f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}", "no trained magnitudes"
@@ -178,6 +180,9 @@ def show(screen: Screen, recipe: Recipe, now: Plan, found: list[Change], price: 
 def headline(recipe: Recipe, now: Plan) -> str:
     """One sentence: does it fit, how fast, how long."""
     verdict = "fits" if now.fits else "does not fit"
+    scored = plan_notes.evaluates(recipe.data, recipe.eval)
+    if now.fits and scored and sum(now.phases["evaluation"].values()) > now.usable:
+        verdict = "training fits, evaluation does not"
     verdict = f"a run would refuse its rows; {verdict}" if now.refused else verdict
     text = (
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
@@ -212,7 +217,10 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
     yield "rates", now.source
     yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
     if now.seconds:
-        yield "training", duration(now.seconds)
+        yield (
+            "training",
+            f"{duration(now.seconds)}, without evaluation and saving, as energy and cost",
+        )
         hours = now.seconds * now.processes / 3600
         gpu = gpus.of_device(now.machine.name) if now.machine.device == "cuda" else None
         if gpu:

@@ -59,6 +59,7 @@ LAYERS = (
     ("ablate_table",),
     ("plan_launch",),
     ("plan_memory", "plan_rows", "plan_time"),
+    ("plan_notes",),
     ("harness", "check"),
     ("results",),
     ("evaluate", "validate"),

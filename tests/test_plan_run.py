@@ -1,0 +1,89 @@
+"""A plan beside what a run does: what it refuses, how many rows at once it finds, what it says beside."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import QUICKSTART, planned
+
+from finetune import batch, cli, plan, plan_changes, plan_launch, recipe
+from finetune.errors import UserError
+
+SHORT = ("data.max_length=1024", "data.too_long=split", "train.effective_batch_size=96", "speed.compile=true")
+AUTO = "train.per_device_train_batch_size=auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "said", "code"),
+    [
+        (("adapter.target_modules=[q_porj]",), "h200", "matches no module of this model", 2),
+        (("adapter.layers_to_transform=[40]",), "h200", "layers_to_transform", 2),
+        (("train.optim=paged_adamw_8bit",), "", "there is no GPU here whose memory could be paged", 3),
+        (("speed.offload=activations",), "", "there is no GPU here to take memory off", 3),
+    ],
+)
+def test_what_a_run_refuses_is_not_planned(
+    large, capsys, given: tuple[str, ...], gpu: str, said: str, code: int
+) -> None:
+    """Also where there is the config of a model alone, whose names follow from it."""
+    where = [str(large), "--gpu", gpu] if gpu else [str(QUICKSTART)]
+    assert cli.main(["plan", *where, *given]) == code
+    assert said in capsys.readouterr().err
+    assert cli.main(["plan", str(large), "--gpu", "h200", "adapter.modules_to_save=[norm]"]) == 0
+
+
+def test_an_offloaded_optimizer_is_for_one_process(large) -> None:
+    full = ("adapter.type=full", "speed.offload=optimizer", "train.effective_batch_size=8")
+    with pytest.raises(UserError, match="torchao's offloaded optimizer is for one process"):
+        planned(large, *full, count=2)
+
+
+def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
+    """By the rule of batch_search: a divisor of the share, a tenth of memory to spare; what is recomputed was
+    chosen for one row."""
+    made = planned(large, *SHORT, AUTO, "speed.base=bf16", gpu="h100-80gb")
+    rows, one = made.batch.per_device, planned(large, *SHORT, "train.per_device_train_batch_size=1")
+    assert 1 < rows < 96 and 96 % rows == 0 and made.batch.accumulation == 96 // rows
+    most = batch.MARGIN * (made.machine.memory_gib - plan.CONTEXT_GIB)
+    assert made.usable <= most and made.fits
+    assert made.choices["recompute"].value == one.choices["recompute"].value == "none"
+    larger = next(size for size in batch.sizes(96, 96) if size > rows)
+    stated = (f"train.per_device_train_batch_size={larger}", "speed.recompute=none", "speed.base=bf16")
+    assert planned(large, *SHORT, *stated, gpu="h100-80gb").peak > most
+    assert any(f"=auto: {rows} rows of 1024 tokens at once" in note for note in made.notes)
+    given = [change for change, _ in plan_changes.candidates(recipe.load(large, [*SHORT, AUTO]), made)]
+    assert not any("per_device" in text for change in given for text in change)
+
+
+def test_no_batch_is_searched_where_weights_are_split(large) -> None:
+    loaded, machine = recipe.load(large, [*SHORT, AUTO]), plan.planned_machine("h200", 2)
+    with pytest.raises(UserError, match="FSDP2 splits the weights only later"):
+        plan.make(loaded, *machine, by=plan_launch.FSDP2)
+
+
+def test_evaluation_that_does_not_fit_is_in_the_first_line(large) -> None:
+    given = ["eval.batch_size=64", "speed.compile=true", "data.validation_fraction=0.2"]
+    made, loaded = planned(large, *given, gpu="rtx4090"), recipe.load(large, given)
+    assert made.fits and ": training fits, evaluation does not, " in plan_changes.headline(loaded, made)
+    auto = planned(large, *given, "eval.batch_size=auto", gpu="rtx4090")
+    assert ": fits, " in plan_changes.headline(loaded, auto)
+    none = recipe.load(large, ["eval.batch_size=64", "eval.general=false"])
+    assert ": fits, " in plan_changes.headline(none, made)  # nothing is evaluated
+
+
+def test_what_the_time_leaves_out_is_said(large) -> None:
+    rows = dict(plan_changes.times(planned(large), 2.0))
+    assert "without evaluation and saving, as energy and cost" in rows["training"]
+
+
+def test_more_gpus_than_a_host_has_are_said_to_be_planned_as_one(large) -> None:
+    many, eight = (planned(large, "train.effective_batch_size=64", count=count) for count in (64, 8))
+    assert any("64 GPUs are planned as on one host" in note for note in many.notes)
+    assert not any("one host" in note for note in eight.notes)
+
+
+def test_rows_whose_lengths_are_not_known_are_said(large) -> None:
+    assert any(
+        "rows: 5, of about 4,096 tokens, packed" in note for note in planned(large, "data.packing=true").notes
+    )
+    streamed = planned(large, "data.streaming=true")
+    assert any("rows are streamed: each is taken for 4096 tokens" in note for note in streamed.notes)
