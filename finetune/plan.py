@@ -39,7 +39,9 @@ from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.plan_launch import Share
+    from finetune.plan_rows import Rows
     from finetune.recipe import Recipe
+    from finetune.sections import Speed
 
 CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
 CPU_GIB = 1.5  # of a process with the libraries imported
@@ -236,35 +238,32 @@ def at_once(
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length
     fused = _fused(recipe, machine, base.value, by, full)
-    work = estimate.Work(tokens, flops(found, has, full) * tokens * batch.accumulation * (steps or 0))
-    compile = estimate.choose_compile(recipe.speed.compile, work if steps else None, machine)
+    compile = _compile(
+        recipe.speed, flops(found, has, full) * tokens * batch.accumulation, steps, machine, by
+    )
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
     kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
     gathered = partial(plan_memory.gathered, found, base.value, precision)
     share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
-    memory, usable = room(recipe, machine, found, has, kept, base.value, precision, tokens, share)
-    if machine.host_gib is not None:
-        memory = memory._replace(host=machine.host_gib / processes)
-    recompute = estimate.choose_recompute(recipe.speed.recompute, memory, machine, recipe.speed.offload)
-    splits = by.name if by.weights else ""
-    if problem := estimate.against_graphs(recipe.speed.compile, recompute.value, splits):
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+    stored = {"storage": base.value, "precision": precision, "tokens": tokens, "share": share}
+    room_of = partial(room, recipe, machine, found, has, **stored)
+    memory, usable = room_of(kept)
+    recompute = _recompute(recipe.speed, memory, machine, processes, by)
+    if kept.adapted and (by.weights or by.half):  # which a run's own choice does not know
+        kept = kept._replace(uncast=True)
+        memory, _ = room_of(kept)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
         longest=length, usable=usable,
     )  # fmt: skip
-    whole, mlps = estimate.split(recompute.value, memory.layers)
-    again, halves = whole / memory.layers, (mlps if memory.mlps else 0) / memory.layers
-    passed = batch.per_device * max(1, round(rows.padded)) if rows else tokens
-    spans = max(1, round(rows.attended)) if rows else length
-    flat = recipe.data.packing or recipe.data.padding_free
-    step = plan_time.Step(passed, spans, batch.accumulation, base.value, full, again, halves, processes, flat)
     gone = phases.get(plan_memory.HOST, {})
-    step = step._replace(
-        by=by, base=gathered(full=False, layers=memory.layers) * estimate.GIB,
-        leaving=gone.get("activations", 0.0) * estimate.GIB * passed / tokens, stepped="optimizer" in gone,
+    step = _step(recipe, rows, batch, memory, recompute)._replace(
+        storage=base.value, processes=processes, by=by, stepped="optimizer" in gone,
+        base=gathered(full=False, layers=memory.layers) * estimate.GIB,
     )  # fmt: skip
+    leaving = gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens
+    step = step._replace(leaving=leaving)
     parts, source, link = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
     sections = recipe.data, recipe.train, recipe.eval
     notes = plan_notes.of_recipe(
@@ -300,6 +299,38 @@ def _fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: 
         return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
     plain = "bfloat16" if storage in adapter_types.QUANTISED else hardware.STORED[storage]
     return estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
+
+
+def _step(
+    recipe: Recipe, rows: Rows | None, batch: Batch, memory: estimate.Memory, recompute: Choice
+) -> plan_time.Step:
+    """What a pass computes, and the share of the layers that it computes again."""
+    length = recipe.data.max_length
+    whole, mlps = estimate.split(recompute.value, memory.layers)
+    again, halves = whole / memory.layers, (mlps if memory.mlps else 0) / memory.layers
+    tokens = batch.per_device * (max(1, round(rows.padded)) if rows else length)
+    spans, full = max(1, round(rows.attended)) if rows else length, recipe.adapter.type == "full"
+    flat = recipe.data.packing or recipe.data.padding_free
+    return plan_time.Step(tokens, spans, batch.accumulation, "", full, again, halves, 1, flat)
+
+
+def _compile(speed: Speed, work: float, steps: int | None, machine: Hardware, by: Sharding) -> Choice:
+    """Whether layers would be compiled; `work`: FLOPs of a step."""
+    eager = f"not measured where {by.name} splits the weights" if by.weights else ""
+    asked = estimate.Work(0, work * (steps or 0), eager=eager)
+    return estimate.choose_compile(speed.compile, asked if steps or eager else None, machine)
+
+
+def _recompute(
+    speed: Speed, memory: estimate.Memory, machine: Hardware, processes: int, by: Sharding
+) -> Choice:
+    """What would be made again, as a run chooses it."""
+    if machine.host_gib is not None:
+        memory = memory._replace(host=machine.host_gib / processes)
+    chosen = estimate.choose_recompute(speed.recompute, memory, machine, speed.offload)
+    if problem := estimate.against_graphs(speed.compile, chosen.value, by.name if by.weights else ""):
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return chosen
 
 
 def room(

@@ -230,7 +230,7 @@ def passes(
         return 1.3 * forward, 1.3 * backward
     if not has.rank:  # IA3: products with a vector in fp32
         return forward + 20 * outputs, backward + 36 * outputs
-    cast = 0 if kept.four_bit else 1  # inputs to fp32 and back
+    cast = 0 if kept.four_bit or kept.uncast else 1  # inputs to fp32 and back
     forward += (2 + 8 * cast) * inputs + 12 * outputs
     backward += (8 + 12 * cast) * inputs + 12 * outputs
     if kept.columns:
