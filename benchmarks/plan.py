@@ -22,7 +22,7 @@ import gpu
 import multi_gpu
 from gpu_inputs import SHAPES, document_lengths
 
-from finetune import gpus, plan, plan_launch, plan_rows, recipe
+from finetune import gpus, plan, plan_launch, plan_tokens, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ def compare() -> dict[str, dict[str, Any]]:
         place = Path(folder)
         (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**17}) + "\n")
         lengths = document_lengths(10**6, random.Random(0))
-        lines = [json.dumps({"text": "w" * plan_rows.CHARACTERS * length}) for length in lengths]
+        lines = [json.dumps({"text": "w" * plan_tokens.CHARACTERS * length}) for length in lengths]
         (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
         for name, row in measured.items():
             if name not in ours or "failed" in row:

@@ -231,7 +231,7 @@ def at_once(
     found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
     base, attention = storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes)
-    rows = plan_rows.rows_of(recipe.data, batch.per_device)
+    rows = plan_rows.rows_of(recipe.data, recipe.model, batch.per_device)
     steps = plan_rows.known_steps(recipe.train, rows, batch, processes)
     long, refused = plan_rows.too_long(rows, recipe.data)
     has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)

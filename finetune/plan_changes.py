@@ -129,7 +129,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
 def _shorter(recipe: Recipe, length: int) -> str:
     """What a shorter `data.max_length` does to the rows."""
     data = recipe.data.model_copy(update={"max_length": length})
-    rows = plan_rows.rows_of(data, 1)
+    rows = plan_rows.rows_of(data, recipe.model, 1)
     if rows is None:
         return "rows that are longer are dropped, or their prompts cut; how many is not known"
     return plan_rows.too_long(rows, data)[0] or "no row is longer"

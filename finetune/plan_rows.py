@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from finetune import plan_tokens
 from finetune.batch import count_steps
 from finetune.data import load
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from finetune.batch import Batch
-    from finetune.sections import Data, Train
-
-CHARACTERS = 4  # of a token, in text that is not tokenised here
-SAMPLED = 500  # rows of a file
+    from finetune.sections import Data, Model, Train
 
 
 class Rows(NamedTuple):
@@ -35,43 +30,40 @@ class Rows(NamedTuple):
     """How their lengths are known."""
 
 
-def rows_of(data: Data, at_once: int) -> Rows | None:
+def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
     """Rows of local jsonl files, counted, and their tokens, from a sample; `None` for other data.
 
     Args:
         at_once: rows of a batch, which are as long as the longest of them.
     """
-    lines, lengths = 0, list[float]()
+    lines, every = 0, list[Path]()
     if data.streaming:
         return None
     for source in load.sources(data):
         paths = load.files(source.name, "data.name")
         if not paths or any(path.suffix != ".jsonl" for path in paths):
             return None
+        every += paths
         for path in paths:
-            with path.open("rb") as file:
-                lengths += [_characters(line) / CHARACTERS for line in islice(file, SAMPLED)]
             lines += round(_lines(path) * source.weight)
     lines, most = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
+    lengths, how = plan_tokens.lengths(data, model, every)
     if not lengths:
         return None
     long = sum(length > most for length in lengths) / len(lengths)
     kept = used(lengths, data)
     if not kept:
-        return Rows(0, most, most, most, long, HOW)
+        return Rows(0, most, most, most, long, how)
     attended = sum(length**2 for length in kept) / sum(kept)
     rows = lines * len(kept) / len(lengths)
     if data.packing:
         rows *= sum(kept) / len(kept) / most
-        return Rows(max(1, round(rows)), most, most, attended, long, HOW)
+        return Rows(max(1, round(rows)), most, most, attended, long, how)
     batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
     padded = kept if data.padding_free else [max(batch) for batch in batches]
     mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
     spans = attended if data.padding_free else longest
-    return Rows(max(1, round(rows)), mean, longest, spans, long, HOW)
-
-
-HOW = f"{CHARACTERS} characters a token"
+    return Rows(max(1, round(rows)), mean, longest, spans, long, how)
 
 
 def used(lengths: list[float], data: Data) -> list[float]:
@@ -107,22 +99,6 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
     if rows is None or rows.number < batch.effective:
         return None
     return count_steps(train, rows.number, batch, processes)
-
-
-def _characters(line: bytes) -> int:
-    """Of all texts in a row."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return 0
-
-    def texts(part: Any) -> int:
-        if isinstance(part, str):
-            return len(part)
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        return sum(map(texts, inner))
-
-    return texts(value)
 
 
 def _lines(path: Path) -> int:

@@ -58,6 +58,7 @@ LAYERS = (
     ("measured",),
     ("ablate_table",),
     ("plan_launch",),
+    ("plan_tokens",),
     ("plan_memory", "plan_rows", "plan_time"),
     ("plan_notes",),
     ("harness", "check"),

@@ -322,8 +322,10 @@ def test_packed_attention_is_slower_on_short_documents() -> None:
 
 
 @pytest.mark.alone
-def test_it_answers_in_five_seconds_without_torch(large) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "finetune", "plan", str(large), "--gpu", "rtx4090"]
+@pytest.mark.parametrize("tokenised", [False, True], ids=("a config alone", "with its tokenizer"))
+def test_it_answers_in_five_seconds_without_torch(large, tokenised: bool) -> None:
+    given = str(QUICKSTART if tokenised else large)
+    command = [sys.executable, "-X", "importtime", "-m", "finetune", "plan", given, "--gpu", "rtx4090"]
     begun = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert time.monotonic() - begun < 5

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import planned
+from conftest import MODEL, QUICKSTART, planned
 
-from finetune import plan_changes, plan_rows, recipe
-from finetune.sections import Data
+from finetune import check, plan_changes, plan_rows, plan_tokens, recipe
+from finetune.sections import Data, Model
 
 
 def test_rows_are_counted_and_steps_follow(large) -> None:
@@ -53,7 +53,7 @@ def test_rows_that_are_too_long_count_as_a_run_treats_them(
     tall: Path, too_long: str, rows: int, tokens: int, refused: bool
 ) -> None:
     data = Data(name=str(tall.parent / "rows.jsonl"), max_length=1500, too_long=too_long)  # pyright: ignore
-    found = plan_rows.rows_of(data, 1)
+    found = plan_rows.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
     assert found and found.long == 0.5
     assert (found.number, round(found.tokens)) == (rows, tokens)
     said, no = plan_rows.too_long(found, data)
@@ -63,6 +63,55 @@ def test_rows_that_are_too_long_count_as_a_run_treats_them(
 def test_packed_rows_are_made_of_those_that_are_kept(tall) -> None:
     name = str(tall.parent / "rows.jsonl")
     data = Data(name=name, max_length=1500, packing=True, expect={"dropped": 0.6})  # pyright: ignore
-    found = plan_rows.rows_of(data, 1)
+    found = plan_rows.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
     assert found and found.number == round(20 * 1000 / 1500)
     assert plan_rows.too_long(found, data)[1] is False
+
+
+def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
+    """The quickstart's chats: 118 tokens, 59 by characters."""
+    loaded = recipe.load(QUICKSTART)
+    found = plan_rows.rows_of(loaded.data, loaded.model, 1)
+    report = check.prepare_data(loaded)[1].report["train"]
+    assert found and found.number == report.kept
+    assert found.tokens == pytest.approx(report.tokens / report.kept, rel=0.01)
+    assert any(
+        "by the model's tokenizer and template, from 500 of them" in note
+        for note in planned(QUICKSTART).notes
+    )
+
+
+def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
+    texts = ["a word or two", "another " * 40, "x" * 3 * plan_tokens.TOKENISED]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:2]))
+    data, model = Data(name=str(tmp_path / "t.jsonl"), format="text", train_on="all"), Model(name=str(MODEL))
+    path = tmp_path / "t.jsonl"
+    exact, how = plan_tokens.lengths(data, model, [path])
+    loaded = recipe.load(
+        QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
+    )
+    rows = check.prepare_data(loaded)[1].train
+    assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how  # pyright: ignore
+    with path.open("a") as file:
+        file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")
+    more, how = plan_tokens.lengths(data, model, [path])
+    assert more[:2] == exact and more[3] == 0 and "from 2 of them" in how
+    assert more[2] == pytest.approx(len(texts[2]) * sum(exact) / sum(map(len, texts[:2])))
+
+
+def test_without_a_tokenizer_or_template_characters_are_counted(tmp_path) -> None:
+    (tmp_path / "c.jsonl").write_text(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "efgh"}]}
+        )
+        + "\n"
+    )
+    data, path = Data(name=str(tmp_path / "c.jsonl")), tmp_path / "c.jsonl"
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    for name, why in (
+        ("nowhere/model", "the model's tokenizer is not here"),
+        (str(tmp_path / "bare"), "there is no chat template"),
+    ):
+        found, how = plan_tokens.lengths(data, Model(name=name), [path])
+        assert found == [sum(map(len, ("user", "abcd", "assistant", "efgh"))) / 4] and how.endswith(why)
