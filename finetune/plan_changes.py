@@ -109,8 +109,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less += [("speed.recompute=auto", "the same numbers"), ("speed.recompute=all", "the same numbers")]
     if speed.offload == "none" and now.machine.device == "cuda":
         less.append(("speed.offload=activations", "the same numbers; memory of the CPU"))
-    searched = recipe.train.per_device_train_batch_size == "auto"
-    for size in set() if searched else {1, per_device // 2} - {0, per_device}:
+    for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():
         less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
     if recipe.data.max_length >= 1024:
         length = recipe.data.max_length // 2
@@ -124,6 +123,13 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         for second in less:
             if first in costs and second[0].partition("=")[0] != first.partition("=")[0]:
                 yield (first, second[0]), "; ".join(dict.fromkeys((costs[first], second[1])))
+
+
+def _may_split(recipe: Recipe, now: Plan) -> bool:
+    """Whether other numbers of rows at once are worth planning. On a CPU they are for what does not fit:
+    packing and rows apart were measured slower there, not faster (benchmarks/ladder.json: 0.69, 0.53)."""
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    return not searched and (now.machine.device == "cuda" or not now.fits)
 
 
 def _shorter(recipe: Recipe, length: int) -> str:
@@ -146,10 +152,9 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
         yield "speed.fused=auto", "the same numbers"
     if speed.offload != "none":
         yield "speed.offload=none", "the same numbers"
-    if not recipe.data.packing and not recipe.data.streaming:
+    if not recipe.data.packing and not recipe.data.streaming and now.machine.device == "cuda":
         yield "data.packing=true", "several rows in one, so fewer and fuller steps"
-    searched = recipe.train.per_device_train_batch_size == "auto"
-    if not searched and now.batch.effective // now.processes % (2 * per_device) == 0:
+    if _may_split(recipe, now) and now.batch.effective // now.processes % (2 * per_device) == 0:
         yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
     if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
         yield f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}", "no trained magnitudes"

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 PRODUCT = 0.70  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
 FP8_PRODUCT = 0.707  # 457 TFLOP in 327 ms, of 1,979
 COPY = 0.88  # 4.23 of 4.8 TB/s: a device copy, reading and writing (performance of one H200)
+THIN = (
+    0.5  # of what wide products reach, by products with an adapter's rank: their tiles are not full, a guess
+)
 EAGER = (
     0.60  # of a copy's rate, by PyTorch's own element-wise kernels (adapters.json, 16 rows of the 1.1B shape)
 )
@@ -133,6 +136,11 @@ def seconds(
     rate = rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
     gate_and_up = 2 * one.intermediate / (one.qkv + one.queries + 3 * one.intermediate)  # of a forward
     base = 2 * size * tokens / rate * ((3 if step.full else 2) + again + step.halves * gate_and_up)
+    thin = (
+        0.0
+        if step.full or not has.rank
+        else 6 * has.trained * tokens / (THIN * rates.product) * (1 + again / 3)
+    )
     head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full else 2)
     causal = 2 * tokens * step.length * one.queries * one.layers
     attention = causal * (1 + again) / rates.forward + 2.5 * causal / rates.backward
@@ -148,7 +156,11 @@ def seconds(
     how += " fp8" * (kept.compiled and step.storage == "fp8")
     launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * one.layers * (1 + again / 3)
     rest = REST * one.layers
-    parts = {"products": base + head, "attention": attention, "memory-bound": memory + optimizer + rest}
+    parts = {
+        "products": base + head + thin,
+        "attention": attention,
+        "memory-bound": memory + optimizer + rest,
+    }
     busy = sum(parts.values())
     first = 2 * size * tokens / rate + causal / rates.forward
     first += tokens * one.layers * forward / (rates.bandwidth * (1 if kept.compiled else EAGER))

@@ -68,7 +68,7 @@ def test_fsdp2_is_planned_as_two_gpus_measured_it(large, base: str, seconds: flo
     (large.parent / "rows.jsonl").write_text('{"text": "' + "word " * 2**17 + '"}\n')
     loaded = recipe.load(large, [*SPLIT, *long])
     made = plan.make(loaded, *plan.planned_machine("h200", 2), by=plan_launch.FSDP2)
-    assert made.step_seconds == pytest.approx(seconds, rel=0.06)
+    assert made.step_seconds == pytest.approx(seconds, rel=0.08)
     assert made.peak == pytest.approx(gib, rel=0.03)
 
 

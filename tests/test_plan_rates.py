@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import QUICKSTART, planned
 
-from finetune import cli, measure, plan, recipe
+from finetune import cli, gpus, measure, plan, plan_time, recipe
 
 MEASURED = {
     "device": "NVIDIA H200", "date": "2026-11-22", "shapes": "hidden 4096, intermediate 14336",
@@ -88,3 +88,13 @@ def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys)
     kept = json.loads(measure.file_of("CPU").read_text())
     keep("CPU", {name: value for name, value in kept.items() if name != "layer"})
     assert plan.cpu_rate(recipe.load(QUICKSTART)) > 1e8  # timed anew
+
+
+def test_an_adapters_rank_takes_time(large) -> None:
+    """Six FLOPs for each trained number and token, in products too thin to run at full speed."""
+    given = ("speed.compile=true", "speed.recompute=none", "data.too_long=split")
+    small, wide = (planned(large, *given, f"adapter.r={rank}") for rank in (16, 64))
+    more = 6 * (wide.trained - small.trained) * 4 * 2500
+    rate = plan_time.THIN * plan_time.PRODUCT * gpus.GPUS["h200"].bf16
+    assert wide.parts["products"] - small.parts["products"] == pytest.approx(more / rate)
+    assert (wide.step_seconds or 0) > 1.02 * (small.step_seconds or 0)
