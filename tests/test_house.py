@@ -37,7 +37,8 @@ LAYERS = (
         "nested",
         "untrusted",
     ),
-    ("run_folder", "screen", "adapter_source", "plots", "estimate", "architecture", "checkpoint"),
+    ("run_folder", "screen", "adapter_source", "plots", "estimate", "shapes", "checkpoint"),
+    ("architecture",),
     ("speed",),
     (
         "data",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LLAMA_8B, MODEL, QUICKSTART, ROOT, in_four_bits, module_of, planned
+from conftest import MODEL, QUICKSTART, ROOT, in_four_bits, module_of, planned
 
 from finetune import (
     adapters,
@@ -106,27 +106,6 @@ def test_quantised_weights_are_counted_as_they_are_stored() -> None:
     buffers = {name: buffer.nbytes for name, buffer in coded.named_buffers() if "inv_freq" not in name}
     real = sum(p.nbytes for p in coded.parameters()) + sum(buffers.values())
     assert plan_memory.weights(found, "fp8", "no") == real
-
-
-@pytest.mark.parametrize("family", sorted(architecture.NORMS))
-def test_shapes_from_a_config_are_those_of_the_model(family: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {
-        "num_key_value_heads": 2,
-        "vocab_size": 96,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = AutoConfig.for_model(family, **sizes)
-    with torch.device("meta"):
-        real = AutoModelForCausalLM.from_config(config)
-    ours = architecture._as_llama(architecture.as_config(config.to_diff_dict()))
-    assert ours == {name: tuple(parameter.shape) for name, parameter in real.named_parameters()}
-    linear = {name for name, _ in adapters.linear_layers(real).items()}
-    assert set(architecture.Architecture(None, ours, "").linear) == linear
 
 
 def test_a_plan_asks_what_a_run_asks() -> None:
@@ -283,14 +262,6 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
     assert gpus.of_device("NVIDIA GeForce GTX 1080") is None
     for name, gpu in gpus.GPUS.items():  # a machine that is planned for is found again by its name
         assert gpus.of_device(plan.planned_machine(name, 1)[0].name) is gpu, name
-
-
-def test_experts_are_said_to_be_unknown(large) -> None:
-    config = {**LLAMA_8B, "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 4}
-    (large.parent / "8b" / "config.json").write_text(json.dumps(config))
-    made = planned(large)
-    assert made.step_seconds is None and any("has experts" in note for note in made.notes)
-    assert sum(made.phases["load"].values()) > 1
 
 
 def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
