@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from finetune.modules import Names
     from finetune.sections import Model
 
+FROM_CONFIG = "config.json"
 # A checkpoint's experts, which are one weight in transformers' model, and what chooses among them: no linear
 # layer is either there
 NOT_LINEAR = re.compile(r"\.experts\.|\.(gate|router)$")
@@ -91,7 +92,7 @@ def read(model: Model) -> Architecture:
     if found:
         return Architecture(config, {n: tuple(s) for n, s in found.items()}, "headers of its files", unknown)
     if made := shapes.of(text):
-        return Architecture(config, made, "config.json", unknown)
+        return Architecture(config, made, FROM_CONFIG, unknown)
     return Architecture(config, _kept(path), "the model on the meta device", unknown)
 
 

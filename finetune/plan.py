@@ -216,8 +216,9 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     """
     found, kind = architecture.read(recipe.model), adapter_types.find(recipe.adapter.type)
     any_module = kind.peft in adapter_types.NOT_LINEAR
-    problems = modules.problems(recipe.adapter.options(), found.names, any_module=any_module)
-    if problems:
+    # of a text model inside another, names that follow from its config lack the outer one's
+    named = found.config is found.config.get_text_config() or found.source != architecture.FROM_CONFIG
+    if named and (problems := modules.problems(recipe.adapter.options(), found.names, any_module=any_module)):
         raise UserError(*problems)
     launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
     none = Choice("", "")

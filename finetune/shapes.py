@@ -18,6 +18,7 @@ NORMS = {
     "gemma3_text": AROUND,
 }
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # in the place of gate, up and down
+JOINED = ("phi3",)  # Llama's, with q, k and v in one product, gate and up in one
 MOE = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj"), "qwen2_moe": ("q_proj", "k_proj", "v_proj")}
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")  # a norm of one head for queries, one for keys
@@ -36,7 +37,7 @@ def of(config: Any) -> Shapes | None:
     plain = not getattr(config, "mlp_only_layers", None) and getattr(config, "decoder_sparse_step", 1) == 1
     if family in EXPERTS and not plain:
         return None
-    return _as_llama(config) if family in NORMS or family in EXPERTS else None
+    return _as_llama(config) if family in (*NORMS, *EXPERTS, *JOINED) else None
 
 
 def experts(config: Any) -> int:
@@ -58,6 +59,12 @@ def _as_llama(config: Any) -> Shapes:
         linear |= _mlp("mlp", wide, hidden)
     elif shared := getattr(config, "shared_expert_intermediate_size", None):
         linear |= {**_mlp("mlp.shared_expert", shared, hidden), "mlp.shared_expert_gate": (1, hidden)}
+    if family in JOINED:
+        joined = {
+            "self_attn.qkv_proj": (heads * size + 2 * keys, hidden),
+            "mlp.gate_up_proj": (2 * wide, hidden),
+        }
+        linear = {**joined, **{name: linear[name] for name in ("self_attn.o_proj", "mlp.down_proj")}}
     layer: Shapes = {f"{name}.weight": shape for name, shape in linear.items()}
     for name, (outputs, _) in linear.items():
         kind = "attention_bias" if "self_attn" in name else "mlp_bias"

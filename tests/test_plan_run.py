@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from conftest import QUICKSTART, ROOT, planned
+from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
 
 from finetune import batch, cli, hardware, plan, plan_changes, plan_launch, recipe
 from finetune.errors import UserError
@@ -32,6 +32,14 @@ def test_what_a_run_refuses_is_not_planned(
     assert cli.main(["plan", *where, *given]) == code
     assert said in capsys.readouterr().err
     assert cli.main(["plan", str(large), "--gpu", "h200", "adapter.modules_to_save=[norm]"]) == 0
+
+
+def test_names_of_a_model_inside_another_are_not_guessed(large) -> None:
+    inner = {**LLAMA_8B, "model_type": "gemma3_text", "hidden_activation": "silu"}
+    (large.parent / "8b" / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": inner})
+    )
+    assert planned(large, "adapter.target_modules=.*language_model.*q_proj").peak > 7
 
 
 def test_an_offloaded_optimizer_is_for_one_process(large) -> None:

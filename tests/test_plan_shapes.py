@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*sorted(shapes.NORMS), *shapes.EXPERTS, "gpt_neox"])
+@pytest.mark.parametrize("family", [*sorted(shapes.NORMS), *shapes.EXPERTS, *shapes.JOINED, "gpt_neox"])
 def test_shapes_from_a_config_are_those_of_the_model(family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def test_experts_are_said_to_be_unknown(large) -> None:
     assert sum(made.phases["load"].values()) > 1
 
 
-@pytest.mark.parametrize("family", ["stablelm", "phi3"])
+@pytest.mark.parametrize("family", ["stablelm", "starcoder2"])
 def test_other_families_are_built_once_and_say_nothing(family: str, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **SMALL}))
