@@ -19,12 +19,14 @@ from finetune.speed import offload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from finetune.hardware import Hardware, Setup
+    from finetune.hardware import Choice, Hardware, Setup
     from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
 
 DATA_WAIT = 0.05  # of the time of all steps, from which it is worth a word
+COUNTED = 20  # steps of a process, from which that is said while it trains
+WAITING = "train.dataloader_num_workers, or `finetune profile` for where the time goes"
 
 
 class RefreshNorms(TrainerCallback):
@@ -59,10 +61,11 @@ class Metrics(TrainerCallback):
         self.path, self.screen, self.batch = folder.path / "metrics.jsonl", screen, batch
         self.hardware, self.processes = setup.hardware, setup.launch.processes
         self.flops_per_token = flops_per_token
-        self.waited = 0.0  # seconds since the last logged step in which no step was running
+        self.waited = 0.0  # seconds since the last logged step in which the next one's rows were waited for
         self.all_waited = self.all_seconds = 0.0
-        self.idle_since = self.logged_at = time.perf_counter()
+        self.idle_since = self.logged_at = self.live_since = time.perf_counter()
         self.logged_step = self.logged_tokens = 0
+        self.live_steps, self.live_waited, self.warned = 0, 0.0, False
 
         self.elapsed = 0.0  # seconds since the last logged step, before this process went on from it
 
@@ -82,14 +85,23 @@ class Metrics(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.screen.stop()
         if (share := self.all_waited / max(self.all_seconds, 1e-9)) > DATA_WAIT:
-            fix = "train.dataloader_num_workers, or `finetune profile` for where the time goes"
-            self.screen.say(f"note: steps waited for data {share:.0%} of their time: {fix}")
+            self.screen.say(f"note: steps waited for data {share:.0%} of their time: {WAITING}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.waited += time.perf_counter() - self.idle_since
+        now = time.perf_counter()
+        self.waited += now - self.idle_since
+        if self.live_steps == 0:  # the first rows come from workers that are only starting
+            self.live_since = now
+        else:
+            self.live_waited += now - self.idle_since
+        share = self.live_waited / max(now - self.live_since, 1e-9)
+        if self.live_steps >= COUNTED and share > DATA_WAIT and not self.warned:
+            self.warned = True
+            what = f"the last {self.live_steps} steps waited for data {share:.0%} of their time"
+            self.screen.say(f"note: {what}: {WAITING}")
+        self.live_steps += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.idle_since = time.perf_counter()
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last step, whatever logging_steps is
 
@@ -133,14 +145,21 @@ class Metrics(TrainerCallback):
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({k: _json(v) for k, v in record.items()}) + "\n")
 
+    def loads(self) -> None:
+        """From now on rows are waited for: what was logged and saved after the step is done."""
+        self.idle_since = time.perf_counter()
+
     def pause(self, seconds: float) -> None:
         """Time in which something else than training ran."""
         self.logged_at += seconds
-        self.idle_since += seconds
+        self.live_since += seconds
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         peak = self.hardware.peak_flops
         return tokens_per_second * self.flops_per_token / (peak * self.processes) if peak else None
+
+
+GRAPHS_COUNTED = "torch._dynamo's own count after the first step"
 
 
 class FirstStep(TrainerCallback):
@@ -154,9 +173,11 @@ class FirstStep(TrainerCallback):
     """The class that `train.optim` means."""
 
     def __init__(
-        self, ledger: Ledger, setup: Setup, *, steps: int, batch: int, compiled: bool = False
+        self, ledger: Ledger, setup: Setup, *, steps: int, batch: int, compiled: Choice | None = None
     ) -> None:
-        self.ledger, self.steps, self.batch, self.compiled = ledger, steps, batch, compiled
+        self.ledger, self.steps, self.batch = ledger, steps, batch
+        self.compiled = compiled if compiled and compiled.value == "on" else None
+        self.graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype, self.saw_linear = "none seen", False
@@ -237,13 +258,19 @@ class FirstStep(TrainerCallback):
             counters = torch._dynamo.utils.counters
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
             over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
-            how, got = (
-                "torch._dynamo's own count after the first step",
-                f"{breaks} graph breaks, {graphs} graphs",
-            )
+            how, got = GRAPHS_COUNTED, f"{breaks} graph breaks, {graphs} graphs"
             got += ", some layers in eager mode: over torch._dynamo.config.recompile_limit" if over else ""
-            add("speed.compile", "0 graph breaks", got, how, ok=not breaks and not over)
+            whole, self.graphs = not breaks and not over, graphs
+            add("speed.compile", "0 graph breaks", got, how, ok=whole or self.compiled.reason != "asked for")
         self.ledger.check()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.compiled and self.graphs:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs
+            how = "of batches of other lengths: data.packing and padding_free have one"
+            self.ledger.add(
+                "graphs compiled after the first step", "as few as can be", f"{graphs}", how, ok=True
+            )
 
     def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         own = isinstance(

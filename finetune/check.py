@@ -80,6 +80,7 @@ def setup_of(recipe: Recipe) -> Setup:
     """
     asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
     launch_env.check(hardware.detect(), *asked)
+    against_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
     setup = hardware.choose(
@@ -93,6 +94,21 @@ def setup_of(recipe: Recipe) -> Setup:
     optimizers.check(recipe.train, recipe.speed, setup)
     estimate.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
     return setup
+
+
+def against_launch(recipe: Recipe) -> None:
+    """Refuse under an fp8 launch what a recipe with `speed.base: fp8` is refused for (exit 2)."""
+    if not launch_env.means_fp8(recipe.speed):
+        return
+    raw = {
+        "adapter": {"type": recipe.adapter.type, **recipe.adapter.options()},
+        "speed": {**recipe.speed.model_dump(include={"qat"}), "base": "fp8"},
+        "model": {"add_tokens": recipe.model.add_tokens},
+    }
+    by = f"mixed_precision: fp8 of the {launch_env.CONFIG} means a frozen fp8 base: "
+    found = [*adapter_conflicts.conflicts(raw), *qat.conflicts(raw)]
+    if found:
+        raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in found))
 
 
 def pinned(recipe: Recipe) -> Recipe:

@@ -92,9 +92,8 @@ def train(options: argparse.Namespace) -> None:
             return rehearse(options, recipe, notes) if main else None
         if options.accelerate:
             checks.pinned(recipe)  # for the processes of the launch; without a config the plan does it
-        if not launch.launched():
-            again = arguments.train_again(options) + flags(options)
-            launch.if_needed(again, options.accelerate, functools.partial(planning.launch_of, recipe))
+        again = arguments.train_again(options) + flags(options)
+        launch.if_needed(again, options.accelerate, functools.partial(planning.launch_of, recipe))
         if main and recipe.publish.repo:
             notes += publish_run.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:

@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ def if_needed(
 ) -> None:
     """Replace this process by `accelerate launch` where a config was named or several GPUs are visible.
 
+    In a process of a launch nothing is replaced; the config that the launcher read is looked at instead.
+
     Args:
         arguments: of the `finetune` command, its name first.
         config: an accelerate config: a file, or the name of a shipped one.
@@ -49,6 +52,8 @@ def if_needed(
     Raises:
         UserError: no such config, or one that Accelerate would not follow as it is written (exit 2).
     """
+    if launched():
+        return check_the_launchers()
     extra: list[str] = []
     if config is None:
         machine = detect()
@@ -71,6 +76,18 @@ def if_needed(
     os.execv(sys.executable, [sys.executable, "-m", "finetune.launch", *command])
 
 
+def check_the_launchers() -> None:
+    """Refuse a config that `accelerate launch`, which started this process, passed over parts of."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        words = psutil.Process(os.getppid()).cmdline()
+        named = [after for word, after in pairwise(words) if word == "--config_file"]
+        for path in map(Path, named):
+            if path.is_file():
+                launch_config.check(path)
+
+
 def find(config: str) -> Path:
     """The file that `--accelerate` names.
 
@@ -79,8 +96,9 @@ def find(config: str) -> Path:
     """
     if Path(config).is_file():
         return Path(config)
+    own = Path(config).parent.name not in ("", "accelerate_configs")  # a place of the user's
     shelf = shipped.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
-    if not shelf.is_file():
+    if own or not shelf.is_file():
         known = ", ".join(sorted(path.stem for path in shelf.parent.glob("*.yaml")))
         expected = f"a file, or one of {known}"
         raise UserError(Problem("no such accelerate config", found=config, expected=expected))
@@ -98,8 +116,14 @@ def main(given: list[str]) -> int:
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     for number in FORWARDED:
         signal.signal(number, forward)
+    asked = launch_command_parser().parse_args(given)
     try:
-        launch_command(launch_command_parser().parse_args(given))
+        if asked.config_file and Path(asked.config_file).is_file():
+            launch_config.check(Path(asked.config_file))
+        launch_command(asked)
+    except UserError as error:
+        print("\n".join(map(str, error.problems)), file=sys.stderr)
+        return error.code
     except ChildFailedError as error:
         rank, failure = first(error.failures)
         if failure.exitcode == -signal.SIGABRT:

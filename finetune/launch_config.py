@@ -22,6 +22,14 @@ PREFIXES = {
     "megatron_lm_config": "",
 }
 
+KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+COUNTS = ("num_processes", "num_machines")
+READ_UNDER = {  # section -> the key and value without which Accelerate passes it over
+    "fsdp_config": ("distributed_type", "FSDP"),
+    "deepspeed_config": ("distributed_type", "DEEPSPEED"),
+    "fp8_config": ("mixed_precision", "fp8"),
+}
+
 
 def read(path: Path) -> dict[str, Any]:
     """The file as it is written."""
@@ -49,6 +57,12 @@ def check(path: Path) -> None:
     given = read(path)
     if found := problems(given, str(path)):
         raise UserError(*found)
+    if given.get("distributed_type") == "DEEPSPEED" and not installed("deepspeed"):
+        what, fix = (
+            "this launch needs DeepSpeed, which is not installed",
+            "pip install 'finetune-toolkit[deepspeed]'",
+        )
+        raise UserError(Problem(what, where=str(path), fix=fix), code=Exit.ENVIRONMENT)
     if given.get("mixed_precision") == "fp8" and not (
         installed("torchao") or installed("transformer_engine")
     ):
@@ -61,13 +75,14 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
     """What in a config's content Accelerate would ignore, or fail at later."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    top, found = set(ClusterConfig.__dataclass_fields__), []
+    top, found = set(ClusterConfig.__dataclass_fields__), _values("", given, where)
+    found += _unread(given, where)
     for key, value in given.items():
         if key not in top:
             found.append(Problem("no such key in an accelerate config", key, where, fix=nearest(key, top)))
         elif key in PREFIXES and value is not None:
             if isinstance(value, dict):
-                found += _nested(key, value, where)
+                found += [*_nested(key, value, where), *_values(key, value, where)]
             else:
                 found.append(Problem("is a section", key, where, found=str(value)))
     backend = (
@@ -88,6 +103,57 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
         what = "Accelerate starts one process, whatever num_processes says"
         texts = {"found": str(given["distributed_type"]), "fix": "MULTI_GPU, on CPUs too (use_cpu: true)"}
         found.append(Problem(what, "distributed_type", where, **texts))
+    return found
+
+
+def _unread(given: dict[str, Any], where: str) -> list[Problem]:
+    """Sections that this kind of launch leaves unread; kinds and files that this project does not serve."""
+    kind, found = given.get("distributed_type"), []
+    if kind not in KINDS:
+        what = (
+            "pipelines by Megatron-LM are not served" if kind == "MEGATRON_LM" else "no such kind of launch"
+        )
+        fix = nearest(str(kind), KINDS) or "accelerate_configs/fsdp2_8.yaml"
+        texts = {"found": str(kind), "expected": ", ".join(KINDS), "fix": fix}
+        found.append(Problem(what, "distributed_type", where, **texts))
+    for section, (key, value) in READ_UNDER.items():
+        if given.get(section) and given.get(key) != value and kind in KINDS:
+            what = f"Accelerate reads it under {key}: {value} alone"
+            found.append(
+                Problem(what, section, where, found=f"{key}: {given.get(key)}", fix=f"{key}: {value}")
+            )
+    zero = given.get("deepspeed_config")
+    if isinstance(zero, dict) and zero.get("deepspeed_config_file"):
+        what = "settings in a file of their own are not held against the recipe"
+        fix = "zero_stage and what else it says, in this section"
+        found.append(Problem(what, "deepspeed_config.deepspeed_config_file", where, fix=fix))
+    return found
+
+
+def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
+    """Values that Accelerate's launcher does not know, of keys that it does; its choices and types decide.
+
+    -1 leaves a number to the command line.
+    """
+    from accelerate.commands.launch import launch_command_parser
+
+    actions = {action.dest: action for action in launch_command_parser()._actions}
+    prefix, found = PREFIXES.get(section, ""), []
+    for key, value in given.items():
+        action = actions.get(key) or actions.get(f"{prefix}{key}")
+        if action is None or value is None or isinstance(value, (dict, list)):
+            continue
+        name = f"{section}.{key}" if section else key
+        text = "no" if key == "mixed_precision" and value is False else str(value)
+        choices = [] if key in ("backend", "fp8_backend") else [str(one) for one in action.choices or ()]
+        if choices and text.lower() not in [one.lower() for one in choices]:
+            texts = {"found": text, "expected": ", ".join(choices), "fix": nearest(text, choices)}
+            found.append(Problem("Accelerate knows no such value", name, where, **texts))
+        elif action.type is int and not (
+            (text.isdecimal() and (int(text) or key not in COUNTS)) or text == "-1"
+        ):
+            least = "a whole number from 1 up" if key in COUNTS else "a whole number"
+            found.append(Problem("is no number", name, where, found=text, expected=least))
     return found
 
 

@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 
 FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
 BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
+# What Accelerate hands on to TransformerEngine: `most_recent`, its own default, it drops, and TE takes `max`;
+# of the others TE knows no argument
+TE_TAKES = {
+    "AMAX_COMPUTE_ALGO": ("max",),
+    "FORMAT": ("HYBRID", "E4M3"),
+    "INTERVAL": ("1",),
+    "OVERRIDE_FPROP": ("False",),
+    "OVERRIDE_DGRAD": ("False",),
+    "OVERRIDE_WGRAD": ("False",),
+}
 TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
 # Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
 # too, whose timeout is an error with a message. NCCL's clock starts earlier, when the step is queued
@@ -96,6 +106,11 @@ def device_options(device: str) -> dict[str, Any]:
     """SFTConfig's keys for a device. DeepSpeed runs on CPUs too, but not under `use_cpu`: that starts DDP."""
     zero = device == "cpu" and bool(zero_stage())
     return {"use_cpu": device == "cpu" and not zero, "ddp_backend": "gloo" if zero else None}
+
+
+def row_options() -> dict[str, Any]:
+    """SFTConfig's keys where processes share a row: each has two pieces of it, which are as long."""
+    return {"pad_to_multiple_of": 2 * parallel("CP")} if parallel("CP") > 1 else {}
 
 
 def parallel(kind: str) -> int:
@@ -234,6 +249,12 @@ def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
     if backend == "TE" and speed.compile not in ("auto", False):
         what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
         found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
+    for name, takes in TE_TAKES.items() if backend == "TE" else ():
+        asked = said(f"ACCELERATE_FP8_{name}", takes[0])
+        if asked.lower() not in [one.lower() for one in takes]:
+            what = f"fp8_config of the {CONFIG}: {name.lower()} does not reach TransformerEngine, or ends it"
+            expected = f"{' or '.join(takes)}; Accelerate's default of amax_compute_algo is another"
+            found.append(Problem(what, found=asked, expected=expected, fix=f"{name.lower()}: {takes[0]}"))
     gathers = on("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER") or not said(
         "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
     )
@@ -271,10 +292,15 @@ def _started(machine: Hardware) -> list[Problem]:
     return []
 
 
+def means_fp8(speed: Speed) -> bool:
+    """Whether it is the launch alone that says how the base is stored: in fp8."""
+    return fp8().kind == FROZEN and speed.base == "auto"
+
+
 def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     """What splits weights, against the machine and the recipe."""
     found: list[Problem] = []
-    stored = adapter_types.find(kind).storage or speed.base
+    stored = adapter_types.find(kind).storage or ("fp8" if means_fp8(speed) else speed.base)
     if machine.device == "cpu" and on("ACCELERATE_USE_FSDP"):
         what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
         found.append(Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml"))

@@ -243,6 +243,10 @@ def config_against_fp8(config: Any) -> str:
     width = getattr(config.get_text_config(), "hidden_size", 0)
     if width < FP8_WIDTH:
         return f"layers of width {width} are too small to gain (from {FP8_WIDTH} up they do)"
+    if count := experts(config):
+        return (
+            f"its {count} experts are no linear layers: they would stay in bf16, which is most of the model"
+        )
     if getattr(config, "quantization_config", None):
         from finetune.speed import fp8_base
 
@@ -251,6 +255,13 @@ def config_against_fp8(config: Any) -> str:
         except UserError as error:
             return f"{error.problems[0].what}: {error.problems[0].found}"
     return ""
+
+
+def experts(config: Any) -> int:
+    """Experts of a layer, which transformers holds as tensors of three dimensions; 0 where there are none."""
+    text = config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return max((getattr(text, name, None) or 0 for name in names), default=0)
 
 
 def _unquantised_config(model: Model) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import shutil
 import statistics
 import tempfile
@@ -32,7 +31,9 @@ from finetune import (
     gpus,
     hardware,
     launch,
+    levers,
     measure,
+    operations,
     plan,
     plan_memory,
     recipe,
@@ -46,26 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from finetune.hardware import Hardware
+    from finetune.operations import Ran
     from finetune.recipe import Recipe
 
 WARM, TIMED = 2, 3  # steps before the traced ones
 TRACED = {"cpu": 3, "cuda": 1}  # on the CPU several, so that an operation has others to be compared with
-ENOUGH = 0.05  # of a step, from which something is worth a sentence
-USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # of a step: the loop's own, whatever the batch
-# Kinds of GPU kernels and of CPU operations by their names, in this order
-KERNELS = (
-    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
-    ("attention", r"flash|fmha|sdpa|attention|attn"),
-    ("products", r"gemm|cutlass|xmma|nvjet|cublas|wgmma|splitk|scaled_mm"),
-)
-OPERATIONS = (
-    ("communication", r"c10d::|allreduce|gloo"),
-    ("attention", r"scaled_dot_product|_flash_attention|_efficient_attention|aten::bmm|aten::baddbmm"),
-    ("products", r"aten::(mm|addmm|_scaled_mm|_int_mm|mkldnn_linear|matmul|linear)\b|onednn|mkldnn"),
-)
-SOFTMAX = re.compile(r"aten::_softmax|aten::_softmax_backward_data")
-OVERHEAD = 5e-6  # seconds to call an operation under the CPU's profiler, in which nothing is computed
-INTERRUPTED = 5e-4  # seconds beyond three times the usual, of an operation whose thread lost the CPU
 
 
 class Traced(Exception):
@@ -86,7 +72,10 @@ class Profile(NamedTuple):
     lever: str
     trace: Path
     roofline: tuple[float, str] | None = None
-    """Share of the machine's peak that products reach, and which peak; `None`: not known."""
+    """Share of the machine's peak that products reach, by all FLOPs that ran, and which peak; `None`: not
+    known."""
+    model: float | None = None
+    """FLOPs that the model itself needs, over the whole step, of the same peak (not fp8's)."""
     memory: Path | None = None
     """A snapshot of the GPU's allocations; `None` on the CPU."""
 
@@ -215,13 +204,15 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     folder.mkdir(parents=True, exist_ok=True)
     machine = hardware.detect()
     whole = recipe.load(path, overrides)
-    compiled = plan.make(whole, machine, 1).choices["compile"].value == "on"  # as in a run of full length
+    made = plan.make(whole, machine, 1)
+    compiled = made.choices["compile"].value == "on"  # as in a run of full length
     cut = {
         "train.max_steps": WARM + TIMED + max(TRACED.values()) + 1,
         "train.warmup_steps": 0,
         "train.report_to": "none",
     }
-    cut |= {"train.logging_steps": 1, "eval.every": "null", "publish.repo": "null"}
+    cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}  # else it would count as a wait
+    cut |= {"eval.every": "null", "publish.repo": "null"}
     cut |= {"speed.compile": str(compiled).lower(), "train.output_dir": tempfile.mkdtemp(dir=folder) + "/run"}
     dropped = {*cut, "train.num_train_epochs"}
     kept = [text for text in overrides if text.partition("=")[0] not in dropped]
@@ -235,12 +226,12 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     trace.profiler.export_chrome_trace(str(file))
     memory = snapshot(file.with_name(file.name.replace("trace", "memory")).with_suffix(".pickle"), trace.cuda)
     shutil.rmtree(Path(cut["train.output_dir"]).parent)
-    found = shares(trace)
+    ran = operations.computed(trace.profiler.events(), cuda=trace.cuda)
+    found, seconds = shares(trace, ran), statistics.median(trace.steps)
     padding = 1 - trace.real / max(1, trace.tokens)
-    reached = roofline(trace, whole, machine)
-    verdict, lever = judge(found, padding, trace.attention, whole, machine, reached)
-    seconds = statistics.median(trace.steps)
-    return Profile(seconds, found, padding, trace.attention, verdict, lever, file, reached, memory)
+    reached, needed = roofline(trace, ran, whole, machine, seconds)
+    verdict, lever = levers.judge(found, padding, trace.attention, whole, made, reached)
+    return Profile(seconds, found, padding, trace.attention, verdict, lever, file, reached, needed, memory)
 
 
 def snapshot(path: Path, cuda: bool) -> Path | None:
@@ -252,80 +243,50 @@ def snapshot(path: Path, cuda: bool) -> Path | None:
     return path
 
 
-def roofline(trace: Trace, whole: Recipe, machine: Hardware) -> tuple[float, str] | None:
-    """Share of a peak that the traced products reach: FLOPs by the plan's arithmetic, over their time.
+def roofline(
+    trace: Trace, ran: list[Ran], whole: Recipe, machine: Hardware, seconds: float
+) -> tuple[tuple[float, str] | None, float | None]:
+    """Share of a peak that the traced products reach, and which peak; and the model's own FLOPs, of that.
 
-    The head is counted for tokens with a loss; layers that run again are not. The peak is what `finetune
-    doctor --measure` found, or the data sheet's; of a CPU that was not measured, it is timed now (0.3 s).
-    `None`: of a GPU that is not in the table, or a model whose products are not known.
+    Products count as they ran, by their shapes, over their own time: layers that run again, the head for all
+    tokens. The model's FLOPs are the plan's arithmetic, nothing twice and the head for tokens with a loss,
+    over a whole step. The peak is what `finetune doctor --measure` found, or the data sheet's; of a CPU that
+    was not measured, it is timed now (0.3 s). `None`: of a GPU that is not in the table, products of unknown
+    shapes, a model whose products are not known.
     """
+    known, gpu = measure.read(machine.name), gpus.of_device(machine.name)
+    if known and known.get("product"):
+        peak, fp8, source = known["product"], known.get("fp8"), "measured by `finetune doctor --measure`"
+    elif gpu:
+        peak, fp8, source = gpu.bf16, gpu.fp8, "of its data sheet"
+    elif not trace.cuda:
+        peak, fp8, source = ceiling(), None, "timed now with a large product"
+    else:
+        return None, None
+    share = operations.of_peak(ran, peak, fp8)
+    coded = f" ({fp8 / 1e12:,.4g} in fp8)" if fp8 and operations.in_fp8(ran) else ""
+    reached = (share, f"{peak / 1e12:,.3g} TFLOP/s{coded}, {source}") if share else None
     found = architecture.read(whole.model)
+    if found.unknown:
+        return reached, None
     has = plan_memory.adapted(whole.adapter, whole.model, found, 100)
     full, one = whole.adapter.type == "full", estimate.widths(found.config)
     each, head = plan.flops(found, has, full), (6.0 if full else 4.0) * one.vocabulary * one.hidden
     work = (each - head) * trace.computed + head * trace.scored
-    kinds = KERNELS if trace.cuda else OPERATIONS
-    seconds = sum(seconds for event, seconds in computed(trace) if kind_of(event, kinds) == "products")
-    known, gpu = measure.read(machine.name), gpus.of_device(machine.name)
-    fp8 = trace.cuda and any("fp8" in event.name or "e4m3" in event.name for event, _ in computed(trace))
-    if found.unknown or not seconds:
-        return None
-    if known and known.get("fp8" if fp8 else "product"):
-        peak, source = known["fp8" if fp8 else "product"], "measured by `finetune doctor --measure`"
-    elif gpu:
-        peak, source = gpu.fp8 if fp8 else gpu.bf16, "of its data sheet"
-    elif not trace.cuda:
-        peak, source = ceiling(), "timed now with a large product"
-    else:
-        return None
-    return work / seconds / peak, f"{peak / 1e12:,.3g} TFLOP/s{' in fp8' * fp8}, {source}"
+    return reached, work / TRACED[machine.device] / seconds / peak
 
 
-def shares(trace: Trace) -> dict[str, float]:
+def shares(trace: Trace, ran: list[Ran]) -> dict[str, float]:
     """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed."""
     waited = statistics.median(trace.waits) / statistics.median(trace.steps)
     spent: dict[str, float] = dict.fromkeys(("products", "attention", "memory-bound", "communication"), 0.0)
-    for event, seconds in computed(trace):
-        spent[kind_of(event, KERNELS if trace.cuda else OPERATIONS)] += seconds
+    for each in ran:
+        spent[each.kind] += each.seconds
     rest = 1 - waited
     found = {name: rest * seconds / trace.traced for name, seconds in spent.items()}
     over = max(1.0, sum(found.values()) / rest)  # kernels of several streams run at once
     found = {name: share / over for name, share in found.items()}
     return {**found, "data wait": waited, "launch gaps": max(0.0, rest - sum(found.values()))}
-
-
-def computed(trace: Trace) -> list[tuple[Any, float]]:
-    """Kernels of the traced step, or operations of the CPU, and seconds that each computed.
-
-    The CPU's profiler gives times of the clock. One of an operation that took far longer than others of its
-    name and about its shapes held a wait for the CPU, which another process had: theirs is taken.
-    """
-    if trace.cuda:
-        there = [e for e in trace.profiler.events() if str(e.device_type).endswith("CUDA")]
-        kernels = [e for e in there if not e.is_user_annotation]  # ranges span all that runs in them
-        return [(event, event.self_device_time_total / 1e6) for event in kernels]
-    alike: dict[tuple[Any, ...], list[tuple[Any, float]]] = {}
-    for event in trace.profiler.events():
-        if "::" in event.name:
-            about = [[size.bit_length() for size in shape] for shape in event.input_shapes or []]
-            times = alike.setdefault((event.name, str(about)), [])
-            times.append((event, event.self_cpu_time_total / 1e6))
-    found = []
-    for times in alike.values():
-        usual = statistics.median_low(seconds for _, seconds in times)
-        for event, seconds in times:
-            own = usual if seconds > 3 * usual + INTERRUPTED else seconds
-            found.append((event, max(0.0, own - OVERHEAD)))
-    return found
-
-
-def kind_of(event: Any, kinds: tuple[tuple[str, str], ...]) -> str:
-    shapes = event.input_shapes or [[]]
-    if SOFTMAX.search(event.name) and len(shapes[0]) == 4:  # of attention in eager mode; a loss has rows
-        return "attention"
-    return next(
-        (kind for kind, names in kinds if re.search(names, event.name, re.IGNORECASE)), "memory-bound"
-    )
 
 
 def ceiling(seconds: float = 0.3, width: int = 1024) -> float:
@@ -339,65 +300,6 @@ def ceiling(seconds: float = 0.3, width: int = 1024) -> float:
     return 2.0 * width**3 / best
 
 
-def judge(
-    found: dict[str, float],
-    padding: float,
-    attention: str,
-    whole: Recipe,
-    machine: Hardware,
-    reached: tuple[float, str] | None = None,
-) -> tuple[str, str]:
-    """One sentence of verdict and the next lever: where most time could be had back.
-
-    Of products themselves nothing can be had back but by fp8; of attention in eager mode about two thirds.
-    """
-    gpu = machine.device == "cuda"
-    masked = attention == "eager" or (gpu and attention == "sdpa")
-    busy = 1 - found["data wait"] - found["launch gaps"]
-    gains = {
-        "data": found["data wait"],
-        "launch": found["launch gaps"] - USUAL_GAPS[machine.device],
-        "padding": padding * busy,
-        "attention": found["attention"] * (0.67 if masked else 0.0),
-        "communication": found["communication"],
-        "memory": found["memory-bound"] * 0.3 * gpu,
-    }
-    worst = max(gains, key=lambda name: gains[name])
-    if gains[worst] < ENOUGH:
-        share = found["products"] + found["attention"]
-        lever = (
-            "speed.base: fp8" if gpu and machine.capability >= hardware.FP8_CAPABILITY else "a faster machine"
-        )
-        text = f"products and attention take {share:.0%} of the step: nothing large is in their way"
-        return text + (f"; products reach {reached[0]:.0%} of {reached[1]}" if reached else ""), lever
-    several = "train.dataloader_num_workers: 2"
-    prepared = "a stream is read while training: data.streaming: false" if whole.data.streaming else several
-    said = {
-        "data": (f"the step waits for data {found['data wait']:.0%} of its time", prepared),
-        "launch": (
-            f"nothing is computed for {found['launch gaps']:.0%} of the step: too small a batch",
-            "train.per_device_train_batch_size: more rows at once, or data.packing: true",
-        ),
-        "padding": (
-            f"{padding:.0%} of the tokens are padding",
-            "data.packing: true, or data.padding_free: true",
-        ),
-        "attention": (
-            f"{attention} attention takes {found['attention']:.0%} of the step",
-            "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here"),
-        ),
-        "communication": (
-            f"sums between processes take {found['communication']:.0%} of the step",
-            "train.effective_batch_size: larger, so that they are rarer",
-        ),
-        "memory": (
-            f"passes over memory take {found['memory-bound']:.0%} of the step",
-            "speed.compile: true and speed.fused: auto",
-        ),
-    }
-    return said[worst]
-
-
 def show(screen: Screen, found: Profile) -> None:
     """The shares as a table, then verdict and lever."""
     rows = [
@@ -406,7 +308,8 @@ def show(screen: Screen, found: Profile) -> None:
     screen.table(f"a step of {found.seconds:.3f} s", ("part", "share", "ms"), rows)
     screen.say(f"padding: {found.padding:.1%} of the tokens; attention: {found.attention}")
     known = f"{found.roofline[0]:.0%} of {found.roofline[1]}" if found.roofline else "not known here"
-    screen.say(f"roofline: products reach {known}")
+    needed = f"; the model's own FLOPs, of the whole step: {found.model:.0%}" if found.model else ""
+    screen.say(f"roofline: products reach {known}{needed}")
     held = f"{found.memory}, for pytorch.org/memory_viz" if found.memory else "none on the CPU"
     screen.say(f"memory snapshot: {held}")
     screen.say("", f"verdict: {found.verdict}", f"next: {found.lever}", f"wrote {found.trace}")

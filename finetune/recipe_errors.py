@@ -142,7 +142,10 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
 
 
 def similar_files(path: Path) -> str:
-    """Files beside `path` with a name like it, for a file that is not there."""
+    """A file beside `path` with a name like it, for one that is not there; of a folder, its YAML files."""
+    if path.is_dir():
+        inside = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".yaml", ".yml")]
+        return f"a file in it: {', '.join(inside[:5])}" if inside else ""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist"
     match = nearest(path.name, [entry.name for entry in path.parent.iterdir()])

@@ -80,15 +80,23 @@ def make_fast(
 
 
 def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
-    """What a process is to do, and what FSDP leaves on its GPU at the start: its part, and two layers."""
-    sharded, awaited = setup.launch.sharded, 0
+    """What a process is to do, and what comes to its GPU when it trains.
+
+    Of weights that FSDP splits: its part, and two layers. Where every weight trains, autocast's copies of the
+    linear layers' and the copy of all gradients that DDP sends.
+    """
+    launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
+    every = list(adapted.parameters())
+    if not launch.splitter and not hasattr(adapted, "peft_config"):
+        linear = (m.weight.numel() for m in adapted.modules() if isinstance(m, torch.nn.Linear))
+        awaited += 2 * sum(linear) if launch.precision != "no" else 0
+        awaited += 4 * sum(p.numel() for p in every) if launch.processes > 1 else 0
     if sharded == "FSDP":
-        every = list(adapted.parameters())
-        awaited = sum(p.nbytes for p in every) // setup.launch.processes
+        awaited = sum(p.nbytes for p in every) // launch.processes
         awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
         awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
     host = state.available() / 2 / int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
-    parts = setup.launch.processes if setup.launch.splitter else 1
+    parts = launch.processes if launch.splitter else 1
     return speed.Work(tokens, flops, sharded, launch_env.eager(), parts, awaited / 2**30, host / 2**30)
 
 

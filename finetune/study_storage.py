@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
+import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -56,7 +58,8 @@ def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -
         url: `sqlite:///FILE`, `postgresql://user@host/database`, `mysql+pymysql://...`, `journal:FILE`.
 
     Raises:
-        UserError: it can't be reached, or its driver is not installed (exit 3); it is no URL (exit 2).
+        UserError: it can't be reached, or its driver is not installed (exit 3); it is no URL, or a journal
+            that can't be written (exit 2).
     """
     direction = "maximize" if maximize else "minimize"
     given: dict[str, Any] = {"study_name": name, "direction": direction, "load_if_exists": True}
@@ -73,6 +76,10 @@ def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -
                 time.sleep(0.5)
             except ImportError as error:
                 raise _no_driver(error, url) from None
+            except (OSError, ValueError) as error:
+                if not url.startswith(JOURNAL):
+                    raise
+                raise _no_journal(error, url) from None
         assert study is not None
         yield study
 
@@ -86,6 +93,19 @@ def _no_driver(error: ImportError, url: str) -> UserError:
         else "pip install its driver: pymysql, say"
     )
     return UserError(Problem(what, where="--storage", found=found, fix=fix), code=Exit.ENVIRONMENT)
+
+
+def _no_journal(error: OSError | ValueError, url: str) -> UserError:
+    """A journal's file that can't be made or written, or that holds something else."""
+    path = Path(url.removeprefix(JOURNAL))
+    if isinstance(error, ValueError):
+        what, found, fix = "not a journal of Optuna", "other content", "a file that is not there yet"
+    elif not path.parent.is_dir():
+        what, found = "the journal can't be written", f"the folder {path.parent} does not exist"
+        fix = f"mkdir -p {shlex.quote(str(path.parent))}, on a disk that all workers share"
+    else:
+        what, found, fix = "the journal can't be written", error.strerror or str(error), "another file"
+    return UserError(Problem(what, where=f"--storage {url}", found=found, fix=fix))
 
 
 def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> UserError:
@@ -116,6 +136,18 @@ def describe(trial: optuna.Trial) -> None:
     """Say in the study which process runs a trial: host, id, time of birth."""
     own = psutil.Process()
     trial.set_user_attr("worker", f"{platform.node()} {own.pid} {own.create_time():.2f}")
+
+
+def tell(study: Study, trial: optuna.Trial, value: float | None, state: TrialState) -> None:
+    """How a trial ended.
+
+    Raises:
+        UpdateFinishedTrialError: another worker has said so before.
+    """
+    try:
+        study.tell(trial, value, state=state)
+    except ValueError as error:  # as `tell` has it, which looks before it writes
+        raise optuna.exceptions.UpdateFinishedTrialError(str(error)) from None
 
 
 def is_lost(trial: FrozenTrial) -> bool:

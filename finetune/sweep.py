@@ -16,8 +16,15 @@ if TYPE_CHECKING:
     from finetune.tune_space import Space
 
 
-def sweep(space: Space, recipe: Recipe, path: str, given: list[str]) -> tuple[str, list[str]]:
-    """The sweep's YAML, whose agents run `finetune train` with overrides, and what a sweep can't say."""
+def sweep(
+    space: Space, recipe: Recipe, path: str, given: list[str], rows: int | None = None
+) -> tuple[str, list[str]]:
+    """The sweep's YAML, whose agents run `finetune train` with overrides, and what a sweep can't say.
+
+    Args:
+        rows: to train on, for a recipe that states neither `eval.every` nor its steps: without evaluations
+            there would be no metric to go by.
+    """
     parameters: dict[str, Any] = {}
     notes = []
     for key, one in space.parameters.items():
@@ -37,15 +44,12 @@ def sweep(space: Space, recipe: Recipe, path: str, given: list[str]) -> tuple[st
     if TYPE in parameters and any(key.startswith("adapter.") for key in parameters if key != TYPE):
         notes.append("a sweep draws all keys for all types; what a type has not is left out by the run")
     best = recipe.eval.best
-    fixed = [*given, f"eval.every={every(recipe, space.search, None)}" if recipe.train.max_steps else ""]
-    command = [
-        "finetune",
-        "train",
-        path,
-        *filter(None, fixed),
+    fixed = [
+        f"eval.every={every(recipe, space.search, rows)}",
         "train.report_to=wandb",
         "speed.compile=false",
     ]
+    command = ["finetune", "train", path, *given, *fixed]
     content: dict[str, Any] = {
         "method": {"tpe": "bayes", "random": "random"}[space.search.sampler],
         "metric": {"name": f"eval/{best}", "goal": "minimize" if best == "loss" else "maximize"},

@@ -111,22 +111,21 @@ def _run(
     set_seed(recipe.train.seed)
 
     tokenizer, prepared = prepare_in_turn(recipe, setup)
-    dataset: Any = prepared.train
-    data_report, rows = prepared.report, None if recipe.data.streaming else len(dataset)
+    data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     contract = contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
-    adapted = stages.adapted_model(recipe, setup, arguments, dataset, tokenizer, steps, ledger)
+    adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
     tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
     work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, ledger)
-    compiled = fast["speed.compile"].value == "on"
+    compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
     contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before
     if recipe.train.per_device_train_batch_size == "auto":
         batch = stages.search_batch(
-            adapted, recipe, setup, batch, found, dataset, tokenizer, fast, arguments, ledger
+            adapted, recipe, setup, batch, found, prepared.train, tokenizer, fast, arguments, ledger
         )
 
     folder = start_folder(where, setup, arguments)
@@ -138,7 +137,7 @@ def _run(
             summary.show_plan(screen, recipe, choices, data_report)
             adapter_init.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
-        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compiled)
+        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compile)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
@@ -146,18 +145,19 @@ def _run(
         unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
         watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += callbacks.refreshing(adapted, ledger)
-        trainer = build(adapted, recipe.adapter, recipe.speed, arguments, dataset, tokenizer, watching)
+        trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
         again = stages.micro_batches(recipe, setup, batch, fast, screen, ledger)
         trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
         tracked.follow(trainer)
         if flat and compiled and rows is not None:
-            trainer.shape = stages.one_shape(batch, dataset, recipe.data.max_length)
+            trainer.shape = stages.one_shape(batch, prepared.train, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
         with stop.later(), contextlib.closing(writer):
             train(trainer, recipe.adapter, validating, found, ledger)
-            live = verify.remember(adapted, dataset, setup)
+            add_stream_receipt(prepared, screen, ledger)
+            live = verify.remember(adapted, prepared.train, setup)
             save(adapted, tokenizer, folder, initial)
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
@@ -192,6 +192,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "seed": train.seed,
         "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
         "fp16": setup.launch.precision == "fp16",
+        **launch_env.row_options(),
         **launch_env.device_options(setup.hardware.device),
         checkpointing: False,  # `speed.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
@@ -332,6 +333,18 @@ def add_data_receipts(recipe: Recipe, tokenizer: Any, report: Report, screen: Sc
         got = f"{report.packing['rows']:.0f} rows, {report.packing['fill']:.2%} full"
         how = f"tokens of the packed rows over rows x {data.max_length}"
         ledger.add("data.packing", f"rows of {data.max_length} tokens", got, how, ok=True)
+
+
+def add_stream_receipt(prepared: Prepared, screen: Screen, ledger: Ledger) -> None:
+    """How many rows were left out of those read while training: the audit has seen the first ones alone."""
+    if prepared.read is None:
+        return
+    read, left_out = map(sum, zip(*ranks.gathered(prepared.read.sum(0).tolist()), strict=True))
+    got = f"{left_out:,} of {read:,}"
+    how = "rows that loaders read in this process, ahead of the steps by what they prefetch"
+    ledger.add("rows of the stream left out", "as few as data.expect allows of the first", got, how, ok=True)
+    if left_out:
+        screen.say(f"note: of {read:,} rows read while training {left_out:,} were left out")
 
 
 @contextlib.contextmanager

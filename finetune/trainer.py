@@ -74,6 +74,8 @@ class Trainer(SFTTrainer):
     ends_step = False
     """Whether this forward is the last of its step."""
 
+    timed: list[callbacks.Metrics]
+    """Told when a step's end is over."""
     first_step: callbacks.FirstStep
     orthogonality_weight = 0.0
     orthogonality_every = 1
@@ -281,6 +283,11 @@ class Trainer(SFTTrainer):
         state.save(self)
         self.writer.waited.append(time.monotonic() - started)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        for each in self.timed:
+            each.loads()
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         state.put_back(self, "weights", "allocation", "callbacks")
 
@@ -352,6 +359,7 @@ def build(
     for one in watching:
         if isinstance(one, nonfinite.NonFinite):
             one.trainer, trainer.nonfinite = trainer, one
+    trainer.timed = [one for one in watching if isinstance(one, callbacks.Metrics)]
     (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
     trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
     for name, parameter in adapters.trainable(adapted).items():

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import Exit
@@ -22,11 +23,14 @@ from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 POLL = 0.1  # seconds
 AGAIN_AFTER, KILL_AFTER = 5.0, 60.0  # seconds from a SIGTERM to the next (leave now), and to SIGKILL
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+GROUPS, OWN_GROUPS = (
+    Path("/sys/fs/cgroup"),
+    Path("/proc/self/cgroup"),
+)  # what a container's memory is counted in
 
 
 class Evaluation(NamedTuple):
@@ -95,7 +99,7 @@ def run(
         waiting: called between looks; why the run is to end (empty: it goes on), and as what.
         warm: see `start`.
     """
-    began, metrics = time.time(), Metrics(folder / "metrics.jsonl", key)
+    began, metrics, killed = time.time(), Metrics(folder / "metrics.jsonl", key), killed_for_memory()
     state, reason, started = "", "", None
     evaluations: list[Evaluation] = []
     process = start(words, log, warm)
@@ -119,7 +123,8 @@ def run(
         reason = "" if math.isfinite(value) else f"{key} is {value}"
         return Ended("pruned" if reason else "complete", None if reason else value, reason, seconds, started)
     if not reason:
-        state, reason = failure(code if code is not None else -signal.SIGKILL, log)
+        starved = (killed_for_memory() or 0) > (killed or 0)
+        state, reason = failure(code if code is not None else -signal.SIGKILL, log, starved=starved)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # it is not gone on with
     return Ended(state, None, reason, seconds, started)
 
@@ -187,19 +192,46 @@ def result(folder: Path, key: str, evaluations: list[Evaluation]) -> float:
     return max((one.value for one in evaluations), default=math.nan)
 
 
-def failure(code: int, log: Path) -> tuple[str, str]:
+def killed_for_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int | None:
+    """Processes of this one's control group that the system has ended for memory; `None`: not known.
+
+    By cgroup v2 or v1, under the group's name or, in a container that has its own view, at the root.
+    """
+    if not own.exists():  # not Linux
+        return None
+    for line in own.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, file = (groups / "memory", "memory.oom_control") if controllers else (groups, "memory.events")
+        for path in (root / name.lstrip("/") / file, root / file):
+            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+            if found:
+                return int(found[1])
+    return None
+
+
+def failure(code: int, log: Path, *, starved: bool = False) -> tuple[str, str]:
     """What a run that ended by itself counts as, and why.
 
     Out of memory and a loss that is not finite are the values' doing: pruned, and the sampler goes elsewhere.
+
+    Args:
+        starved: the system has ended a process for memory meanwhile.
     """
     text = log.read_text(encoding="utf-8", errors="replace")
+    if starved and code not in [int(known) for known in Exit]:  # itself, or a process of its own
+        return "pruned", f"out of the host's memory: the system ended it ({ending(code)})"
     if code < 0:
-        name = signal.Signals(-code).name
         hint = ": by the system, if memory ran out" if code == -signal.SIGKILL else ""
-        return "failed", f"ended by {name}{hint}"
+        return "failed", f"ended by {ending(code)}{hint}"
     if code == Exit.STOPPED:
         return "lost", "it was told to end, and not by the study"
     return ("pruned" if code == Exit.TRAINING else "failed"), f"exit {code}: {said(text)}"
+
+
+def ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit {code}"
 
 
 def said(text: str) -> str:

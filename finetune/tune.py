@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -129,12 +130,7 @@ def problems(content: dict[str, Any]) -> list[Problem]:
 def prepare(asked: Asked) -> tuple[Recipe, tune_check.Looked]:
     """Recipe and space, checked to the corners; what needs torch is done by a process that ends."""
     recipe, space = load_recipe(asked.path, asked.overrides), tune_space.read(asked.space)
-    if recipe.data.validation is None and recipe.data.validation_fraction is None:
-        fix = "data.validation or data.validation_fraction=0.05"
-        raise UserError(Problem("a search needs held-out rows to compare trials by", "data", fix=fix))
-    if recipe.eval.best not in ("loss", "exact_match"):
-        what, best = "a search goes by the loss or the exact match on held-out rows", recipe.eval.best
-        raise UserError(Problem(what, "eval.best", found=best, expected="loss or exact_match"))
+    tune_check.comparable(recipe)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return recipe, pool.submit(_look, asked.path, asked.overrides, space).result()
 
@@ -228,22 +224,31 @@ def begin_another(job: Job) -> bool:
 
 
 def one(job: Job) -> None:
+    """A trial, from asking the study to telling it; one that another worker has taken over is left to it."""
+    drawn = job.study.ask()
+    folder = job.asked.folder / f"trial-{drawn.number:04d}"
+    try:
+        attempt(job, drawn, folder)
+    except optuna.exceptions.UpdateFinishedTrialError:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        what = f"this worker was silent for over {storage.SILENT:.0f} s, and another one took it over"
+        job.screen.say(f"trial {drawn.number}: {what}; its run here is ended")
+
+
+def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     """Draw a trial's values, run it, and tell the study how it ended."""
     study, asked = job.study, job.asked
-    drawn = study.ask()
     storage.describe(drawn)
     before = [
         t for t in study.get_trials(deepcopy=False) if t.number <= drawn.number and not storage.is_lost(t)
     ]
     if len(before) > job.most:  # two workers asked for the last one
         drawn.set_user_attr("reason", tune_report.SURPLUS)
-        study.tell(drawn, state=TrialState.FAIL)
+        storage.tell(study, drawn, None, TrialState.FAIL)
         return
     study.sampler = sampler(job.space, job.recipe.train.seed + drawn.number)
     without = drawn.user_attrs.get("without", ())
     values = tune_space.draw(drawn, job.space, job.recipe, without)
-    name = f"trial-{drawn.number:04d}"
-    folder = asked.folder / name
     drawn.set_user_attr("values", values)
     try:
         words = words_of(job, values, folder)
@@ -252,7 +257,7 @@ def one(job: Job) -> None:
         ended = trial.Ended("failed", None, reason, 0.0, None)
     else:
         judge, waiting = judges(job, drawn)
-        log = asked.folder / "logs" / f"{name}.txt"
+        log = asked.folder / "logs" / f"{folder.name}.txt"
         key, warm = f"eval_{job.recipe.eval.best}", job.found.device == "cpu"
         ended = trial.run(words, folder, log, key, judge, waiting, warm=warm)
     record(job, drawn, ended)
@@ -310,7 +315,7 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
     if ended.state != "lost" and ended.reason:
         drawn.set_user_attr("reason", ended.reason)
     state = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(ended.state, TrialState.FAIL)
-    study.tell(drawn, ended.value, state=state)
+    storage.tell(study, drawn, ended.value, state)
     if ended.state == "lost":
         storage.take_over(study)
         job.screen.say(f"trial {number}: {ended.reason}; it is run again later")

@@ -43,6 +43,46 @@ def look(path: str, given: list[str], space: Space) -> Looked:
     recipe = recipes.load(path, given)
     notes = check.run(recipe)
     device = check.setup_of(recipe).hardware.device
+    lacking = corners(path, given, recipe, space)
+    kept = dict(space.parameters)
+    for key, gone in lacking.items():
+        notes += [f"{key}: {label} is left out: {why}" for label, why in gone.items()]
+        left = [value for value in kept[key].choices or () if text_of(value) not in gone]
+        if not left:
+            problem = Problem("this machine can run none of the choices", key, found="; ".join(gone.values()))
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        kept[key] = kept[key].model_copy(update={"choices": left})
+    if recipe.train.max_steps is None and not recipe.data.streaming:
+        changing = [key for key in space.parameters if key.startswith("data.")]
+        if changing:
+            what, fix = f"{', '.join(changing)} would change the number of steps", "train.max_steps"
+            raise UserError(Problem(what, where=str(space.path), fix=f"a recipe that says {fix}"))
+    rows = rows_of(recipe)
+    left = dataclasses.replace(space, parameters=kept)
+    silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
+    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows)
+
+
+def comparable(recipe: Recipe) -> None:
+    """Whether trials of a recipe can be compared by what they are evaluated on.
+
+    Raises:
+        UserError: no held-out rows; best by something else than the loss or the exact match (exit 2).
+    """
+    if recipe.data.validation is None and recipe.data.validation_fraction is None:
+        fix = "data.validation or data.validation_fraction=0.05"
+        raise UserError(Problem("a search needs held-out rows to compare trials by", "data", fix=fix))
+    if recipe.eval.best not in ("loss", "exact_match"):
+        what, best = "a search goes by the loss or the exact match on held-out rows", recipe.eval.best
+        raise UserError(Problem(what, "eval.best", found=best, expected="loss or exact_match"))
+
+
+def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[str, dict[str, str]]:
+    """Check every corner of a space; what this machine can't run, by key and value, and why.
+
+    Raises:
+        UserError: all values that no recipe can have, each with its place in the space (exit 2).
+    """
     problems: dict[str, Problem] = {}
     lacking: dict[str, dict[str, str]] = {}
     for key, one in space.parameters.items():
@@ -56,26 +96,15 @@ def look(path: str, given: list[str], space: Space) -> Looked:
                 problems |= {str(p): p for p in (_placed(p, at, of_key) for p in found.problems)}
     if problems:
         raise UserError(*problems.values())
-    kept = dict(space.parameters)
-    for key, gone in lacking.items():
-        notes += [f"{key}: {label} is left out: {why}" for label, why in gone.items()]
-        left = [value for value in kept[key].choices or () if text_of(value) not in gone]
-        if not left:
-            problem = Problem("this machine can run none of the choices", key, found="; ".join(gone.values()))
-            raise UserError(problem, code=Exit.ENVIRONMENT)
-        kept[key] = kept[key].model_copy(update={"choices": left})
-    rows = None
-    if recipe.train.max_steps is None and not recipe.data.streaming:
-        changing = [key for key in space.parameters if key.startswith("data.")]
-        if changing:
-            what, fix = f"{', '.join(changing)} would change the number of steps", "train.max_steps"
-            raise UserError(Problem(what, where=str(space.path), fix=f"a recipe that says {fix}"))
-    if not recipe.data.streaming:  # which also fills the cache for all trials
-        train: Any = check.prepare_data(recipe)[1].train
-        rows = len(train)
-    left = dataclasses.replace(space, parameters=kept)
-    silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
-    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows)
+    return lacking
+
+
+def rows_of(recipe: Recipe) -> int | None:
+    """Rows to train on, which also fills the cache for all trials; `None`: they are streamed."""
+    if recipe.data.streaming:
+        return None
+    train: Any = check.prepare_data(recipe)[1].train
+    return len(train)
 
 
 def unsaid(keys: Iterable[str]) -> dict[str, Any]:

@@ -46,13 +46,23 @@ def run(options: argparse.Namespace) -> None:
 
 
 def export(options: argparse.Namespace, path: Path, target: Path) -> None:
-    """Write the space as a W&B sweep; neither Optuna nor wandb is needed."""
-    from finetune import sweep, tune_space
-    from finetune.recipe import load
-    from finetune.screen import Screen
+    """Write the space as a W&B sweep, its corners checked; neither Optuna nor wandb is needed.
 
+    Raises:
+        UserError: what a search would refuse as well, but for what only this machine can't run (exit 2).
+    """
+    from finetune import sweep, tune_check, tune_space
+    from finetune.recipe import load
+    from finetune.screen import Screen, quieten_libraries
+
+    quieten_libraries()
     space, recipe = tune_space.read(path), load(options.recipe, options.overrides)
-    text, notes = sweep.sweep(space, recipe, options.recipe, options.overrides)
+    tune_check.comparable(recipe)
+    lacking = tune_check.corners(options.recipe, options.overrides, recipe, space)
+    counted = recipe.eval.every is None and recipe.train.max_steps is None
+    rows = tune_check.rows_of(recipe) if counted else None
+    text, notes = sweep.sweep(space, recipe, options.recipe, options.overrides, rows)
+    notes += [f"{key}: not here: {one}: {why}" for key, gone in lacking.items() for one, why in gone.items()]
     with writing(target):
         target.write_text(text, encoding="utf-8")
     screen = Screen(quiet=options.quiet)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch
 
-from finetune import hardware, launch_env
+from finetune import hardware, launch_config, launch_env
 from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.sections import Data, Model, Speed
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
+UNPROVED = ("8xh100_fp8_te", "context_parallel_4")  # nothing speaks against them, and they never ran
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
 COLUMNS = [  # adapter.type, speed.base
     ("lora", "auto"), ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"),
@@ -81,6 +82,20 @@ def cell(config: Path, kind: str, base: str) -> str:
     return "; ".join(dict.fromkeys(problem.what for problem in found)) or "trains"
 
 
+def refused() -> dict[str, str]:
+    """Ways of sharing that no config here has, by what would be one's section, and why."""
+    before, made = dict(os.environ), {}
+    for kind in ("TP", "SP"):
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        os.environ[f"PARALLELISM_CONFIG_{kind}_SIZE"] = "2"
+        (problem,) = launch_env.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
+        made[f"parallelism_config_{kind.lower()}_size: 2"] = problem.what
+        os.environ.clear()
+        os.environ |= before
+    (problem,) = launch_config.problems({"distributed_type": "MEGATRON_LM"}, "")
+    return {**made, "distributed_type: MEGATRON_LM": problem.what}
+
+
 def table() -> str:
     """Markdown: a row for each config, a column for each adapter and base, and the reasons below it."""
     reasons: list[str] = []
@@ -90,8 +105,12 @@ def table() -> str:
     for config in sorted(CONFIGS.glob("*.yaml")):
         cells = [cell(config, *column) for column in COLUMNS]
         reasons = list(dict.fromkeys([*reasons, *(c for c in cells if c != "trains")]))
-        shown = [("yes" if c == "trains" else f"no ({reasons.index(c) + 1})") for c in cells]
+        word = "unproved" if config.stem in UNPROVED else "yes"
+        shown = [(word if c == "trains" else f"no ({reasons.index(c) + 1})") for c in cells]
         lines.append(f"| {config.stem} | " + " | ".join(shown) + " |")
+    for name, reason in refused().items():
+        reasons = list(dict.fromkeys([*reasons, reason]))
+        lines.append(f"| {name} | " + " | ".join([f"no ({reasons.index(reason) + 1})"] * len(COLUMNS)) + " |")
     said = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *said]) + "\n"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import MODEL, receipts
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import adapter_types, adapters, cli, evaluate, hardware, merge, model, recipe
 from finetune.errors import Exit, UserError
@@ -103,6 +104,12 @@ def test_it_works_in_place_in_bf16_and_in_autocast() -> None:
     with pytest.raises(TypeError, match="can't be cast"):
         fp8.Fp8Linear.of(plain).bfloat16()
     assert fp8.Fp8Linear.of(plain).to("cpu").weight.dtype == fp8.E4M3
+
+
+def test_no_rows_are_no_error() -> None:
+    quantised, plain = layer()
+    x = torch.zeros(0, 3, 128)
+    assert quantised(x).shape == plain(x).shape and not quantised(torch.zeros(2, 0, 128)).numel()
 
 
 # torch traces any autograd.Function so (2.13, _dynamo/variables/misc.py, AutogradFunctionContextVariable)
@@ -376,6 +383,18 @@ def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:
     assert auto(H100, "bf16", large, "adapter.type=full").value == "fp32"
     assert auto(CPU, "no", large) == Choice("fp32", "precision no")  # and the config is not read
     (tmp_path / "config.json").write_text(
+        json.dumps(wide | {"model_type": "mixtral", "num_local_experts": 8})
+    )
+    assert "8 experts" in auto(H100, "bf16", large).reason
+    (tmp_path / "config.json").write_text(
         json.dumps(wide | {"quantization_config": {"quant_method": "gptq"}})
     )
     assert "gptq" in auto(H100, "bf16", large).reason
+
+
+def test_experts_that_stay_are_in_the_receipt() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
+    config = AutoConfig.for_model("qwen3_moe", vocab_size=99, num_experts_per_tok=2, **sizes)
+    ledger = Ledger()
+    fp8_base.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
+    assert "of experts stay: they are no linear layers" in ledger.as_json()[0]["got"]

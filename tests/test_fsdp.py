@@ -173,11 +173,20 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     split = dataclasses.replace(setup, launch=launch)
     base = model.load(loaded.model, setup, "cpu")
     whole = sum(p.nbytes for p in base.parameters())
+    linear = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
     layers = sum(p.nbytes for layer in base.model.layers[:2] for p in layer.parameters())
     work = stages.work_of(base, split, 64, 0.0)
     assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
     alone = stages.work_of(base, setup, 64, 0.0)
     assert (alone.parts, alone.awaited) == (1, 0)
+    for processes, precision, more in (
+        (1, "bf16", 2 * linear),
+        (4, "no", whole),
+        (4, "bf16", 2 * linear + whole),
+    ):
+        launch = dataclasses.replace(setup.launch, processes=processes, precision=precision)
+        work = stages.work_of(base, dataclasses.replace(setup, launch=launch), 64, 0.0)
+        assert work.awaited == pytest.approx(more / 2**30), "autocast's copies, and the gradients DDP sends"
     how = {"fused": False, "compiled": False}
     rooms = [apply.memory(base, 64, setup.hardware, **how, parts=n).room for n in (1, 4)]
     assert rooms[1] - rooms[0] == pytest.approx(12 * whole / 4 * 0.75 / 2**30, rel=1e-3)

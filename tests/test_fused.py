@@ -10,7 +10,9 @@ from conftest import in_four_bits
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.speed import fp8
+from finetune.hardware import Choice
+from finetune.receipts import Ledger
+from finetune.speed import apply, fp8
 from finetune.speed.apply import decoder_layers
 from finetune.speed.fuse import Fused
 
@@ -106,6 +108,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh"},
     "phi3": {},  # q, k, v in one layer, gate and up in one
+    "phi": {},  # an MLP without a gate; biases
 }
 
 
@@ -120,7 +123,7 @@ def test_families(family: str, dora: bool, base: str, exact: float) -> None:
     loss, gradients = step(model)
     fused = Fused(model, decoder_layers(model))
     ours, our_gradients = step(model)
-    assert fused.served == (8 if family == "phi3" else 14)
+    assert fused.served == {"phi3": 8, "phi": 12}.get(family, 14)
     assert abs(float(ours - loss)) < exact
     assert worst(our_gradients, gradients) < exact
 
@@ -201,24 +204,60 @@ def test_norms_follow_the_weights() -> None:
     assert worst(gradients, their_gradients) < 1e-10
 
 
-def test_dropout_drops_as_often_and_keeps_the_mean() -> None:
-    """Each layer draws a mask of its own for the adapter's input, and the base's input is whole."""
-    model = adapted(ranked(lora_dropout=0.5), dtype=torch.float32)
-    layer = decoder_layers(model)[0]
-    x = torch.randn(1, 4, 64)
-    own = [type(layer.self_attn.q_proj).forward(layer.self_attn.q_proj, x).detach() for _ in range(400)]
+@pytest.mark.parametrize(
+    ("family", "targets", "mlps"),
+    [
+        ("llama", "all-linear", 0),
+        ("llama", LINEAR[:6], 2),
+        ("phi3", "all-linear", 0),
+        ("phi3", ["qkv_proj", "gate_up_proj"], 2),  # gate and up are one layer: they share a mask
+    ],
+)
+def test_dropout_drops_what_pefts_drops(family: str, targets: Any, mlps: int) -> None:
+    """By the same seed: each layer draws a mask of its own for the adapter's input alone."""
+    config = LoraConfig(r=5, lora_alpha=16, target_modules=targets, lora_dropout=0.3)
+    model = adapted(config, family)
+    torch.manual_seed(1)
+    loss, gradients = step(model)
     fused = Fused(model, decoder_layers(model))
-    assert fused.served == 14
-    ours = []
-    for _ in range(400):
-        q = layer.self_attn.q_proj(x).detach()
-        layer.self_attn.k_proj(x)
-        layer.self_attn.v_proj(x)
-        ours.append(q)
-    theirs, mine = torch.stack(own), torch.stack(ours)
-    error = (mine.var(0) + theirs.var(0)).div(400).sqrt()
-    assert ((mine.mean(0) - theirs.mean(0)).abs() < 5 * error).all()
-    assert torch.allclose(mine.std(0).mean(), theirs.std(0).mean(), rtol=0.05)
+    assert (fused.mlps, fused.dropping) == (mlps, 2 - mlps)
+    torch.manual_seed(1)
+    ours, our_gradients = step(model)
+    assert abs(float(ours - loss)) < 1e-10 and worst(our_gradients, gradients) < 1e-10
+    ledger = Ledger()
+    again = adapted(config, family)
+    chosen, whole = apply.add_fused(again, decoder_layers(again), Choice("on", "auto"), ledger)
+    assert whole == bool(mlps) and ("2 MLPs in parts: lora_dropout" in chosen.reason) == (not whole)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])
+def test_on_fp8_they_are_pefts_to_its_rounding(kind: str) -> None:
+    """PEFT's own forward on the same codes: what differs is which sums are rounded to fp8."""
+    model = adapted(TYPES[kind](), dtype=torch.float32, base="fp8")
+    loss, gradients = step(model)
+    fused = Fused(model, decoder_layers(model))
+    ours, our_gradients = step(model)
+    assert fused.served and abs(float(ours - loss)) < 1e-3 * float(loss)
+    assert worst(our_gradients, gradients) < 0.05
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_without_the_adapter_the_base_s_output_is_its_own_in_layers_that_have_none(training: bool) -> None:
+    config = LoraConfig(r=4, target_modules=LINEAR, layers_to_transform=[0])
+    model = adapted(config, dtype=torch.float32)
+    for layer in decoder_layers(model):  # codes in the second too, which has no adapter
+        for module in layer.modules():
+            for name, inside in list(module.named_children()):
+                if type(inside) is torch.nn.Linear and name != "default":  # an adapter's
+                    setattr(module, name, fp8.Fp8Linear.of(inside))
+    model.train(training)
+    with torch.no_grad(), model.disable_adapter():
+        base = model(input_ids=IDS).logits
+    fused = Fused(model, decoder_layers(model))
+    assert fused.mlps == 2
+    model.train(training)
+    with torch.no_grad(), model.disable_adapter():
+        assert torch.equal(model(input_ids=IDS).logits, base)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])

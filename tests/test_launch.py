@@ -1,29 +1,28 @@
-"""Launch configs as Accelerate reads them, and what contradicts a recipe."""
+"""What in a launch contradicts a recipe, the machine or itself, and what a launch has its receipts say."""
 
 from __future__ import annotations
 
-import re
-import sys
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from conftest import QUICKSTART, ROOT
 from transformers import LlamaConfig
 
 from finetune import (
     apart,
-    cli,
+    check,
     evaluate,
     hardware,
-    launch_config,
     launch_env,
     launch_receipts,
     optimizers,
     plan,
+    plan_launch,
     recipe,
     run_folder,
+    upstream,
     verify,
 )
 from finetune.errors import UserError
@@ -31,18 +30,16 @@ from finetune.hardware import Hardware, Launch
 from finetune.receipts import Ledger
 from finetune.sections import Data, Model, Speed
 
-sys.path.insert(0, str(ROOT / "scripts"))
-try:
-    import launch_matrix
-finally:
-    sys.path.pop(0)
-
-CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 H200 = Hardware("cuda", "NVIDIA H200", 8, (9, 0), 139.8, 96)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15.0, 4)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
-SHAPES = {"8b": (4096, 14336, 32, 32, 128256), "70b": (8192, 28672, 80, 64, 128256)}
+SHAPES = {
+    "1b": (2048, 8192, 16, 32, 128256),
+    "3b": (3072, 8192, 28, 24, 128256),
+    "8b": (4096, 14336, 32, 32, 128256),
+    "70b": (8192, 28672, 80, 64, 128256),
+}
 
 
 def of(shape: str) -> LlamaConfig:
@@ -51,67 +48,6 @@ def of(shape: str) -> LlamaConfig:
         hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=8, vocab_size=vocabulary, tie_word_embeddings=False,
     )  # fmt: skip
-
-
-def test_there_is_a_config_for_each_kind_of_launch() -> None:
-    assert len(CONFIGS) == 17
-    assert {"cpu_2", "ddp_4", "8xh100_fp8_te", "fsdp2_8_offload", "zero3_8", "multi_node"} <= CONFIGS.keys()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_accelerate_reads_it_and_ignores_nothing(name: str) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    text = CONFIGS[name].read_text()
-    read: Any = load_config_from_file(str(CONFIGS[name]))
-    launch_config.check(CONFIGS[name])
-    assert read.mixed_precision in ("no", "bf16", "fp8")
-    assert text.startswith("# ") and text.count("#") > 2, "says when to use it, and why"
-    made = launch_matrix.environment(CONFIGS[name])
-    for section in ("fp8_config", "fsdp_config", "parallelism_config"):
-        for key, value in getattr(read, section).items():
-            full = key if key.startswith(section.split("_")[0]) else f"{section.split('_')[0]}_{key}"
-            assert str(value).lower() in {
-                value.lower() for given, value in made.items() if given.lower().endswith(full)
-            }, f"{key} reaches no process"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"fsdp_config": {"fsdp_verison": 2}}, "fsdp_config.fsdp_verison: Accelerate would ignore it"),
-        ({"fp8_config": {"backend": "AO", "enable_float8": False}}, "fp8_config.enable_float8"),
-        ({"deepspeed_config": {"zero_stag": 2}}, "zero_stage"),
-        ({"parallelism_config": {"cp_size": 4}}, "parallelism_config_cp_size"),
-        ({"dynamo_config": {"dynamo_bakend": "INDUCTOR"}}, "dynamo_config.dynamo_bakend"),
-        ({"fp8_config": {"backend": "ao"}}, "AO"),
-        ({"distributed_type": "MULTI_CPU"}, "Accelerate starts one process"),
-        ({"distributed_type": "NO"}, "Accelerate starts one process"),
-        ({"mixed_precison": "bf16"}, "mixed_precision"),
-        ({"fp8_config": "AO"}, "is a section"),
-    ],
-)
-def test_what_accelerate_passes_over_is_an_error(
-    changes: dict[str, Any], said: str, tmp_path, capsys
-) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    made = {**yaml.safe_load(CONFIGS["ddp_2"].read_text()), **changes}
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(made))
-    if "mixed_precison" not in changes:
-        load_config_from_file(str(path))  # in silence
-    with pytest.raises(UserError, match=re.escape(said)) as raised:
-        launch_config.check(path)
-    assert raised.value.code == 2
-    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", str(path)]) == 2
-    assert "mine.yaml" in capsys.readouterr().err
-
-
-def test_the_matrix_is_what_is_refused_today() -> None:
-    text = (ROOT / "accelerate_configs" / "README.md").read_text()
-    begin, end = "<!-- made by scripts/launch_matrix.py -->\n", "<!-- end of matrix -->"
-    assert text.partition(begin)[2].partition(end)[0] == launch_matrix.table()
 
 
 @pytest.fixture
@@ -148,7 +84,18 @@ CONTRADICTIONS = {
         {"kind": "full", "compile": True},
         "breaks the graph",
     ),
+    "TE's own default": (
+        {"ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"},
+        {"kind": "full"},
+        "amax_compute_algo: max",
+    ),
+    "an option that TE has not": (
+        {"ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_FP8_INTERVAL": "4"},
+        {"kind": "full"},
+        "interval: 1",
+    ),
     "AO's all-gather": ({"ACCELERATE_FP8_BACKEND": "AO"}, {"kind": "full"}, "nothing would train"),
+    "codes by rank 0 alone": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "no base in fp8"),
     "fp8 under DeepSpeed": (ZERO, {}, "DeepSpeed knows no mixed_precision: fp8"),
 }
 MORE = {
@@ -185,6 +132,14 @@ def test_a_launch_that_contradicts_the_recipe_or_itself(case: str, launched, mon
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     launched(**variables)
     assert said in problems(**section)
+
+
+def test_rows_that_processes_share_can_be_cut(launched) -> None:
+    """Context parallelism gives each a piece of the beginning and one of the end, all as long."""
+    assert launch_env.row_options() == {}
+    launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="4")
+    assert upstream.fields(upstream.SFT_CONFIG).keys() >= launch_env.row_options().keys()
+    assert launch_env.row_options() == {"pad_to_multiple_of": 8}
 
 
 def test_options_that_want_whole_weights(launched) -> None:
@@ -245,6 +200,32 @@ def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkey
         with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
             hardware.launch(machine)
         assert raised.value.code == 3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("adapter.init_lora_weights=orthogonal",),
+        ("adapter.init_lora_weights=pissa",),
+        ("adapter.modules_to_save=[q_proj]",),
+        ("adapter.target_modules=[v_proj]", "adapter.target_parameters=[q_proj.weight]"),
+        ("speed.qat={config: IntxWeightOnlyConfig, weight_dtype: int4, group_size: 32}",),
+    ],
+)
+def test_an_fp8_launch_refuses_what_an_fp8_base_is_refused_for(
+    given: tuple[str, ...], launched, monkeypatch
+) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    loaded = recipe.load(QUICKSTART, given)
+    check.against_launch(loaded)
+    launched(ACCELERATE_MIXED_PRECISION="fp8")
+    with pytest.raises(UserError) as raised:
+        check.setup_of(loaded)
+    assert raised.value.code == 2 and "accelerate config" in raised.value.problems[0].what
+    with pytest.raises(UserError) as said:  # the recipe itself
+        recipe.load(QUICKSTART, [*given, "speed.base=fp8"])
+    keys = [{problem.key for problem in one.value.problems} for one in (raised, said)]
+    assert keys[0] == keys[1]
 
 
 def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
@@ -318,6 +299,26 @@ def test_the_competition_s_numbers() -> None:
         tokens = 256 * loaded.data.max_length
         assert loaded.train.max_steps == round(epochs * 9e6 / tokens)
         assert (loaded.adapter.type, loaded.model.attention) == ("dora", "flash_attention_3")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "shape", "gpu"),
+    [
+        ("as_submitted", "8xh100_fp8", "8b", "h100-80gb"),
+        ("five_epochs", "8xh100_fp8", "8b", "h100-80gb"),
+        ("transformer_engine", "8xh100_fp8_te", "1b", "h100-80gb"),
+        ("transformer_engine", "8xh100_fp8_te", "3b", "h200"),
+    ],
+)
+def test_the_competition_s_recipes_fit(name: str, config: str, shape: str, gpu: str, tmp_path) -> None:
+    of(shape).save_pretrained(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 20_000}) + "\n")
+    given = [f"model.name={tmp_path}", f"data.name={tmp_path}/rows.jsonl", "data.format=text"]
+    given += ["data.validation_fraction=null", "model.attention=auto"]
+    loaded = recipe.load(ROOT / "recipes" / "isc25" / f"{name}.yaml", given)
+    by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    made = plan.make(loaded, *plan.planned_machine(gpu, processes), by=by)
+    assert made.fits, f"{made.peak:.0f} GiB"
 
 
 def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, monkeypatch) -> None:

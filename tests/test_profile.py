@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from transformers import TrainerCallback
 
-from finetune import cli, hardware, profile, recipe, train
+from finetune import callbacks, cli, hardware, levers, operations, plan, profile, recipe, state, train
+from finetune.batch import split_batch
 
 CPU = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
 GPU = hardware.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 140.0, 16)
@@ -65,19 +67,144 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
     assert [path.name for path in found.trace.parent.iterdir()] == ["trace.json"]
 
 
+class Recorded:
+    """Events as torch's profiler records them on a GPU: operations, each with its kernels, in turn."""
+
+    def __init__(self) -> None:
+        self.events: list[FunctionEvent] = []
+        self.clock = 0
+
+    def operation(self, name: str, shapes: Any = (), around: str = "", **kernels: int) -> None:
+        """Args: kernels: microseconds, by a key of KERNELS."""
+        made = [FunctionEvent(1, each, 0, 0, 1) for each in (name, around)]
+        made[0].input_shapes = shapes
+        made[0].set_cpu_parent(made[1])
+        self.events.append(made[0])
+        for key, lasts in kernels.items():
+            self.kernel(KERNELS[key], lasts)
+            made[0].append_kernel(KERNELS[key], 0, lasts)
+
+    def kernel(self, name: str, lasts: int, mark: bool = False) -> None:
+        times = self.clock, self.clock + lasts
+        on_gpu: dict[str, Any] = {"device_type": DeviceType.CUDA, "use_device": "cuda"}
+        self.events.append(FunctionEvent(2, name, 7, *times, **on_gpu, is_user_annotation=mark))
+        self.clock += 0 if mark else lasts
+
+
+KERNELS = {  # as an H100 names them
+    "nvjet": "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT",
+    "cutlass": "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nn>(Params)",
+    "softmax": "void (anonymous namespace)::softmax_warp_forward<float, float, float, 11, false, false>",
+    "softmax_back": "void (anonymous namespace)::softmax_warp_backward<float, float, float, 11, false>",
+    "pass_": "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<MulFunctor> >",
+    "copied": "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>(int)",
+    "loss": "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, LogSoftMaxForwardEpilogue>",
+}
+SCORES, QUERIES, HIDDEN = [2, 32, 2048, 2048], [2, 32, 2048, 64], [4096, 2048]
+
+
+def eager_step() -> list[Any]:
+    """A layer of a Llama in eager attention, and its backward; microseconds of attention: 940 of 1,340."""
+    step, products = Recorded(), ([64, 2048, 64], [64, 64, 2048])
+    step.kernel("forward", 1340, mark=True)
+    step.operation("aten::mm", [HIDDEN, [2048, 2048]], "aten::linear", nvjet=100)
+    step.operation("aten::mul", [QUERIES, [1, 1, 2048, 64]], pass_=30)  # rotary
+    step.operation("aten::bmm", products, "aten::matmul", nvjet=100)
+    step.operation("aten::mul", [SCORES, []], pass_=90)
+    step.operation("aten::add", [SCORES, [2, 1, 2048, 2048], []], pass_=100)
+    step.operation("aten::_softmax", [SCORES, [], []], "aten::softmax", softmax=80)
+    step.operation("aten::copy_", [SCORES, SCORES, []], "aten::to", copied=70)
+    step.operation("aten::bmm", [[64, 2048, 2048], [64, 2048, 64]], "aten::matmul", cutlass=100)
+    step.operation("aten::_log_softmax", [[4096, 32000], [], []], "aten::log_softmax", loss=70)
+    step.operation("aten::bmm", [[64, 2048, 64], [64, 64, 2048]], "BmmBackward0", nvjet=101)
+    step.operation("aten::_softmax_backward_data", [SCORES, SCORES, [], []], softmax_back=99)
+    step.operation("aten::bmm", [[64, 2048, 2048], [64, 2048, 64]], "BmmBackward0", nvjet=200)
+    step.operation("aten::mm", [HIDDEN, [2048, 2048]], "MmBackward0", nvjet=200)
+    return step.events
+
+
+def test_eager_attention_is_told_from_other_products_on_a_gpu() -> None:
+    """Its products and softmax are kernels that linear layers and losses launch too."""
+    ran = operations.computed(eager_step(), cuda=True)
+    spent = dict.fromkeys(("attention", "products", "memory-bound"), 0.0)
+    for each in ran:
+        spent[each.kind] += each.seconds * 1e6
+    assert spent == pytest.approx({"attention": 940, "products": 300, "memory-bound": 100})
+    trace = profile.Trace(cuda=True)
+    trace.traced, trace.waits, trace.steps = 1400e-6, [0.0], [1.0]
+    whole = recipe.load(QUICKSTART, ["model.attention=eager"])
+    found = profile.shares(trace, ran)
+    verdict, lever = levers.judge(found, 0.0, "eager", whole, plan.make(whole, GPU, 1))
+    assert verdict == "eager attention takes 67% of the step" and lever == "model.attention: auto"
+
+
+def test_a_compiled_softmax_is_attention_and_a_loss_is_not() -> None:
+    assert operations.kind_of("triton_red_fused__softmax_add_mul_3", None, set()) == "attention"
+    assert operations.kind_of("triton_red_fused__log_softmax_nll_loss_1", None, set()) == "memory-bound"
+    assert operations.kind_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", None, set()) == "communication"
+    fused = FunctionEvent(1, "aten::_scaled_dot_product_attention_math", 0, 0, 1)
+    inner = FunctionEvent(1, "aten::mm", 0, 0, 1, input_shapes=[])
+    inner.set_cpu_parent(fused)
+    assert operations.kind_of(KERNELS["nvjet"], inner, set()) == "attention"
+
+
+def test_rows_as_long_as_heads_are_wide_leave_rotary_alone() -> None:
+    step = Recorded()
+    step.operation("aten::mul", [[2, 4, 64, 64], [1, 1, 64, 64]], pass_=10)
+    step.operation("aten::bmm", [[8, 64, 64], [8, 64, 64]], nvjet=10)
+    step.operation("aten::_softmax", [[2, 4, 64, 64], [], []], softmax=10)
+    kinds = [each.kind for each in operations.computed(step.events, cuda=True)]
+    assert kinds == ["memory-bound", "attention", "attention"]
+
+
+def test_products_that_run_again_count_with_their_time() -> None:
+    """At the peak's own speed a step that runs a layer twice is at the peak, as is a head for all tokens."""
+    first = 2.0 * 4096 * 2048 * 2048
+    step, once = Recorded(), round(first / 1e15 * 1e6)
+    for around in ("aten::linear", "CheckpointFunctionBackward"):
+        step.operation("aten::mm", [HIDDEN, [2048, 2048]], around, nvjet=once)
+    step.operation("aten::addmm", [[2048], HIDDEN, [2048, 2048], []], "aten::linear", nvjet=once)
+    ran = operations.computed(step.events, cuda=True)
+    assert operations.of_peak(ran, 1e15, None) == pytest.approx(1, rel=0.02)
+    step.operation("aten::_scaled_mm", [HIDDEN, [2048, 2048], []], nvjet=once)
+    ran = operations.computed(step.events, cuda=True)
+    assert operations.of_peak(ran, 1e15, 2e15) == pytest.approx(0.875, rel=0.02)  # in fp8 it could be twice
+    assert operations.of_peak(ran, 1e15, None) == pytest.approx(1, rel=0.02)
+    step.operation("mine::product", [HIDDEN], cutlass=5 * once)  # most of the time: no shapes
+    assert operations.of_peak(operations.computed(step.events, cuda=True), 1e15, 2e15) is None
+
+
+def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monkeypatch) -> None:
+    """And the head for tokens without a loss; the model's own FLOPs stay what they were."""
+    traces: list[profile.Trace] = []
+
+    class Kept(profile.Trace):
+        def __init__(self, cuda: bool) -> None:
+            super().__init__(cuda)
+            traces.append(self)
+
+    monkeypatch.setattr(profile, "Trace", Kept)
+    given = [*small, f"model.name={two_layers}", "eval.general=false", "train.effective_batch_size=4"]
+    work = []
+    for index, more in enumerate(([], ["speed.recompute=all"], ["speed.loss=trl"])):
+        found = profile.run(str(QUICKSTART), [*given, *more], str(tmp_path / str(index)))
+        assert found.roofline and found.model and 0 < found.model < found.roofline[0]
+        ran = operations.computed(traces[-1].profiler.events(), cuda=False)
+        work.append(sum(operations.flops(each.operation) for each in ran if each.kind == "products"))
+    plain, again, all_tokens = work
+    assert again > 1.15 * plain and all_tokens > 1.05 * plain
+    assert len({(trace.computed, trace.scored) for trace in traces}) == 1
+
+
 def test_a_range_on_a_gpu_is_no_kernel() -> None:
     """`forward` spans every kernel in it: counted, it would be most of a step, as passes over memory."""
+    step = Recorded()
+    step.kernel(KERNELS["nvjet"], 40)
+    step.kernel("forward", 90, mark=True)
+    step.kernel(KERNELS["pass_"], 40)
     trace = profile.Trace(cuda=True)
-    times = [("nvjet_gemm", 0, 40, False), ("forward", 0, 90, True), ("elementwise", 50, 90, False)]
-    events = [
-        FunctionEvent(
-            n, name, 0, start, end, device_type=DeviceType.CUDA, use_device="cuda", is_user_annotation=mark
-        )
-        for n, (name, start, end, mark) in enumerate(times)
-    ]
-    trace.profiler, trace.traced = SimpleNamespace(events=lambda: events), 100e-6
-    trace.waits, trace.steps = [0.0], [1.0]
-    found = profile.shares(trace)
+    trace.traced, trace.waits, trace.steps = 100e-6, [0.0], [1.0]
+    found = profile.shares(trace, operations.computed(step.events, cuda=True))
     assert found["products"] == pytest.approx(0.4) and found["memory-bound"] == pytest.approx(0.4)
     assert found["launch gaps"] == pytest.approx(0.2)
 
@@ -98,6 +225,33 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
     assert "steps waited for data" not in (tmp_path / "fast" / "log.txt").read_text()
 
 
+def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_path, monkeypatch) -> None:
+    """Once; and what is logged and saved after a step is no wait."""
+    monkeypatch.setattr(callbacks, "COUNTED", 2)
+    given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.general=false"]
+    given += ["eval.samples=0", "train.max_steps=5", "train.warmup_steps=0", "train.effective_batch_size=8"]
+    given += ["train.logging_steps=1"]
+    loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'slow'}"])
+    log = (train.run(loaded, quiet=True, watchers=[SlowLoader()]).path / "log.txt").read_text()
+    said = re.findall(r"note: the last (\d) steps waited for data", log)
+    assert said == ["2"] and log.index("the last 2 steps") < log.index("note: steps waited for data")
+
+    save = state.save
+
+    def slowly(trainer: Any) -> None:
+        time.sleep(0.5)
+        save(trainer)
+
+    monkeypatch.setattr(state, "save", slowly)
+    given += ["train.save_strategy=steps", "train.save_steps=1"]
+    loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'saved'}"])
+    run = train.run(loaded, quiet=True)
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["data_wait"] * line["step_seconds"] for line in lines[1:]) < 0.3
+    assert lines[1]["step_seconds"] > 0.5  # a step's time is all that went by
+    assert "waited for data" not in (run.path / "log.txt").read_text()
+
+
 def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys) -> None:
     given = [*small, f"model.name={two_layers}", "eval.general=false", "train.effective_batch_size=2"]
     assert cli.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
@@ -111,14 +265,58 @@ def test_a_verdict_is_about_what_could_be_had_back() -> None:
     even = {"products": 0.75, "attention": 0.15, "memory-bound": 0.05, "communication": 0.0}
     even |= {"data wait": 0.02, "launch gaps": 0.03}
     whole = recipe.load(QUICKSTART)
-    verdict, lever = profile.judge(even, 0.0, "flash_attention_4", whole, GPU)
-    assert "nothing large is in their way" in verdict and "fp8" in lever
-    near = profile.judge(even, 0.0, "flash_attention_4", whole, GPU, (0.71, "989 TFLOP/s, of its data sheet"))
+    made, on_cpu = plan.make(whole, GPU, 1), plan.make(whole, CPU, 1)
+    judge = partial(levers.judge, whole=whole, made=made)
+    verdict, lever = judge(even, 0.0, "flash_attention_4")
+    assert "nothing large is in their way" in verdict and lever == "speed.base: fp8"
+    near = judge(even, 0.0, "flash_attention_4", reached=(0.71, "989 TFLOP/s, of its data sheet"))
     assert near[0].endswith("products reach 71% of 989 TFLOP/s, of its data sheet")
-    assert "padding" in profile.judge(even, 0.4, "flash_attention_4", whole, GPU)[0]
+    assert "padding" in judge(even, 0.4, "flash_attention_4")[0]
     talk = {**even, "communication": 0.3, "products": 0.45}
-    assert "between processes" in profile.judge(talk, 0.0, "flash_attention_4", whole, GPU)[0]
+    assert "between processes" in judge(talk, 0.0, "flash_attention_4")[0]
     passes = {**even, "memory-bound": 0.5, "products": 0.3}
-    assert "passes over memory" in profile.judge(passes, 0.0, "flash_attention_4", whole, GPU)[0]
-    assert "sdpa attention" in profile.judge(even, 0.0, "sdpa", whole, GPU)[0]
-    assert "sdpa attention" not in profile.judge(even, 0.0, "sdpa", whole, CPU)[0]
+    assert "passes over memory" in judge(passes, 0.0, "flash_attention_4")[0]
+    assert "sdpa attention" in judge(even, 0.0, "sdpa")[0]
+    assert "sdpa attention" not in levers.judge(even, 0.0, "sdpa", whole, on_cpu)[0]
+
+
+def test_a_lever_is_not_what_is_so_already() -> None:
+    """Nor what the recipe would then be refused for."""
+    gaps = {"products": 0.4, "attention": 0.1, "memory-bound": 0.1, "communication": 0.0}
+    data, gaps = gaps | {"data wait": 0.4, "launch gaps": 0.0}, gaps | {"data wait": 0.0, "launch gaps": 0.4}
+
+    def lever(
+        found: dict[str, float], *more: str, machine: hardware.Hardware = GPU, padding: float = 0
+    ) -> str:
+        whole = recipe.load(QUICKSTART, list(more))
+        said = levers.judge(found, padding, "flash_attention_4", whole, plan.make(whole, machine, 1))[1]
+        first = re.findall(r"(\w+\.\w+): (\w+)", said.partition(" or ")[0])
+        more = (*more, *(f"{key}={value}" for key, value in first if value != "one"))
+        split_batch(recipe.load(QUICKSTART, list(more)).train, 1)
+        return said
+
+    assert lever(data, machine=CPU) == "train.dataloader_num_workers: 2"
+    assert lever(data) == "train.dataloader_num_workers: 4 (now 2)"
+    assert lever(data, "train.dataloader_num_workers=12") == "train.dataloader_num_workers: 16 (now 12)"
+    assert "more CPU cores" in lever(data, "train.dataloader_num_workers=2", machine=CPU)
+    both = "train.effective_batch_size: 8 and train.per_device_train_batch_size: 8, more rows at once"
+    assert lever(gaps, "train.effective_batch_size=1") == f"{both}; or data.packing: true"
+    assert lever(gaps, "train.effective_batch_size=1", "data.packing=true") == both
+    tiny = ["train.effective_batch_size=32", "train.per_device_train_batch_size=1"]
+    assert lever(gaps, *tiny).startswith("train.per_device_train_batch_size: 8, ")
+    assert lever(gaps, tiny[0]).startswith("train.per_device_train_batch_size: 16, ")
+    assert lever(gaps, tiny[0], "train.per_device_train_batch_size=32").startswith(
+        "train.effective_batch_size: 64 and train.per_device_train_batch_size: 64, "
+    )
+    found = lever(gaps, tiny[0], "train.per_device_train_batch_size=auto")
+    assert found.startswith("train.effective_batch_size: 64, more rows at once if memory has room")
+    padded = {**data, "data wait": 0.0, "products": 0.8}
+    assert "data.packing" in lever(padded, padding=0.4)
+    assert "data.max_length" in lever(padded, "data.packing=true", padding=0.4)
+    passes = {**padded, "products": 0.2, "memory-bound": 0.7}
+    assert lever(passes) == "speed.compile: true"
+    assert lever(passes, "speed.fused=false") == "speed.compile: true and speed.fused: auto"
+    assert "faster memory" in lever(passes, "speed.compile=true")
+    good = {**padded, "products": 0.9, "memory-bound": 0.0}
+    assert lever(good) == "speed.base: fp8"
+    assert lever(good, "speed.base=fp8") == lever(good, "adapter.type=full") == "a faster machine"

@@ -1,6 +1,7 @@
 """Streaming: every row once over ranks and workers, in an order that the seed alone decides, resumable."""
 
 import json
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from finetune.data.formats import Row
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
 from finetune.run_folder import RunFolder
-from finetune.sections import Data, Model
+from finetune.sections import Data, Expect, Model
 
 LINES = (DATA / "test.jsonl").read_text().splitlines()[:70]
 
@@ -146,6 +147,8 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
     )
     assert all(receipt["ok"] for receipt in run.read("receipts.json"))
     assert len(metrics(run)) == 2 and run.read("eval.json")["tuned"]
+    got = {receipt["option"]: receipt["got"] for receipt in run.read("receipts.json")}
+    assert re.fullmatch(r"0 of [1-9]\d*", got["rows of the stream left out"])
     assert "streamed" in json.dumps(run.read("data_report.json")["train"]["sources"])
 
 
@@ -216,6 +219,18 @@ def test_too_long_is_an_error_past_the_audit_too(files, tokenizer, monkeypatch) 
     data = opened(files, tokenizer, too_long="error")
     with pytest.raises(UserError, match="too long"):
         list(data)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_left_out_past_the_audit_are_counted(workers: int, files, tokenizer, monkeypatch) -> None:
+    """Of 70 rows, by each worker of a loader; what the audit reads does not count."""
+    monkeypatch.setattr(stream, "AUDITED", 5)
+    data = Data(name=files, streaming=True, max_length=128, expect=Expect(dropped=1.0))
+    made = stream.stream(data, tokenizer, 0, None, passes=1)
+    assert made.read.sum() == 0
+    kept = sum(1 for _ in DataLoader(made.train, batch_size=None, num_workers=workers))
+    read, left_out = made.read.sum(0).tolist()
+    assert (read, read - left_out) == (70, kept) and 0 < left_out < 70
 
 
 def test_sources_of_two_formats(files, tokenizer, tmp_path) -> None:

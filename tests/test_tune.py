@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,10 +16,12 @@ from typing import Any
 import psutil
 import pytest
 from conftest import QUICKSTART, ROOT
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from finetune import cli, recipe, study_storage, trial, tune, tune_report
+from finetune import cli, recipe, study_storage, trial, tune, tune_check, tune_report, tune_space
 from finetune.errors import Exit, UserError
+from finetune.screen import Screen
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
@@ -147,6 +150,7 @@ def test_a_first_trial_may_be_the_best() -> None:
         (["data.validation=null"], "held-out rows"),
         (["eval.tasks=[general_knowledge]", "eval.every=2", "eval.best=general_knowledge/acc"], "eval.best"),
         (["--space", "none.yaml"], "can't read the space"),
+        (["--space", "recipes"], "a file in it: "),
         (["--trials", "0"], ""),
     ],
 )
@@ -181,6 +185,75 @@ def test_how_a_process_ended_says_what_the_trial_is(tmp_path) -> None:
     assert trial.failure(Exit.STOPPED, log)[0] == "lost"
     log.write_text("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n")
     assert trial.failure(1, log) == ("failed", "exit 1: KeyError: 'a'")
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/a/b", "a/b/memory.events"),
+        ("0::/host/only", "memory.events"),
+        ("4:blkio,memory:/a", "memory/a/memory.oom_control"),
+        ("4:memory:/host/only", "memory/memory.oom_control"),
+    ],
+)
+def test_what_the_system_ended_for_memory_is_counted(line: str, file: str, tmp_path) -> None:
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text(f"8:pids:/x\n{line}\n")
+    assert trial.killed_for_memory(groups, own) is None
+    (groups / file).parent.mkdir(parents=True)
+    (groups / file).write_text("low 0\noom 4\noom_kill 3\noom_group_kill 1\n")
+    assert trial.killed_for_memory(groups, own) == 3
+    assert trial.killed_for_memory(groups, tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("counted", "state"), [([1, 2], "pruned"), ([1, 1], "failed"), ([None, None], "failed")]
+)
+def test_a_trial_that_was_killed_for_memory_is_pruned(counted, state: str, tmp_path, monkeypatch) -> None:
+    def dies(words: list[str], log: Path, warm: bool) -> Any:
+        log.write_text("")
+        return subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+
+    counts = iter(counted)
+    monkeypatch.setattr(trial, "start", dies)
+    monkeypatch.setattr(trial, "killed_for_memory", lambda: next(counts))
+    ended = trial.run([], tmp_path, tmp_path / "log", "eval_loss", lambda _: "", lambda: ("", ""))
+    assert ended.state == state and "SIGKILL" in ended.reason
+    assert ("out of the host's memory" in ended.reason) == (state == "pruned")
+
+
+def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypatch) -> None:
+    """A machine that slept for two minutes: its run ends, its worker says so and goes on."""
+    (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
+    space, whole = tune_space.read(tmp_path / "space.yaml"), recipe.load(QUICKSTART)
+    folder, url, started = tmp_path / "study", f"sqlite:///{tmp_path}/study.db", []
+
+    def slept(words: list[str], log: Path, warm: bool) -> Any:
+        with study_storage.opened(url, "study") as other:
+            other.tell(0, state=TrialState.FAIL)
+            study_storage.take_over(other)
+        (folder / "trial-0000" / "checkpoints").mkdir(parents=True)
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[0]
+
+    monkeypatch.setattr(trial, "start", slept)
+    monkeypatch.setattr(tune, "BEAT", 0.0)
+    asked = tune.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", folder, 2, None, url)
+    screen = Screen(quiet=True)
+    said: list[str] = []
+    monkeypatch.setattr(screen, "say", lambda *texts: said.extend(texts))
+    looked = tune_check.Looked(space, [], "cpu", {}, 96)
+    with study_storage.opened(url, "study") as study:
+        job = tune.Job(asked, whole, space, looked, study, screen, math.inf, tune.Told())
+        tune.one(job)
+        assert "another one took it over" in said[-1] and started[0].poll() == -signal.SIGTERM
+        assert not (folder / "trial-0000" / "checkpoints").exists() and tune.begin_another(job)
+        again = study.get_trials(deepcopy=False)[1]
+        assert again.state == TrialState.WAITING and again.user_attrs["again"] == 0
+        gone = study.ask()
+        study.tell(gone.number, state=TrialState.FAIL)
+        with pytest.raises(UpdateFinishedTrialError):  # however late
+            study_storage.tell(study, gone, 1.0, TrialState.COMPLETE)
 
 
 def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
@@ -285,6 +358,32 @@ def test_two_workers_share_a_study_in_postgresql() -> None:
         with pytest.raises(UserError) as raised, study_storage.opened(wrong, "shared"):
             pass
         assert "wrong0" not in str(raised.value) and raised.value.code == Exit.ENVIRONMENT
+
+
+def test_two_workers_share_a_journal(tmp_path) -> None:
+    share = [sys.executable, "-c", SHARE, url := f"journal:{tmp_path}/study.log"]
+    pair = [subprocess.Popen(share, cwd=ROOT) for _ in range(2)]
+    assert [process.wait() for process in pair] == [0, 0]
+    with study_storage.opened(url, "shared") as study:
+        rows = tune_report.trials(study)
+        assert [row["state"] for row in rows] == ["complete"] * 12
+        names = [row["worker"] for row in rows]
+        assert sorted(map(names.count, set(names))) == [6, 6]
+        subprocess.run([*share, "dies"], cwd=ROOT, check=False)
+        assert study_storage.take_over(study) == [12] and study_storage.take_over(study) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("none/a.log", "mkdir -p"), ("", "another file"), ("text.log", "not a journal")]
+)
+def test_a_journal_that_can_not_be_written(name: str, said: str, tmp_path) -> None:
+    (tmp_path / "text.log").write_text("no JSON\nnor here\n")
+    with pytest.raises(UserError) as raised, study_storage.opened(f"journal:{tmp_path}/{name}", "x"):
+        pass
+    text = str(raised.value)
+    assert (
+        raised.value.code == Exit.INPUT and said in text and "--storage journal:" in text and "try:" in text
+    )
 
 
 def test_a_journal_is_a_storage_too(tmp_path) -> None:

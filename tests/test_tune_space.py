@@ -181,3 +181,35 @@ def test_the_space_as_a_sweep(tmp_path, capsys) -> None:
     text, _ = sweep.sweep(whole, recipe.load(QUICKSTART), str(QUICKSTART), [])
     kinds = {key: one["distribution"] for key, one in yaml.safe_load(text)["parameters"].items()}
     assert kinds == {"adapter.r": "q_log_uniform_values", "train.max_steps": "q_uniform"}
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("train.learing_rate: {low: 0.1, high: 1}", "learning_rate"),
+        ("train.optim: {choices: [adamw_trch]}", "adamw_trch"),
+        ("adapter.target_modules: {choices: [[v_porj]]}", "v_porj"),
+    ],
+)
+def test_a_sweep_of_what_no_recipe_can_have_is_exit_2(key: str, said: str, small, tmp_path, capsys) -> None:
+    """Its agents would each end with that."""
+    asked = space(tmp_path, f"space:\n  {key}\n")
+    words = ["tune", str(QUICKSTART), *small, "--space", str(asked.path)]
+    assert cli.main([*words, "--export-wandb", str(tmp_path / "sweep.yaml")]) == Exit.INPUT
+    text = capsys.readouterr().err
+    assert said in text and "space.yaml:2:" in text and not (tmp_path / "sweep.yaml").exists()
+
+
+def test_a_sweep_of_epochs_is_evaluated_too(small, tmp_path, capsys) -> None:
+    """Its metric would never be logged. What only this machine can't run stays, and is said."""
+    asked = space(tmp_path, "space: {train.optim: {choices: [adamw_torch, paged_adamw_8bit]}}")
+    given = [*small, "train.max_steps=null", "train.num_train_epochs=2", "train.effective_batch_size=8"]
+    words = ["tune", str(QUICKSTART), *given, "--space", str(asked.path)]
+    target = tmp_path / "sweep.yaml"
+    assert cli.main([*words, "--export-wandb", str(target)]) == 0
+    found = yaml.safe_load(target.read_text())
+    assert "eval.every=6" in found["command"]  # of 24 steps, four times
+    assert found["parameters"]["train.optim"] == {"values": ["adamw_torch", "paged_adamw_8bit"]}
+    assert "paged_adamw_8bit: there is no GPU" in capsys.readouterr().out
+    words += ["data.validation=null", "--export-wandb", str(target)]
+    assert cli.main(words) == Exit.INPUT and "held-out rows" in capsys.readouterr().err

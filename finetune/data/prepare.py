@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterable, Iterator
 
-    from datasets import Dataset, IterableDataset
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
@@ -50,12 +49,14 @@ CHUNK, CHARACTERS = 4000, 4_000_000  # rows encoded together, at most, and their
 class Prepared:
     """Rows to train on (`input_ids`, `labels`; `seq_lengths` if packed), and what became of all rows."""
 
-    train: Dataset | IterableDataset
+    train: Any  # Dataset, or IterableDataset where rows are read while training
     report: dict[str, Report]  # train, validation
     path: Path | None  # in the cache
     cached: bool
     content: list[Any]
     """What decides on the rows and their order: weights, contents, the held-out file's."""
+    read: Any = None
+    """Of rows that are read while training: how many so far, and how many were left out [workers, 2]."""
 
 
 def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary: int | None) -> Prepared:

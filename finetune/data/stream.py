@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from finetune.sections import Data
 
 RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
+WORKERS = 64  # of a loader that count what they read apart from each other
 AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
 
 Shard = tuple[str, int, int]  # path, first and last byte (JSONL)
@@ -55,6 +56,7 @@ def stream(
     Raises:
         UserError: a setting that needs to see all rows, or rows that can't be trained on (exit 2).
     """
+    import torch
     from datasets import IterableDataset
 
     check(data)
@@ -79,13 +81,15 @@ def stream(
     report.seen = AUDITED if report.rows == AUDITED else 0
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
-    block = partial(encode_block, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
+    read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
+    block = partial(encode_block, read=read, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "source"]}
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
+    read.zero_()
     train: Any = rows.map(block, batched=True, **options).repeat(passes)
     content = [shards, sorted(report.sources.items())]  # contents are not read: files go by name and size
     reports = {"train": report, "validation": held.finish(held_places.__getitem__)}
-    return Prepared(train, reports, None, False, content)
+    return Prepared(train, reports, None, False, content, read)
 
 
 def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -> None:
@@ -129,6 +133,7 @@ def check(data: Data) -> None:
 
 def encode_block(
     batch: dict[str, list[Any]],
+    read: Any,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
@@ -138,12 +143,15 @@ def encode_block(
 
     Rows that are too long or have nothing to train on are dropped, as the audit of the first rows said.
 
+    Args:
+        read: [workers, 2], to which the number of rows is added, and of those that are left out.
+
     Raises:
         UserError: a row that can't be read or trained on, where `data.expect` allows none (exit 2).
     """
     from torch.utils.data import get_worker_info
 
-    if get_worker_info():
+    if worker := get_worker_info():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of before the fork are not there any more
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
     audit = Audit(encoder_for, data.train_on, vocabulary)
@@ -153,6 +161,8 @@ def encode_block(
         for row, found in audited((_row(value, where) for _, value, where in rows), data, audit, source):
             documents += [(row.where, document) for document in found]
     audit.check_rows(data)
+    own = read[worker.id % WORKERS if worker else 0]
+    own += own.new_tensor([audit.report.rows, audit.report.dropped])
     random.Random(f"{seed} {batch['where'][0]}").shuffle(documents)
     groups = [[index] for index in range(len(documents))]
     if data.packing:

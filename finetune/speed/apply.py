@@ -10,10 +10,11 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import estimate, qat, shards
+from finetune import adapter_types, estimate, qat, shards
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile, choose_recompute
 from finetune.hardware import Choice
@@ -37,6 +38,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     fused, whole = choose_fused(speed.fused, model, hardware, work.sharded), False
     if fused.value == "on":
         fused, whole = add_fused(model, layers, fused, ledger)
+    work = work._replace(eager=work.eager or breaking(model))
     compile = choose_compile(speed.compile, work, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts)
@@ -125,6 +127,8 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
     made = Fused(model, layers)
     left = "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(made.left.items()))
     got = f"{made.served} linear layers" + (f"; {left}" if left else "")
+    if made.dropping:
+        got += f"; {made.dropping} MLPs in parts: lora_dropout is on down_proj, 0 lets them run whole"
     if chosen.reason == "asked for" and not made.served:
         what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
         raise UserError(Problem(what, "speed.fused", found=left, fix=fix), code=Exit.ENVIRONMENT)
@@ -132,6 +136,20 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
     ledger.add("speed.fused", "what can be fused", got, how, ok=True)
     value, whole = "on" if made.served else "off", made.mlps == len(layers)
     return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}"), whole
+
+
+def breaking(model: Any) -> str:
+    """Why layers can't be compiled whole: forwards of PEFT's that break the graph; empty: none is left."""
+    whole = [module for module in model.modules() if hasattr(module, "finetune_fused")]
+    fused, found = {id(part) for module in whole for part in module.modules()}, set[str]()
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer) or id(module) in fused:
+            continue
+        kind = type(module).__module__.split(".")[-2]
+        found |= {kind} if kind in adapter_types.BREAKING else set()
+        found |= {"DoRA"} if getattr(module, "lora_magnitude_vector", None) else set()
+        found |= {"experts' adapters"} if type(module).__name__ == "ParamWrapper" else set()
+    return f"PEFT's forward of {', '.join(sorted(found))} breaks the graph" if found else ""
 
 
 def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, mlps: int = 0) -> None:

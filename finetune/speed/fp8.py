@@ -133,7 +133,9 @@ def linear(
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     rows: Any = _FrozenLinear.apply(x.reshape(-1, x.shape[-1]), weight, weight_scale, dtype)
-    return rows.view(*x.shape[:-1], -1)  # a view made inside the function could not be added to in place
+    return rows.view(
+        *x.shape[:-1], rows.shape[-1]
+    )  # a view made inside the function could not be added to in place
 
 
 class Fp8Linear(torch.nn.Linear):

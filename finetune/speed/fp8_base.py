@@ -164,6 +164,8 @@ def add_receipt(base: Any, ledger: Ledger) -> None:
     got = f"{len(layers)} of {len(linear)} linear layers, {_size(coded)} of {_size(whole)}"
     got += f"; {narrow} stay: sides not divisible by {MULTIPLE}" if narrow else ""
     got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
+    stacked = sum(p.nbytes for p in base.parameters() if p.dim() == 3)
+    got += f"; {_size(stacked)} of experts stay: they are no linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
     ledger.add("speed.base", "fp8", got, how, ok=bool(layers))
 

@@ -53,6 +53,7 @@ class Fused:
     Attributes:
         served: linear layers that run through a fast forward.
         mlps: gated MLPs among them that are fused whole.
+        dropping: gated MLPs that are not, since adapters drop inputs of their last layer.
         left: adapted layers that do not, counted by the reason.
         worst: the largest relative difference of a fused module from its own forward.
         norms: of DoRA layers; to be made anew when the optimizer has stepped (`callbacks.RefreshNorms`).
@@ -63,14 +64,17 @@ class Fused:
 
         Every fused module is compared with its own forward; one that does not compute the same gets it back.
         """
-        self.left, self.worst = Counter[str](), 0.0
+        self.left, self.worst, self.dropping = Counter[str](), 0.0, 0
         fast, given_back = set[nn.Module](), set[nn.Module]()
         groups: list[Group] = []
         clipped = getattr(model.config.get_text_config(), "clip_qkv", None) is not None
+        every = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
         for layer in [] if clipped else layers:
-            adapted = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)]
+            adapted = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)] or every[:1]
             for module in layer.modules():
-                for name, members in (_mlp(module, fast, adapted) or _stacks(module, fast)).items():
+                self.dropping += (drops := _drops(module))
+                found = {} if drops else _mlp(module, fast, adapted)
+                for name, members in (found or _stacks(module, fast)).items():
                     fast.update(members)
                     called = [module] if name == "mlp" else members
                     groups.append(Group(f"{type(module).__name__}.{name}", members, called))
@@ -136,6 +140,12 @@ def _stacks_of(module: Any) -> list[Stack]:
     return [one for one in module.finetune_fused if isinstance(one, Stack)]
 
 
+def _drops(module: Any) -> bool:
+    """Whether an MLP's adapter drops inputs of its last layer, which a whole one never makes."""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, lora.LoraLayer) and _dropout(down)
+
+
 def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> dict[str, list[nn.Module]]:
     """The layers of a gated MLP that can be fused whole, its forward replaced; nothing if it is not one.
 
@@ -155,8 +165,7 @@ def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> dict[str, lis
         or not all(isinstance(one, nn.Module) for one in members)
     ):
         return {}
-    dropped = isinstance(down, lora.LoraLayer) and _dropout(down)  # of h, which is never made alone
-    if any(map(obstacle, members)) or not alike(first) or dropped:
+    if any(map(obstacle, members)) or not alike(first):
         return {}
     if not any(map(_adapted, members)) and not isinstance(base_of(members[-1]), fp8.Fp8Linear):
         return {}  # with nothing adapted there is only the rounding to fp8 to save

@@ -132,7 +132,9 @@ def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tens
     found = [factors(layer) for layer in both.layers]
     halves = found if len(found) == 2 else split(found[0])
     size = sum(both.sizes) // 2
-    t = inner(flat, [*both.layers] * (2 // len(found)), halves, even=True)
+    t = inner(flat, both.layers, found, even=True)
+    if t is not None and len(found) == 1:  # one adapter of both halves: one product, and one mask of dropout
+        t = torch.cat([t, t], dim=1)
     b = outer(flat, [size, size], halves, even=True)
     column, last = columns([size, size], halves, flat), factors(down.layers[0])
     if last.entry is not None:  # a factor of act(gate) * up is one of up

@@ -1,0 +1,133 @@
+"""What `finetune profile` says of a step: one sentence, and what to change that is not so already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune import adapter_conflicts, hardware, launch_env
+from finetune.adapter_types import QUANTISED
+from finetune.batch import split_batch
+
+if TYPE_CHECKING:
+    from finetune.hardware import Hardware
+    from finetune.plan import Plan
+    from finetune.recipe import Recipe
+
+ENOUGH = 0.05  # of a step, from which something is worth a sentence
+USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # of a step: the loop's own, whatever the batch
+ROWS = 8  # at once, that a tiny batch is told to have
+
+
+def judge(
+    found: dict[str, float],
+    padding: float,
+    attention: str,
+    whole: Recipe,
+    made: Plan,
+    reached: tuple[float, str] | None = None,
+) -> tuple[str, str]:
+    """One sentence of verdict and the next lever: where most time could be had back.
+
+    Of products themselves nothing can be had back but by fp8; of attention in eager mode about two thirds.
+
+    Args:
+        made: the plan of the recipe, which knows what is on already.
+    """
+    gpu = made.machine.device == "cuda"
+    masked = attention == "eager" or (gpu and attention == "sdpa")
+    busy = 1 - found["data wait"] - found["launch gaps"]
+    gains = {
+        "data": found["data wait"],
+        "launch": found["launch gaps"] - USUAL_GAPS[made.machine.device],
+        "padding": padding * busy,
+        "attention": found["attention"] * (0.67 if masked else 0.0),
+        "communication": found["communication"],
+        "memory": found["memory-bound"] * 0.3 * gpu,
+    }
+    worst = max(gains, key=lambda name: gains[name])
+    if gains[worst] < ENOUGH:
+        share = found["products"] + found["attention"]
+        text = f"products and attention take {share:.0%} of the step: nothing large is in their way"
+        text += f"; products reach {reached[0]:.0%} of {reached[1]}" if reached else ""
+        return text, faster_products(whole, made)
+    said = {
+        "data": (
+            f"the step waits for data {found['data wait']:.0%} of its time",
+            loader(whole, made.machine),
+        ),
+        "launch": (
+            f"nothing is computed for {found['launch gaps']:.0%} of the step: too small a batch",
+            more_rows(whole),
+        ),
+        "padding": (f"{padding:.0%} of the tokens are padding", less_padding(whole)),
+        "attention": (
+            f"{attention} attention takes {found['attention']:.0%} of the step",
+            "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here"),
+        ),
+        "communication": (
+            f"sums between processes take {found['communication']:.0%} of the step",
+            "train.effective_batch_size: larger, so that they are rarer",
+        ),
+        "memory": (
+            f"passes over memory take {found['memory-bound']:.0%} of the step",
+            fewer_passes(whole, made),
+        ),
+    }
+    return said[worst]
+
+
+def loader(whole: Recipe, machine: Hardware) -> str:
+    """More workers than there are, up to the CPU's cores."""
+    if whole.data.streaming:
+        return "a stream is read while training: data.streaming: false"
+    key, given = "dataloader_num_workers", whole.train.passed_on()
+    has = given.get(key, hardware.loader(machine, processes())[key])
+    most = max(2, machine.cpu_cores // processes())
+    if has < most:
+        return f"train.{key}: {min(most, max(2, 2 * has))}" + (f" (now {has})" if has else "")
+    return f"a machine with more CPU cores: {has} workers have those of this one"
+
+
+def more_rows(whole: Recipe) -> str:
+    """More rows at once: of the step's own where it takes them in turns, else a larger step."""
+    batch = split_batch(whole.train, processes())
+    share = batch.effective // processes()
+    more = [size for size in range(batch.per_device + 1, share + 1) if share % size == 0]
+    packed = "" if whole.data.packing else "; or data.packing: true"
+    if more and whole.train.per_device_train_batch_size != "auto":  # which has taken all that fit
+        rows = max([size for size in more if size <= max(ROWS, 2 * batch.per_device)] or more[:1])
+        return f"train.per_device_train_batch_size: {rows}, more rows at once{packed}"
+    rows = max(ROWS, 2 * share)
+    if whole.train.per_device_train_batch_size == "auto":
+        return (
+            f"train.effective_batch_size: {rows * processes()}, more rows at once if memory has room{packed}"
+        )
+    both = f"train.effective_batch_size: {rows * processes()} and train.per_device_train_batch_size: {rows}"
+    return f"{both}, more rows at once{packed}"
+
+
+def less_padding(whole: Recipe) -> str:
+    if whole.data.packing or whole.data.padding_free:
+        return "data.max_length: one that rows fill better"
+    return "data.packing: true, or data.padding_free: true"
+
+
+def fewer_passes(whole: Recipe, made: Plan) -> str:
+    """What fuses passes and is not on."""
+    off = ["speed.compile: true"] if made.choices["compile"].value == "off" else []
+    off += ["speed.fused: auto"] if whole.speed.fused is False else []
+    off += ["speed.loss: auto"] if whole.speed.loss == "trl" else []
+    return " and ".join(off) or "a GPU with faster memory: what fuses passes is on"
+
+
+def faster_products(whole: Recipe, made: Plan) -> str:
+    """The frozen base in fp8, where that is possible and not so."""
+    able = made.machine.device == "cuda" and made.machine.capability >= hardware.FP8_CAPABILITY
+    stored = made.choices["base"].value in ("fp8", *QUANTISED)
+    if able and not stored and not adapter_conflicts.against_fp8(whole.adapter, whole.speed, whole.eval):
+        return "speed.base: fp8"
+    return "a faster machine"
+
+
+def processes() -> int:
+    return int(launch_env.said("WORLD_SIZE", "1"))

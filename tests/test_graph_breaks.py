@@ -1,0 +1,79 @@
+"""Which forwards of PEFT's torch.compile takes whole: `auto` leaves the others as they are, and says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import QUICKSTART
+
+from finetune import adapter_types, adapters, estimate, hardware, model, recipe
+from finetune.hardware import Choice, Hardware
+from finetune.receipts import Ledger
+from finetune.speed import apply
+
+H100 = Hardware("cuda", "NVIDIA H100", 1, (9, 0), 80.0, 8)
+
+
+def adapted(*overrides: str) -> Any:
+    loaded = recipe.load(QUICKSTART, ["train.learning_rate=1e-3", *overrides])
+    setup = hardware.choose(attention="sdpa", base="auto", adapter_type=loaded.adapter.type)
+    return adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger()).train()
+
+
+# what Dynamo warns of is what breaks the graph
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *(((f"adapter.type={kind}",), kind) for kind in sorted(adapter_types.BREAKING)),
+        (("adapter.type=dora",), "DoRA"),
+        (("adapter.type=lora", "adapter.lora_dropout=0.1"), ""),
+        (("adapter.type=adalora",), ""),
+        (("adapter.type=ia3",), ""),
+        (("adapter.type=vera",), ""),
+    ],
+)
+def test_auto_knows_what_breaks_the_graph(given: tuple[str, ...], said: str) -> None:
+    made = adapted(*given)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    apply.decoder_layers(made)[0].compile(backend="eager")
+    made(input_ids=torch.arange(24)[None]).logits.sum().backward()
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    torch._dynamo.reset()
+    reason = apply.breaking(made)
+    assert bool(breaks) == bool(reason) == bool(said) and said in reason
+    work = estimate.Work(4096, 1e20, eager=reason)
+    auto = estimate.choose_compile("auto", work, H100)
+    assert (auto.value, reason in auto.reason) == ("off" if said else "on", True)
+
+
+def test_dora_breaks_nothing_where_it_is_fused() -> None:
+    from finetune.speed.fuse import Fused
+
+    made = adapted("adapter.type=dora")
+    assert "DoRA" in apply.breaking(made)
+    Fused(made, apply.decoder_layers(made))
+    assert apply.breaking(made) == ""
+
+
+@pytest.mark.parametrize("reason", ["asked for", "auto: about 900 s of training"])
+def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatch) -> None:
+    """Under `auto` what it did not know of is a receipt."""
+    monkeypatch.setattr(estimate, "choose_compile", lambda *given: Choice("on", reason))
+    monkeypatch.setattr(apply, "choose_compile", estimate.choose_compile)
+    monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
+    given = ("adapter.type=loha", "adapter.target_modules=[q_proj]", "train.learning_rate=1e-2")
+    if reason == "asked for":
+        train(*given, code=5)
+        return
+    run = train(*given)
+    rows = {row["option"]: row for row in run.read("receipts.json")}
+    assert rows["speed.compile"]["ok"] and not rows["speed.compile"]["got"].startswith("0 graph breaks")
+    assert int(rows["graphs compiled after the first step"]["got"]) >= 0
+
+
+def _in_eager(self: torch.nn.Module, **given: Any) -> None:
+    self._compiled_call_impl = torch.compile(self._call_impl, backend="eager")

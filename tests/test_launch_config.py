@@ -1,0 +1,121 @@
+"""accelerate_configs/ as Accelerate reads them, and what it would pass over in any other."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from finetune import cli, launch, launch_config
+from finetune.errors import UserError
+
+sys.path.insert(0, str(ROOT / "scripts"))
+try:
+    import launch_matrix
+finally:
+    sys.path.pop(0)
+
+CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
+
+
+def test_there_is_a_config_for_each_kind_of_launch() -> None:
+    assert len(CONFIGS) == 17
+    assert {"cpu_2", "ddp_4", "8xh100_fp8_te", "fsdp2_8_offload", "zero3_8", "multi_node"} <= CONFIGS.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_reads_it_and_ignores_nothing(name: str, monkeypatch) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    monkeypatch.setattr(launch_config, "installed", lambda package: True)
+    text = CONFIGS[name].read_text()
+    read: Any = load_config_from_file(str(CONFIGS[name]))
+    launch_config.check(CONFIGS[name])
+    assert read.mixed_precision in ("no", "bf16", "fp8")
+    assert text.startswith("# ") and text.count("#") > 2, "says when to use it, and why"
+    made = launch_matrix.environment(CONFIGS[name])
+    for section in ("fp8_config", "fsdp_config", "parallelism_config"):
+        for key, value in getattr(read, section).items():
+            full = key if key.startswith(section.split("_")[0]) else f"{section.split('_')[0]}_{key}"
+            assert str(value).lower() in {
+                value.lower() for given, value in made.items() if given.lower().endswith(full)
+            }, f"{key} reaches no process"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fsdp_config": {"fsdp_verison": 2}}, "fsdp_config.fsdp_verison: Accelerate would ignore it"),
+        ({"fp8_config": {"backend": "AO", "enable_float8": False}}, "fp8_config.enable_float8"),
+        ({"deepspeed_config": {"zero_stag": 2}}, "zero_stage"),
+        ({"parallelism_config": {"cp_size": 4}}, "parallelism_config_cp_size"),
+        ({"dynamo_config": {"dynamo_bakend": "INDUCTOR"}}, "dynamo_config.dynamo_bakend"),
+        ({"fp8_config": {"backend": "ao"}}, "AO"),
+        ({"distributed_type": "MULTI_CPU"}, "Accelerate starts one process"),
+        ({"distributed_type": "NO"}, "Accelerate starts one process"),
+        ({"mixed_precison": "bf16"}, "mixed_precision"),
+        ({"fp8_config": "AO"}, "is a section"),
+        ({"mixed_precision": "bf17"}, "bf16"),
+        ({"distributed_type": "MULTIGPU"}, "MULTI_GPU"),
+        ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM are not served"),
+        ({"num_processes": "two"}, "from 1 up"),
+        ({"num_processes": 0}, "from 1 up"),
+        ({"fsdp_config": {"fsdp_version": 3}}, "1, 2"),
+        ({"fsdp_config": {"fsdp_version": 2}}, "distributed_type: FSDP alone"),
+        ({"fp8_config": {"backend": "AO"}}, "mixed_precision: fp8 alone"),
+        ({"fp8_config": {"backend": "TE", "fp8_format": "HYBIRD"}}, "HYBRID"),
+        ({"deepspeed_config": {"zero_stage": "three"}}, "a whole number"),
+        ({"deepspeed_config": {"deepspeed_config_file": "ds.json"}}, "not held against the recipe"),
+    ],
+)
+def test_what_accelerate_passes_over_is_an_error(
+    changes: dict[str, Any], said: str, tmp_path, capsys
+) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    made = {**yaml.safe_load(CONFIGS["ddp_2"].read_text()), **changes}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(made))
+    if not changes.keys() & {"mixed_precison", "distributed_type"}:
+        load_config_from_file(str(path))  # in silence
+    with pytest.raises(UserError, match=re.escape(said)) as raised:
+        launch_config.check(path)
+    assert raised.value.code == 2
+    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", str(path)]) == 2
+    assert "mine.yaml" in capsys.readouterr().err
+    words = ["--config_file", str(path), "-m", "finetune", "train", "recipes/quickstart.yaml"]
+    assert launch.main(words) == 2 and "mine.yaml" in capsys.readouterr().err
+
+
+def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, monkeypatch) -> None:
+    """By the processes that it starts."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(CONFIGS["cpu_2"].read_text() + "fsdp_config: {fsdp_verison: 2}\n")
+    words = ["accelerate", "launch", "--config_file", str(path), "scripts/train.py"]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
+    assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
+    assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
+
+
+def test_a_place_of_one_s_own_is_not_taken_for_a_shipped_config(tmp_path) -> None:
+    assert launch.find("fsdp2_8").stem == launch.find("accelerate_configs/fsdp2_8.yaml").stem == "fsdp2_8"
+    with pytest.raises(UserError, match="no such accelerate config"):
+        launch.find(str(tmp_path / "fsdp2_8.yaml"))
+
+
+def test_deepspeed_is_asked_for_before_anything_starts(monkeypatch) -> None:
+    monkeypatch.setattr(launch_config, "installed", lambda package: False)
+    with pytest.raises(UserError, match="needs DeepSpeed") as raised:
+        launch_config.check(CONFIGS["zero3_8"])
+    assert raised.value.code == 3
+
+
+def test_the_matrix_is_what_is_refused_today() -> None:
+    text = (ROOT / "accelerate_configs" / "README.md").read_text()
+    begin, end = "<!-- made by scripts/launch_matrix.py -->\n", "<!-- end of matrix -->"
+    assert text.partition(begin)[2].partition(end)[0] == launch_matrix.table()
