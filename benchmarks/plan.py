@@ -22,7 +22,7 @@ import gpu
 import multi_gpu
 from gpu_inputs import SHAPES, document_lengths
 
-from finetune import gpus, plan, plan_launch, plan_tokens, recipe
+from finetune import gpus, plan, plan_choices, plan_launch, plan_tokens, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +148,9 @@ def make(
     known = next(name for name, kind in gpus.GPUS.items() if kind is gpus.of_device(device))
     machine, processes = plan.planned_machine(known, count)
     if cap_gib:
-        machine = replace(machine, memory_gib=cap_gib + plan.CONTEXT_GIB)  # a cap of the allocator's own
+        machine = replace(
+            machine, memory_gib=cap_gib + plan_choices.CONTEXT_GIB
+        )  # a cap of the allocator's own
     return plan.make(loaded, machine, processes, by=by)
 
 

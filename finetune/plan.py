@@ -8,7 +8,6 @@ for the split, `estimate` for fused forwards, compiling and recomputation.
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from finetune import (
     adapter_types,
     architecture,
-    attention_choice,
     check,
     estimate,
     gpus,
@@ -25,6 +23,7 @@ from finetune import (
     measure,
     modules,
     optimizers,
+    plan_choices,
     plan_launch,
     plan_memory,
     plan_notes,
@@ -37,14 +36,9 @@ from finetune.hardware import Choice, Hardware
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 
 if TYPE_CHECKING:
-    from finetune.architecture import Architecture
-    from finetune.plan_launch import Share
     from finetune.plan_rows import Rows
     from finetune.recipe import Recipe
-    from finetune.sections import Speed
 
-CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
-CPU_GIB = 1.5  # of a process with the libraries imported
 COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
 
 
@@ -195,7 +189,7 @@ def under(
 
     chosen = of(1, recipe.speed.recompute)
     recompute = chosen.choices["recompute"]
-    usable = MARGIN * (machine.memory_gib - (CONTEXT_GIB if machine.device == "cuda" else 0.0))
+    usable = MARGIN * (machine.memory_gib - (plan_choices.CONTEXT_GIB if machine.device == "cuda" else 0.0))
     again = int(recompute.value.split()[0]) if " of " in recompute.value else recompute.value
     for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
         made = of(rows, again)
@@ -230,7 +224,7 @@ def at_once(
 ) -> Plan:
     """The plan of a recipe under a launch, its batch split as the recipe says."""
     found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
-    base, attention = storage_and_attention(recipe, found, precision, machine, by)
+    base, attention = plan_choices.storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes)
     rows = plan_rows.rows_of(recipe.data, recipe.model, batch.per_device)
     steps = plan_rows.known_steps(recipe.train, rows, batch, processes)
@@ -238,18 +232,19 @@ def at_once(
     has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length
-    fused = _fused(recipe, machine, base.value, by, full)
-    compile = _compile(
-        recipe.speed, flops(found, has, full) * tokens * batch.accumulation, steps, machine, by
+    fused = plan_choices.fused(recipe, machine, base.value, by, full)
+    whole = flops(found, has, full) * tokens * batch.accumulation
+    compile = plan_choices.compiled(
+        recipe, whole, steps, machine, by, dora=has.columns and has.rank > 0 and fused.value != "on"
     )
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
     kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
     gathered = partial(plan_memory.gathered, found, base.value, precision)
     share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
     stored = {"storage": base.value, "precision": precision, "tokens": tokens, "share": share}
-    room_of = partial(room, recipe, machine, found, has, **stored)
+    room_of = partial(plan_choices.room, recipe, machine, found, has, **stored)
     memory, usable = room_of(kept)
-    recompute = _recompute(recipe.speed, memory, machine, processes, by)
+    recompute = plan_choices.recomputed(recipe.speed, memory, machine, processes, by)
     if kept.adapted and (by.weights or by.half):  # which a run's own choice does not know
         kept = kept._replace(uncast=True)
         memory, _ = room_of(kept)
@@ -293,15 +288,6 @@ def at_once(
     )
 
 
-def _fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: bool) -> Choice:
-    """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there."""
-    asked, rounds = recipe.speed.fused, recipe.speed.qat is not None
-    if by.weights and not full and asked == "auto":
-        return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
-    plain = "bfloat16" if storage in adapter_types.QUANTISED else hardware.STORED[storage]
-    return estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
-
-
 def _step(
     recipe: Recipe, rows: Rows | None, batch: Batch, memory: estimate.Memory, recompute: Choice
 ) -> plan_time.Step:
@@ -313,70 +299,6 @@ def _step(
     spans, full = max(1, round(rows.attended)) if rows else length, recipe.adapter.type == "full"
     flat = recipe.data.packing or recipe.data.padding_free
     return plan_time.Step(tokens, spans, batch.accumulation, "", full, again, halves, 1, flat)
-
-
-def _compile(speed: Speed, work: float, steps: int | None, machine: Hardware, by: Sharding) -> Choice:
-    """Whether layers would be compiled; `work`: FLOPs of a step."""
-    eager = f"not measured where {by.name} splits the weights" if by.weights else ""
-    asked = estimate.Work(0, work * (steps or 0), eager=eager)
-    return estimate.choose_compile(speed.compile, asked if steps or eager else None, machine)
-
-
-def _recompute(
-    speed: Speed, memory: estimate.Memory, machine: Hardware, processes: int, by: Sharding
-) -> Choice:
-    """What would be made again, as a run chooses it."""
-    if machine.host_gib is not None:
-        memory = memory._replace(host=machine.host_gib / processes)
-    chosen = estimate.choose_recompute(speed.recompute, memory, machine, speed.offload)
-    if problem := estimate.against_graphs(speed.compile, chosen.value, by.name if by.weights else ""):
-        raise UserError(problem, code=Exit.ENVIRONMENT)
-    return chosen
-
-
-def room(
-    recipe: Recipe,
-    machine: Hardware,
-    found: Architecture,
-    has: plan_memory.Adapted,
-    kept: estimate.Keeps,
-    storage: str,
-    precision: str,
-    tokens: int,
-    share: Share,
-) -> tuple[estimate.Memory, float]:
-    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
-    base = plan_memory.weights(found, storage, precision) / estimate.GIB
-    adapter = 4 * has.trained / estimate.GIB if kept.adapted else 0.0
-    held = base / share.weights / (2 if share.half and not kept.adapted else 1) + adapter / share.weights
-    held += share.gathered
-    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
-    free = max(0.0, machine.memory_gib - system - held)
-    whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
-    extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
-    given: dict[str, Any] = {
-        "free": free,
-        "trained": has.trained // share.states,
-        "offload": recipe.speed.offload,
-    }
-    memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
-    return memory, min(held + estimate.SPARE * free, machine.memory_gib)
-
-
-def storage_and_attention(
-    recipe: Recipe, found: Architecture, precision: str, machine: Hardware, by: Sharding
-) -> tuple[Choice, Choice]:
-    """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
-    flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
-    against = partial(check.against_fp8, recipe, copy.copy(found.config))
-    if by.weights:  # as in hardware.choose
-        against = partial(str.format, "{} splits the weights, which fast forwards want whole", by.name)
-    asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
-    base = hardware.choose_base(asked, kind, precision, machine, against)
-    dtype = hardware.compute_dtype(precision, base.value)
-    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
-    attends = attention_choice.read(found.config)
-    return base, hardware.choose_attention(recipe.model.attention, machine, dtype, attends, shown)
 
 
 def _parts(

@@ -41,8 +41,8 @@ def of(config: Any) -> Shapes | None:
 
 
 def experts(config: Any) -> int:
-    """Of a layer; 0: it has none."""
-    return next((int(n) for key in MOE if (n := getattr(config, key, None))), 0)
+    """Of a layer of a text model, which transformers holds as tensors of three dimensions; 0: it has none."""
+    return max(int(getattr(config, key, None) or 0) for key in MOE)
 
 
 def _as_llama(config: Any) -> Shapes:

@@ -8,7 +8,18 @@ from dataclasses import replace
 import pytest
 from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
 
-from finetune import batch, cli, hardware, plan, plan_changes, plan_launch, recipe
+from finetune import (
+    architecture,
+    batch,
+    cli,
+    hardware,
+    plan,
+    plan_changes,
+    plan_choices,
+    plan_launch,
+    plan_memory,
+    recipe,
+)
 from finetune.errors import UserError
 
 SHORT = ("data.max_length=1024", "data.too_long=split", "train.effective_batch_size=96", "speed.compile=true")
@@ -54,7 +65,7 @@ def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
     made = planned(large, *SHORT, AUTO, "speed.base=bf16", gpu="h100-80gb")
     rows, one = made.batch.per_device, planned(large, *SHORT, "train.per_device_train_batch_size=1")
     assert 1 < rows < 96 and 96 % rows == 0 and made.batch.accumulation == 96 // rows
-    most = batch.MARGIN * (made.machine.memory_gib - plan.CONTEXT_GIB)
+    most = batch.MARGIN * (made.machine.memory_gib - plan_choices.CONTEXT_GIB)
     assert made.usable <= most and made.fits
     assert made.choices["recompute"].value == one.choices["recompute"].value == "none"
     larger = next(size for size in batch.sizes(96, 96) if size > rows)
@@ -112,3 +123,33 @@ def test_a_cpu_is_not_told_what_was_measured_slower_there() -> None:
     tight = plan.make(loaded, replace(here, memory_gib=0.5), 1, cpu_rate=1e10)
     given = [text for change, _ in plan_changes.candidates(loaded, tight) for text in change]
     assert not tight.fits and "train.per_device_train_batch_size=1" in given
+
+
+@pytest.mark.parametrize(("kind", "why"), [("dora", "DoRA"), ("lokr", "lokr"), ("lora", "")])
+def test_what_breaks_the_graph_is_not_compiled_by_auto(large, kind: str, why: str) -> None:
+    """As speed.apply has it of a model's modules."""
+    made = planned(large, f"adapter.type={kind}", "speed.fused=false", "speed.base=bf16")
+    said = f"auto: PEFT's forward of {why} breaks the graph"
+    assert (made.choices["compile"] == ("off", said)) is bool(why)
+
+
+def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
+    """As stages.work_of: autocast's of the linear layers, and DDP's of all gradients."""
+    given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
+    loaded = recipe.load(large, given)
+    found = architecture.read(loaded.model)
+    has = plan_memory.adapted(loaded.adapter, loaded.model, found, 100)
+    kept = plan_memory.keeps(
+        found, has, full=True, fused=False, compiled=True, attention="cudnn", storage="fp32"
+    )
+    machine, _ = plan.planned_machine("b200", 2)
+    linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096
+
+    def left(precision: str, by: plan_launch.Sharding) -> float:
+        shared = plan_launch.share(by, 2, 0.0)
+        return plan_choices.room(loaded, machine, found, has, kept, "fp32", precision, 4096, shared)[0].room
+
+    whole = left("no", plan_launch.ONE)
+    assert whole - left("bf16", plan_launch.ONE) == pytest.approx(2 * linear / 2**30)
+    more = left("bf16", plan_launch.ONE) - left("bf16", plan_launch.DDP)
+    assert more == pytest.approx(4 * found.parameters / 2**30)
