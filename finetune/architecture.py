@@ -7,15 +7,21 @@ transformers' source. Families that this file does not know are built on the met
 from __future__ import annotations
 
 import ast
+import contextlib
+import hashlib
 import json
+import logging
+import os
+import re
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from finetune import modules, upstream
+from finetune import modules, shapes, upstream
 from finetune.errors import Problem, UserError
 from finetune.recipe import local_path
 
@@ -23,15 +29,10 @@ if TYPE_CHECKING:
     from finetune.modules import Names
     from finetune.sections import Model
 
-# Decoders of Llama's layers: q, k, v, o; gate, up, down. Norms of a layer, in hidden sizes
-NORMS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2"), 2),
-    "gemma2": 4,
-    "gemma3_text": 4,
-}
-BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj")}
-HEAD_NORMS = ("qwen3", "gemma3_text")  # a norm of one head for queries, one for keys
-MOE = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+FROM_CONFIG = "config.json"
+# A checkpoint's experts, which are one weight in transformers' model, and what chooses among them: no linear
+# layer is either there
+NOT_LINEAR = re.compile(r"\.experts\.|\.(gate|router)$")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Architecture:
     @cached_property
     def linear(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of each linear layer, without the head."""
-        sizes = {name: self.tensors[f"{name}.weight"] for name in self.names.linear}
+        names = [name for name in self.names.linear if not NOT_LINEAR.search(name)]
+        sizes = {name: self.tensors[f"{name}.weight"] for name in names}
         return {name: (size[0], size[1]) for name, size in sizes.items()}
 
     @cached_property
@@ -80,19 +82,18 @@ def read(model: Model) -> Architecture:
     if missing:
         found = f"{text.model_type}: no {', '.join(missing)}"
         raise UserError(Problem("its config is not that of a decoder we know", "model.name", found=found))
-    experts = next((key for key in MOE if getattr(text, key, None)), "")
     unknown = ""
-    if experts:
+    if shapes.experts(text):
         unknown = f"{text.model_type} has experts, and how many tokens each one gets is not known"
-    elif text.model_type not in NORMS:
+    elif text.model_type not in shapes.NORMS:
         unknown = f"the layers of {text.model_type} are not known here"
     quantised = getattr(config, "quantization_config", None)
     found = {} if quantised or not folder.is_dir() else modules.tensors(folder)
     if found:
         return Architecture(config, {n: tuple(s) for n, s in found.items()}, "headers of its files", unknown)
-    if not unknown:
-        return Architecture(config, _as_llama(text), "config.json")
-    return Architecture(config, _on_meta(path.parent), "the model on the meta device", unknown)
+    if made := shapes.of(text):
+        return Architecture(config, made, FROM_CONFIG, unknown)
+    return Architecture(config, _kept(path), "the model on the meta device", unknown)
 
 
 def as_config(raw: dict[str, Any]) -> Any:
@@ -130,43 +131,31 @@ def _constants(node: ast.ClassDef) -> list[tuple[str, Any]]:
     return [(name, value.value) for name, value in pairs if isinstance(value, ast.Constant)]
 
 
-def _as_llama(config: Any) -> dict[str, tuple[int, ...]]:
-    """The weights of a decoder of Llama's layers, as transformers names them."""
-    family, hidden, wide = config.model_type, config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or hidden // heads
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * size
-    linear = {
-        "self_attn.q_proj": (heads * size, hidden), "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, heads * size),
-        "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide),
-    }  # fmt: skip
-    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
-    for name, (outputs, _) in linear.items():
-        kind = "attention_bias" if "self_attn" in name else "mlp_bias"
-        if getattr(config, kind, False) or modules.short(name) in BIASED.get(family, ()):
-            layer[f"{name}.bias"] = (outputs,)
-    layer |= {f"norm_{index}.weight": (hidden,) for index in range(NORMS[family])}
-    if family in HEAD_NORMS:
-        layer |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
-    if family == "olmo2":
-        layer |= {"self_attn.q_norm.weight": (heads * size,), "self_attn.k_norm.weight": (keys,)}
-    tensors = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    for index in range(config.num_hidden_layers):
-        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    return (
-        tensors
-        if config.tie_word_embeddings
-        else {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-    )
+def _kept(path: Path) -> dict[str, tuple[int, ...]]:
+    """`_on_meta`, which takes ten seconds, once for each config.json and version of transformers."""
+    asked = path.read_bytes() + version("transformers").encode()
+    cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+    kept = cache / "shapes" / f"{hashlib.sha256(asked).hexdigest()[:24]}.json"
+    try:
+        held = json.loads(kept.read_text(encoding="utf-8"))
+        return {str(name): tuple(map(int, shape)) for name, shape in held.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        made = _on_meta(path.parent)
+    with contextlib.suppress(OSError):  # a home that can't be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        writing = kept.with_suffix(f".{os.getpid()}")
+        writing.write_text(json.dumps(made))
+        os.replace(writing, kept)
+    return made
 
 
 def _on_meta(folder: Path) -> dict[str, tuple[int, ...]]:
     """The weights of a model that transformers builds without memory."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    logging.disable(logging.WARNING)  # of packages that transformers imports, about themselves
     try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -176,6 +165,8 @@ def _on_meta(folder: Path) -> dict[str, tuple[int, ...]]:
             "not a model that transformers knows", "model.name", found=str(error).splitlines()[0]
         )
         raise UserError(problem) from error
+    finally:
+        logging.disable(logging.NOTSET)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

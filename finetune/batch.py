@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from finetune.sections import Train
 
 
+MARGIN = 0.9  # of all memory that may be in use: what is not seen there (fragments, evaluation) has a tenth
+MOST = 64  # rows at once: beyond it a GPU has long been full
+
+
 class Batch(NamedTuple):
     effective: int  # sequences an optimizer step, over all processes
     per_device: int
@@ -38,6 +42,11 @@ def split_batch(train: Train, processes: int) -> Batch:
     share = effective // processes
     per_device = stated or max(size for size in range(1, 9) if share % size == 0)
     return Batch(effective, per_device, share // per_device)
+
+
+def sizes(share: int, most: int) -> list[int]:
+    """Rows at once that `per_device_train_batch_size: auto` tries of a process's share, the least first."""
+    return [n for n in range(1, min(share, MOST, most) + 1) if share % n == 0]
 
 
 def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:

@@ -10,16 +10,13 @@ import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune import faults, ranks, rescue, state
-from finetune.batch import Batch
+from finetune.batch import MARGIN, Batch, sizes
 from finetune.errors import Exit, Problem, UserError
 from finetune.speed import attention, head, loss
 
 if TYPE_CHECKING:
     from finetune.receipts import Ledger
     from finetune.sections import Data
-
-MARGIN = 0.9  # of all memory that may be in use: what is not seen here (fragments, evaluation) has a tenth
-MOST = 64  # rows at once: beyond it a GPU has long been full
 
 
 class Trial(NamedTuple):
@@ -56,10 +53,9 @@ def search(
     share = batch.per_device * batch.accumulation
     lengths = torch.tensor([len(ids) for ids in rows["input_ids"]])
     longest = lengths.argsort(descending=True, stable=True).tolist()
-    most = min(share, MOST, len(longest))
     total, trials = _total(model.device), list[Trial]()  # other processes' memory is not ours
     random = state.random_state()
-    for size in (n for n in range(1, most + 1) if share % n == 0):
+    for size in sizes(share, len(longest)):
         if len(trials) > 1 and not ranks.all_of(_next(trials, size) <= MARGIN * total):
             break
         chosen = [rows[number] for number in longest[:size]]

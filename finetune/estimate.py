@@ -85,6 +85,9 @@ class Keeps(NamedTuple):
     """Adapters multiply their layer's input, and so keep it: all but IA3."""
     four_bit: bool = False
     """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
+    uncast: bool = False
+    """Adapters are in 16 bits while they run (FSDP2 gathers them so, DeepSpeed keeps them so): PEFT casts no
+    input, and each adapter keeps what the layer before it has made."""
 
 
 def choose_fused(
@@ -245,8 +248,9 @@ def _kept(one: Widths, keeps: Keeps) -> float:
     if keeps.fused:  # eager norms keep their input in fp32
         return 6 * hidden + queries + qkv + 2 * wide + outputs + dropped
     # each layer's adapter keeps an input of its own, where it is cast; PEFT's DoRA keeps two of each output,
-    # and four on a 4-bit base (measured 2.2, 4.2; IA3 1.8)
-    inputs = (2 if keeps.four_bit else 5) * hidden + queries + wide if keeps.multiplied else 0
+    # and four on a 4-bit base (measured 2.2, 4.2; IA3 1.8). What attention without a mask made is kept once
+    inputs = (2 if keeps.four_bit or keeps.uncast else 5) * hidden + queries + wide if keeps.multiplied else 0
+    inputs -= 2 * queries if keeps.uncast and keeps.multiplied and not keeps.repeated else 0
     times = (4.2 if keeps.four_bit else 2.2) if keeps.multiplied else 1.8
     outputs = times * (qkv + 2 * hidden + 2 * wide) if keeps.columns else 0
     return 4 * hidden + heads + 2 * queries + 3 * wide + inputs + outputs + dropped

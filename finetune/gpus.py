@@ -30,6 +30,12 @@ class Gpu(NamedTuple):
     """To other GPUs of the host, bytes/s of both directions together: NVLink, or PCIe."""
     watts: int
 
+    @property
+    def host(self) -> float:
+        """To the CPU's memory, bytes/s of one direction: 16 lanes of PCIe Gen5 from Hopper on, Gen4 from
+        Ampere on, Gen3 before."""
+        return 64e9 if self.capability >= (9, 0) else 32e9 if self.capability >= (8, 0) else 16e9
+
 
 GPUS = {  # the more specific name first: "L40S" holds "L4"
     "b200": Gpu(("B200",), (10, 0), 178.4, 2250e12, 4500e12, 8.0e12, 1800e9, 1000),

@@ -7,11 +7,14 @@ milliseconds is a tenth more. The rates are kept in a file that `finetune plan` 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from finetune import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,21 +36,61 @@ NAMES = {
     "link": "sent by each GPU while all sum a tensor",
 }
 MOVED = ("bandwidth", "link")  # bytes, not FLOPs
+NEEDED = ("product", "forward", "backward", "bandwidth")  # in every file; a CPU's holds `layer` too
+ALIKE = 2.0  # times wider or narrower, at most, is a model whose products run at about the rates measured
 
 
 def file_of(device: str) -> Path:
-    """Where the rates of a device are kept, by its name."""
+    """Where the rates of a device are kept: by its kind, which `--gpu` names too, else by its own name."""
     cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
-    return cache / "ceilings" / f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    known = gpus.of_device(device)
+    kind = next((name for name, gpu in gpus.GPUS.items() if gpu is known), device)
+    return cache / "ceilings" / f"{re.sub('[^a-z0-9]+', '-', kind.lower()).strip('-')}.json"
 
 
 def read(device: str) -> dict[str, Any] | None:
-    """The rates that were measured on a device; `None` if there are none."""
+    """The rates that were measured on a device; `None` if there are none, or not in full."""
+    return None if (found := _content(file_of(device)))[1] else found[0]
+
+
+def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
+    """The rates that were measured on a device at shapes like a model's; else `None`, and why those that are
+    there are not taken, the empty string if there are none."""
     path = file_of(device)
+    found, problem = _content(path)
+    if found is None or problem:
+        return None, f"{path} is not used: {problem}" if problem else ""
+    shapes = [int(number) for number in re.findall(r"\d+", found["shapes"])]
+    own = [one.hidden, one.intermediate]
+    if device == "CPU":  # whose layers are no wider
+        shapes, own = ([min(LARGEST, sizes[0])] for sizes in (shapes, own))
+    if all(1 / ALIKE <= there / here <= ALIKE for there, here in zip(shapes, own, strict=True)):
+        return found, ""
+    what = f"measured at {found['shapes']}, this model has {one.hidden} and {one.intermediate}"
+    return None, f"{path} is not used: {what}"
+
+
+def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """What a file of rates holds, and what is wrong with it."""
+    if not path.exists():
+        return None, ""
     try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except ValueError:
-        return None  # half written: measured anew when asked
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return None, f"it can't be read ({error}); finetune doctor --measure writes it anew"
+    held: dict[str, Any] = found if isinstance(found, dict) else {}
+    rates = {name for name, rate in held.items() if name in NAMES and _positive(rate)}
+    wanted = {*NEEDED, *(["layer"] if held.get("device") == "CPU" else []), *(NAMES.keys() & held.keys())}
+    wrong = sorted(wanted - rates)
+    wrong += [key for key in ("date", "shapes") if not isinstance(held.get(key), str)]
+    wrong += ["shapes"] if "shapes" not in wrong and len(re.findall(r"[1-9]\d*", held["shapes"])) != 2 else []
+    if wrong:
+        return None, f"no {', '.join(wrong)} in it that can be used; finetune doctor --measure writes it anew"
+    return held, ""
+
+
+def _positive(rate: Any) -> bool:
+    return isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
 
 
 def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import hub, launch_env, untrusted
+from finetune import hub, launch_env, shapes, untrusted
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import DTYPES, STORED
@@ -243,7 +243,7 @@ def config_against_fp8(config: Any) -> str:
     width = getattr(config.get_text_config(), "hidden_size", 0)
     if width < FP8_WIDTH:
         return f"layers of width {width} are too small to gain (from {FP8_WIDTH} up they do)"
-    if count := experts(config):
+    if count := shapes.experts(config.get_text_config()):
         return (
             f"its {count} experts are no linear layers: they would stay in bf16, which is most of the model"
         )
@@ -255,13 +255,6 @@ def config_against_fp8(config: Any) -> str:
         except UserError as error:
             return f"{error.problems[0].what}: {error.problems[0].found}"
     return ""
-
-
-def experts(config: Any) -> int:
-    """Experts of a layer, which transformers holds as tensors of three dimensions; 0 where there are none."""
-    text = config.get_text_config()
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return max((getattr(text, name, None) or 0 for name in names), default=0)
 
 
 def _unquantised_config(model: Model) -> Any:

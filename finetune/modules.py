@@ -15,7 +15,7 @@ from finetune.errors import Problem, UserError, nearest
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-_NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe")
+_NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
 
 
 class Names(NamedTuple):

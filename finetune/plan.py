@@ -8,58 +8,38 @@ for the split, `estimate` for fused forwards, compiling and recomputation.
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune import (
     adapter_types,
     architecture,
-    attention_choice,
     check,
     estimate,
     gpus,
     hardware,
     measure,
+    modules,
     optimizers,
+    plan_choices,
     plan_launch,
     plan_memory,
+    plan_notes,
+    plan_rows,
     plan_time,
 )
-from finetune.batch import Batch, count_steps, split_batch
-from finetune.data import load
+from finetune.batch import MARGIN, Batch, sizes, split_batch
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice, Hardware
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 
 if TYPE_CHECKING:
-    from finetune.architecture import Architecture
-    from finetune.plan_launch import Share
+    from finetune.plan_rows import Rows
     from finetune.recipe import Recipe
-    from finetune.sections import Data
 
-CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
-CPU_GIB = 1.5  # of a process with the libraries imported
-CHARACTERS = 4  # of a token, in text that is not tokenised here
-SAMPLED = 500  # rows
 COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
-
-
-class Rows(NamedTuple):
-    """What can be said of the data without its tokenizer."""
-
-    number: int
-    tokens: float
-    """Of a row, on average."""
-    padded: float
-    """Of a row as it is computed: as long as the longest of its batch."""
-    attended: float
-    """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +66,8 @@ class Plan:
     notes: tuple[str, ...]
     by: Sharding
     """How several processes share the training."""
+    refused: str = ""
+    """Why a run would not take the data."""
     sent: tuple[float, float] = (0.0, 0.0)
     """Bytes that leave a GPU in a step, and bytes/s at which they do; 0: not known."""
 
@@ -95,8 +77,14 @@ class Plan:
         return max(sum(self.phases[name].values()) for name in ("load", "step", "save"))
 
     @property
+    def host(self) -> float:
+        """GiB of the CPU's memory that one process fills with what leaves its GPU."""
+        return sum(self.phases.get(plan_memory.HOST, {}).values())
+
+    @property
     def fits(self) -> bool:
-        return self.peak <= self.usable
+        room = self.machine.host_gib
+        return self.peak <= self.usable and (room is None or self.host * self.processes <= room)
 
     @property
     def step_seconds(self) -> float | None:
@@ -133,7 +121,10 @@ def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]
                 Problem("there is no GPU here; say which one", "--gpus", found=str(count), fix=fix)
             )
         return here, 1
-    return here, count or int(os.environ.get("WORLD_SIZE", here.count))
+    from finetune import state  # imports torch, as `detect` has
+
+    room = state.available() / 2 / estimate.GIB  # as in a run, which leaves others half of it
+    return replace(here, host_gib=room), count or int(os.environ.get("WORLD_SIZE", here.count))
 
 
 def make(
@@ -176,41 +167,105 @@ def launch_of(recipe: Recipe, machine: Hardware) -> Choice:
 def under(
     recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
 ) -> Plan:
-    """The plan of a recipe under a launch."""
+    """The plan of a recipe under a launch; of `per_device_train_batch_size: auto` with the largest batch that
+    fits, by the rule of `batch_search`. What is recomputed is chosen for a single row, as in a run.
+
+    Raises:
+        UserError: such a search where weights are split (exit 3); what a run would refuse.
+    """
+    refuse(recipe, machine, processes, by)
+    if recipe.train.per_device_train_batch_size != "auto":
+        return at_once(recipe, machine, processes, by, cpu_rate)
+    if by.weights:
+        what, fix = f"can't be searched: {by.name} splits the weights only later", "a number"
+        problem = Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+    def of(rows: int, recompute: str | int) -> Plan:
+        train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
+        speed = recipe.speed.model_copy(update={"recompute": recompute})
+        asked = recipe.model_copy(update={"train": train, "speed": speed})
+        return at_once(asked, machine, processes, by, cpu_rate)
+
+    chosen = of(1, recipe.speed.recompute)
+    recompute = chosen.choices["recompute"]
+    usable = MARGIN * (machine.memory_gib - (plan_choices.CONTEXT_GIB if machine.device == "cuda" else 0.0))
+    again = int(recompute.value.split()[0]) if " of " in recompute.value else recompute.value
+    for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
+        made = of(rows, again)
+        if made.peak > usable:
+            break
+        chosen = made
+    note = plan_notes.searched(chosen.batch.per_device, recipe.data.max_length, MARGIN)
+    choices, usable = {**chosen.choices, "recompute": recompute}, min(usable, chosen.usable)
+    return replace(chosen, choices=choices, usable=usable, notes=(*chosen.notes, note))
+
+
+def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> None:
+    """What `check` and a run refuse: names that nothing in the model answers to, and what an optimizer
+    can't do under such a launch.
+
+    Raises:
+        UserError: exit 2; of the optimizer and offloading 3.
+    """
+    found, kind = architecture.read(recipe.model), adapter_types.find(recipe.adapter.type)
+    any_module = kind.peft in adapter_types.NOT_LINEAR
+    # of a text model inside another, names that follow from its config lack the outer one's
+    named = found.config is found.config.get_text_config() or found.source != architecture.FROM_CONFIG
+    if named and (problems := modules.problems(recipe.adapter.options(), found.names, any_module=any_module)):
+        raise UserError(*problems)
+    launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
+    none = Choice("", "")
+    optimizers.check(recipe.train, recipe.speed, hardware.Setup(machine, launched, none, none))
+
+
+def at_once(
+    recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
+) -> Plan:
+    """The plan of a recipe under a launch, its batch split as the recipe says."""
     found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
-    base, attention = storage_and_attention(recipe, found, precision, machine, by)
+    base, attention = plan_choices.storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes)
-    rows = rows_of(recipe.data, batch.per_device)
-    steps = known_steps(recipe, rows, batch, processes)
+    rows = plan_rows.rows_of(recipe.data, recipe.model, batch.per_device)
+    steps = plan_rows.known_steps(recipe.train, rows, batch, processes)
+    long, refused = plan_rows.too_long(rows, recipe.data)
     has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length
-    fused = _fused(recipe, machine, base.value, by, full)
-    work = estimate.Work(tokens, flops(found, has, full) * tokens * batch.accumulation * (steps or 0))
-    compile = estimate.choose_compile(recipe.speed.compile, work if steps else None, machine)
+    fused = plan_choices.fused(recipe, machine, base.value, by, full)
+    whole = flops(found, has, full) * tokens * batch.accumulation
+    compile = plan_choices.compiled(
+        recipe, whole, steps, machine, by, dora=has.columns and has.rank > 0 and fused.value != "on"
+    )
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
     kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
     gathered = partial(plan_memory.gathered, found, base.value, precision)
     share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
-    memory, usable = room(recipe, machine, found, has, kept, base.value, precision, tokens, share)
-    recompute = estimate.choose_recompute(recipe.speed.recompute, memory, machine, recipe.speed.offload)
-    splits = by.name if by.weights else ""
-    if problem := estimate.against_graphs(recipe.speed.compile, recompute.value, splits):
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+    stored = {"storage": base.value, "precision": precision, "tokens": tokens, "share": share}
+    room_of = partial(plan_choices.room, recipe, machine, found, has, **stored)
+    memory, usable = room_of(kept)
+    recompute = plan_choices.recomputed(recipe.speed, memory, machine, processes, by)
+    if kept.adapted and (by.weights or by.half):  # which a run's own choice does not know
+        kept = kept._replace(uncast=True)
+        memory, _ = room_of(kept)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
         longest=length, usable=usable,
     )  # fmt: skip
-    whole, mlps = estimate.split(recompute.value, memory.layers)
-    again, halves = whole / memory.layers, (mlps if memory.mlps else 0) / memory.layers
-    passed = batch.per_device * max(1, round(rows.padded)) if rows else tokens
-    spans = max(1, round(rows.attended)) if rows else length
-    flat = recipe.data.packing or recipe.data.padding_free
-    step = plan_time.Step(passed, spans, batch.accumulation, base.value, full, again, halves, processes, flat)
-    step = step._replace(by=by, base=gathered(full=False, layers=memory.layers) * estimate.GIB)
+    gone = phases.get(plan_memory.HOST, {})
+    step = _step(recipe, rows, batch, memory, recompute)._replace(
+        storage=base.value, processes=processes, by=by, stepped="optimizer" in gone,
+        base=gathered(full=False, layers=memory.layers) * estimate.GIB,
+    )  # fmt: skip
+    leaving = gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens
+    step = step._replace(leaving=leaving)
     parts, source, link = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
-    notes = _notes(found, has, recipe, rows, steps, sum(phases["evaluation"].values()) > usable)
+    sections = recipe.data, recipe.train, recipe.eval
+    notes = plan_notes.of_recipe(
+        found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
+    )
+    notes += plan_notes.of_machine(gone, machine.host_gib, processes)
     moved = plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation)
     choices = {"base": base, "attention": attention, "fused": fused}
     return Plan(
@@ -228,62 +283,22 @@ def under(
         source=source,
         notes=tuple(notes),
         by=by,
+        refused=long if refused else "",
         sent=(sum(moved), link) if processes > 1 else (0.0, 0.0),
     )
 
 
-def _fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: bool) -> Choice:
-    """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there."""
-    asked, rounds = recipe.speed.fused, recipe.speed.qat is not None
-    if by.weights and not full and asked == "auto":
-        return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
-    plain = "bfloat16" if storage in adapter_types.QUANTISED else hardware.STORED[storage]
-    return estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
-
-
-def room(
-    recipe: Recipe,
-    machine: Hardware,
-    found: Architecture,
-    has: plan_memory.Adapted,
-    kept: estimate.Keeps,
-    storage: str,
-    precision: str,
-    tokens: int,
-    share: Share,
-) -> tuple[estimate.Memory, float]:
-    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
-    base = plan_memory.weights(found, storage, precision) / estimate.GIB
-    adapter = 4 * has.trained / estimate.GIB if kept.adapted else 0.0
-    held = base / share.weights / (2 if share.half and not kept.adapted else 1) + adapter / share.weights
-    held += share.gathered
-    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
-    free = max(0.0, machine.memory_gib - system - held)
-    whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
-    extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
-    given: dict[str, Any] = {
-        "free": free,
-        "trained": has.trained // share.states,
-        "offload": recipe.speed.offload,
-    }
-    memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
-    return memory, min(held + estimate.SPARE * free, machine.memory_gib)
-
-
-def storage_and_attention(
-    recipe: Recipe, found: Architecture, precision: str, machine: Hardware, by: Sharding
-) -> tuple[Choice, Choice]:
-    """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
-    flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
-    against = partial(check.against_fp8, recipe, copy.copy(found.config))
-    if by.weights:  # as in hardware.choose
-        against = partial(str.format, "{} splits the weights, which fast forwards want whole", by.name)
-    asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
-    base = hardware.choose_base(asked, kind, precision, machine, against)
-    dtype = hardware.compute_dtype(precision, base.value)
-    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
-    attends = attention_choice.read(found.config)
-    return base, hardware.choose_attention(recipe.model.attention, machine, dtype, attends, shown)
+def _step(
+    recipe: Recipe, rows: Rows | None, batch: Batch, memory: estimate.Memory, recompute: Choice
+) -> plan_time.Step:
+    """What a pass computes, and the share of the layers that it computes again."""
+    length = recipe.data.max_length
+    whole, mlps = estimate.split(recompute.value, memory.layers)
+    again, halves = whole / memory.layers, (mlps if memory.mlps else 0) / memory.layers
+    tokens = batch.per_device * (max(1, round(rows.padded)) if rows else length)
+    spans, full = max(1, round(rows.attended)) if rows else length, recipe.adapter.type == "full"
+    flat = recipe.data.packing or recipe.data.padding_free
+    return plan_time.Step(tokens, spans, batch.accumulation, "", full, again, halves, 1, flat)
 
 
 def _parts(
@@ -299,36 +314,11 @@ def _parts(
             "a layer timed here",
             0.0,
         )
-    rates = plan_time.rates_of(machine.name, attention, step)
+    rates = plan_time.rates_of(machine.name, attention, step, estimate.widths(found.config))
     if rates is None:
         return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
     made = plan_time.seconds(found.config, has, found.linear, kept, step, rates)
     return made, rates.source, rates.link
-
-
-def _notes(
-    found: Any, has: Any, recipe: Recipe, rows: Rows | None, steps: int | None, too_large: bool
-) -> list[str]:
-    """What is not known, or taken for something."""
-    what = f"not known: {found.unknown}; weights are counted, what backward keeps is taken for Llama's"
-    said = [what] if found.unknown else []
-    said += [has.unknown] if has.unknown else []
-    if plan_memory.state_bytes(optimizers.asked(recipe.train)) is None:
-        said.append(f"the state of {optimizers.asked(recipe.train)} is not known here; taken as AdamW's")
-    if steps is None:
-        said.append("not known: how many steps; the rows of the data are counted when it is prepared")
-    if rows is not None and not recipe.data.packing and recipe.train.max_steps is None:
-        said.append(
-            f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens ({CHARACTERS} characters a token)"
-        )
-    if too_large:
-        auto, length = recipe.eval.batch_size == "auto", recipe.data.max_length
-        many = "even one row" if auto else f"{recipe.eval.batch_size} rows at once"
-        remedy = "" if auto else "; eval.batch_size=auto takes what fits"
-        said.append(f"evaluation would not fit: {many} of {length} tokens, all of which carry loss{remedy}")
-    if has.dropout:
-        said.append("what dropout keeps is computed, not measured")
-    return said
 
 
 def flops(found: Any, has: Any, full: bool) -> float:
@@ -338,70 +328,8 @@ def flops(found: Any, has: Any, full: bool) -> float:
     return (6.0 if full else 4.0) * frozen + (6.0 * has.trained if has.rank else 0.0)
 
 
-def rows_of(data: Data, at_once: int) -> Rows | None:
-    """Rows of local jsonl files, counted, and their tokens, from a sample; `None` for other data.
-
-    Args:
-        at_once: rows of a batch, which are as long as the longest of them.
-    """
-    lines, lengths = 0, list[float]()
-    if data.streaming:
-        return None
-    for source in load.sources(data):
-        paths = load.files(source.name, "data.name")
-        if not paths or any(path.suffix != ".jsonl" for path in paths):
-            return None
-        for path in paths:
-            with path.open("rb") as file:
-                lengths += [_characters(line) / CHARACTERS for line in islice(file, SAMPLED)]
-            lines += round(_lines(path) * source.weight)
-    lines, longest = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
-    if not lengths:
-        return None
-    kept = [length for length in lengths if length <= longest] or [longest]
-    attended = sum(length**2 for length in kept) / sum(kept)
-    if data.packing or data.too_long == "split":
-        rows = max(1, round(lines * sum(lengths) / len(lengths) / longest))
-        return Rows(rows, longest, longest, attended if data.packing else longest)
-    batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
-    padded = kept if data.padding_free else [max(batch) for batch in batches]
-    mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
-    return Rows(
-        round(lines * len(kept) / len(lengths)), mean, longest, attended if data.padding_free else longest
-    )
-
-
-def _characters(line: bytes) -> int:
-    """Of all texts in a row."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return 0
-
-    def texts(part: Any) -> int:
-        if isinstance(part, str):
-            return len(part)
-        inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        return sum(map(texts, inner))
-
-    return texts(value)
-
-
-def _lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
-
-
-def known_steps(recipe: Recipe, rows: Rows | None, batch: Batch, processes: int) -> int | None:
-    """Optimizer steps of the run, if they can be known before the data is prepared."""
-    if recipe.train.max_steps is not None:
-        return recipe.train.max_steps
-    if rows is None or rows.number < batch.effective:
-        return None
-    return count_steps(recipe.train, rows.number, batch, processes)
-
-
 def cpu_rate(recipe: Recipe) -> float:
     """FLOP/s of a layer of this model on this CPU: as `finetune doctor --measure` found it, or timed now."""
-    found = measure.read("CPU")
-    return found["layer"] if found else measure.layer(estimate.widths(architecture.read(recipe.model).config))
+    one = estimate.widths(architecture.read(recipe.model).config)
+    found, _ = measure.read_for("CPU", one)
+    return found["layer"] if found else measure.layer(one)

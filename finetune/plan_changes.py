@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune import adapter_types, gpus, launch, plan, plan_launch
+from finetune import adapter_types, gpus, launch, plan, plan_launch, plan_notes, plan_rows
 from finetune.errors import UserError
 from finetune.recipe import load
 
@@ -75,7 +75,7 @@ def changes(
             made = plan.make(changed, now.machine, now.processes, cpu_rate, by)
         except UserError:
             continue  # a run would refuse it
-        if made.fits and (not now.fits or _faster(now, made)):
+        if made.fits and not made.refused and (not now.fits or _faster(now, made)):
             found.append(Change(change, cost, made))
     found.sort(key=lambda one: (-(one.plan.tokens_per_second or 0.0), one.plan.peak))
     enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
@@ -109,11 +109,11 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less += [("speed.recompute=auto", "the same numbers"), ("speed.recompute=all", "the same numbers")]
     if speed.offload == "none" and now.machine.device == "cuda":
         less.append(("speed.offload=activations", "the same numbers; memory of the CPU"))
-    for size in {1, per_device // 2} - {0, per_device}:
+    for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():
         less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
     if recipe.data.max_length >= 1024:
         length = recipe.data.max_length // 2
-        less.append((f"data.max_length={length}", "rows that are longer are dropped, or their prompts cut"))
+        less.append((f"data.max_length={length}", _shorter(recipe, length)))
     if now.fits:
         yield from (((change,), cost) for change, cost in [*less, *faster(recipe, now)])
         return
@@ -123,6 +123,22 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         for second in less:
             if first in costs and second[0].partition("=")[0] != first.partition("=")[0]:
                 yield (first, second[0]), "; ".join(dict.fromkeys((costs[first], second[1])))
+
+
+def _may_split(recipe: Recipe, now: Plan) -> bool:
+    """Whether other numbers of rows at once are worth planning. On a CPU they are for what does not fit:
+    packing and rows apart were measured slower there, not faster (benchmarks/ladder.json: 0.69, 0.53)."""
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    return not searched and (now.machine.device == "cuda" or not now.fits)
+
+
+def _shorter(recipe: Recipe, length: int) -> str:
+    """What a shorter `data.max_length` does to the rows."""
+    data = recipe.data.model_copy(update={"max_length": length})
+    rows = plan_rows.rows_of(data, recipe.model, 1)
+    if rows is None:
+        return "rows that are longer are dropped, or their prompts cut; how many is not known"
+    return plan_rows.too_long(rows, data)[0] or "no row is longer"
 
 
 def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
@@ -136,9 +152,9 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
         yield "speed.fused=auto", "the same numbers"
     if speed.offload != "none":
         yield "speed.offload=none", "the same numbers"
-    if not recipe.data.packing and not recipe.data.streaming:
+    if not recipe.data.packing and not recipe.data.streaming and now.machine.device == "cuda":
         yield "data.packing=true", "several rows in one, so fewer and fuller steps"
-    if now.batch.effective // now.processes % (2 * per_device) == 0:
+    if _may_split(recipe, now) and now.batch.effective // now.processes % (2 * per_device) == 0:
         yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
     if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
         yield f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}", "no trained magnitudes"
@@ -169,10 +185,16 @@ def show(screen: Screen, recipe: Recipe, now: Plan, found: list[Change], price: 
 def headline(recipe: Recipe, now: Plan) -> str:
     """One sentence: does it fit, how fast, how long."""
     verdict = "fits" if now.fits else "does not fit"
+    scored = plan_notes.evaluates(recipe.data, recipe.eval)
+    if now.fits and scored and sum(now.phases["evaluation"].values()) > now.usable:
+        verdict = "training fits, evaluation does not"
+    verdict = f"a run would refuse its rows; {verdict}" if now.refused else verdict
     text = (
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
     )
     text += f"{now.peak:.1f} of {now.usable:.1f} GiB"
+    if now.machine.host_gib is not None and now.host * now.processes > now.machine.host_gib:
+        text += f", {now.host * now.processes:.1f} of {now.machine.host_gib:.1f} GiB of the CPU's memory"
     if now.tokens_per_second:
         text += f"; {now.tokens_per_second:,.0f} tokens/s"
     return f"{text}; {duration(now.seconds)} of training" if now.seconds else text
@@ -200,7 +222,10 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
     yield "rates", now.source
     yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
     if now.seconds:
-        yield "training", duration(now.seconds)
+        yield (
+            "training",
+            f"{duration(now.seconds)}, without evaluation and saving, as energy and cost",
+        )
         hours = now.seconds * now.processes / 3600
         gpu = gpus.of_device(now.machine.name) if now.machine.device == "cuda" else None
         if gpu:

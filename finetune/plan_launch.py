@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import launch_config
 from finetune.errors import Problem, UserError
+from finetune.hardware import Launch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +74,13 @@ def of_config(path: Path) -> tuple[Sharding, int]:
     precision = "bf16" if asked == "fp8" else asked
     frozen = asked == "fp8" and not given.get("fp8_config")
     return (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen), count
+
+
+def launched(by: Sharding, processes: int, precision: str) -> Launch:
+    """A launch that divides the training so, as one of its processes sees it."""
+    splitter = "FSDP" if by.name == FSDP2.name else "DeepSpeed" if by.states else ""
+    shards = splitter if by.weights else ""
+    return Launch("none", processes, 0, by.precision or precision, "hardware", "", shards, splitter=splitter)
 
 
 def share(by: Sharding, processes: int, gathered: float) -> Share:

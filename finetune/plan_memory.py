@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from finetune.sections import Adapter, Eval, Model, Speed, Train
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+HOST = "CPU memory"  # what leaves the GPU, beside the phases
 FP8_MULTIPLE = 16  # sides of a weight that is stored in fp8 (speed/fp8.py)
 MAX_RANK = 256  # of adapters that run fused (speed/fuse.py)
 FUSED_TYPES = ("lora", "adalora", "ia3")
@@ -198,6 +199,10 @@ def phases(
         0.0 if speed.offload in ("optimizer", "all") else (state + 4 * share.half) * trained / share.states
     )
     state += 12 * trained if has.allocates else 0.0
+    entry = 2 * tokens * estimate.widths(config).hidden * (2 if full else 1) / GIB
+    gone = {"activations": leaving(plan, recompute, speed.offload, entry)}
+    if speed.offload in ("optimizer", "all"):  # torchao keeps weights and gradients there too
+        gone["optimizer"] = (8 + (8.0 if known is None else known)) * trained
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
     autocast = full and precision != "no" and share.weights == 1 and not share.half
     copies = 2 * sum(map(prod, found.linear.values())) / GIB if autocast else 0.0
@@ -225,10 +230,26 @@ def phases(
         "evaluation": {**own, "buffers": share.gathered, **evaluated},
         "save": held,
     }
+    if any(gone.values()):
+        made[HOST] = gone
     if not full:
         stored = base if storage in QUANTISED and storage != "fp8" else 0.0
         made["merge"] = {"weights": 4 * found.parameters / GIB + stored, "adapters": 4 * trained}
     return made
+
+
+def leaving(plan: estimate.Memory, recompute: str, offload: str, entry: float) -> float:
+    """GiB that a pass keeps in the CPU's memory: of layers that run again their inputs, of others whose norms
+    and half MLPs do all else.
+
+    Args:
+        entry: GiB of a layer's input.
+    """
+    if offload not in ("activations", "all"):
+        return 0.0
+    if recompute == "mlp":
+        return plan.kept - plan.norms - plan.mlps
+    return estimate.split(recompute, plan.layers)[0] * entry
 
 
 def _evaluation(

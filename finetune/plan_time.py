@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune import attention_choice, estimate, gpus, measure, plan_launch
 
 if TYPE_CHECKING:
-    from finetune.estimate import Keeps
+    from finetune.estimate import Keeps, Widths
     from finetune.plan_memory import Adapted
 
 # Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
 PRODUCT = 0.70  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
 FP8_PRODUCT = 0.707  # 457 TFLOP in 327 ms, of 1,979
 COPY = 0.88  # 4.23 of 4.8 TB/s: a device copy, reading and writing (performance of one H200)
+THIN = (
+    0.5  # of what wide products reach, by products with an adapter's rank: their tiles are not full, a guess
+)
 EAGER = (
     0.60  # of a copy's rate, by PyTorch's own element-wise kernels (adapters.json, 16 rows of the 1.1B shape)
 )
@@ -29,6 +32,10 @@ LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
 # Of what runs beside sums between GPUs, which take some of its multiprocessors: 4 H200s reach 3.95 times the
 # tokens/s of one (LoRA on an fp8 base, benchmarks/LOG.md)
 BESIDE = 0.013
+HOST = 0.85  # of PCIe's one direction, from and to pinned memory: 54 of 64 GB/s
+# Bytes/s of the CPU's memory that its AdamW reads and writes: a guess, eight channels of DDR5 have 300e9
+HOST_ADAMW = 80e9
+ADAMW_BYTES = 28  # of each number: weight, gradient and two moments read, all but the gradient written
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
 # shape at 4 rows (adapters.json); compiled ones on the fp8 base of recipes/gpus' 24gb_fastest (6.2 ms),
 # 32gb_fastest and 40gb_fastest (7.4; gpu.json); other fused and compiled ones are guessed from LOG.md
@@ -41,6 +48,7 @@ LAUNCH = {
     "dora": 13.6e-3,
     "ia3": 6.4e-3,
     "full": 6.1e-3,
+    "offloaded": 5.0e-3,  # beside the others: hooks and copies (24gb_smallest, in passes of one row)
 }
 # Seconds of a step and linear layer for AdaLoRA's regulariser and importances: 0.95e-3 on the 1.1B shape
 # (adapters.json, when allocation asked the GPU once a layer), 0.33e-3 on the 8B one since (gpu.json)
@@ -57,6 +65,7 @@ class Rates(NamedTuple):
     backward: float
     bandwidth: float  # bytes/s, read and written
     link: float  # bytes/s that leave a device
+    host: float  # bytes/s to the CPU's memory, and from it
     source: str
 
 
@@ -74,16 +83,19 @@ class Step(NamedTuple):
     flat: bool  # documents end to end
     by: plan_launch.Sharding = plan_launch.DDP  # of several processes
     base: float = 0.0  # bytes of all weights, as they are gathered where they are divided
+    leaving: float = 0.0  # bytes of a pass that wait in the CPU's memory
+    stepped: bool = False  # by the CPU
 
 
-def rates_of(name: str, attention: str, step: Step) -> Rates | None:
-    """Rates of a GPU by its name: as they were measured on it, or from the shares above.
+def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None:
+    """Rates of a GPU by its name: as they were measured on it at shapes like a model's, or from the shares
+    above.
 
     `None` if it is not in the table.
     """
-    known, measured = shipped(name, attention, step), measure.read(name)
+    known, (measured, why) = shipped(name, attention, step), measure.read_for(name, one)
     if known is None or measured is None:
-        return known
+        return known and known._replace(source="; ".join(filter(None, (known.source, why))))
     found = {key: measured[key] for key in ("product", "fp8", "bandwidth", "link") if measured.get(key)}
     if attention in ("sdpa", "cudnn"):
         found |= {key: measured[key] for key in ("forward", "backward")}
@@ -109,6 +121,7 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
         backward,
         gpu.bandwidth * COPY,
         gpu.link / 2 * LINK,
+        gpu.host * HOST,
     )
     return Rates(*rates, f"shares of its data sheet's peaks, {measured}")
 
@@ -123,6 +136,11 @@ def seconds(
     rate = rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
     gate_and_up = 2 * one.intermediate / (one.qkv + one.queries + 3 * one.intermediate)  # of a forward
     base = 2 * size * tokens / rate * ((3 if step.full else 2) + again + step.halves * gate_and_up)
+    thin = (
+        0.0
+        if step.full or not has.rank
+        else 6 * has.trained * tokens / (THIN * rates.product) * (1 + again / 3)
+    )
     head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full else 2)
     causal = 2 * tokens * step.length * one.queries * one.layers
     attention = causal * (1 + again) / rates.forward + 2.5 * causal / rates.backward
@@ -131,22 +149,45 @@ def seconds(
     copies += tokens * one.vocabulary * (6 if kept.compiled else 24)
     memory = copies / (rates.bandwidth * (1 if kept.compiled else EAGER))
     memory += weight_passes(size, step, again) / rates.bandwidth
-    optimizer = has.trained * 37 / rates.bandwidth / step.passes
+    optimizer = 0.0 if step.stepped else has.trained * 37 / rates.bandwidth / step.passes
     lora = "qlora" if kept.four_bit else "lora"
     kind = "full" if step.full else "dora" if has.columns and has.rank else lora if has.rank else "ia3"
     how = "compiled" if kept.compiled else "fused" if kept.fused else kind
     how += " fp8" * (kept.compiled and step.storage == "fp8")
-    launch = LAUNCH[how] * one.layers * (1 + again / 3)
+    launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * one.layers * (1 + again / 3)
     rest = REST * one.layers
-    parts = {"products": base + head, "attention": attention, "memory-bound": memory + optimizer + rest}
+    parts = {
+        "products": base + head + thin,
+        "attention": attention,
+        "memory-bound": memory + optimizer + rest,
+    }
     busy = sum(parts.values())
-    parts["launch gaps"] = max(0.0, launch - busy)
+    first = 2 * size * tokens / rate + causal / rates.forward
+    first += tokens * one.layers * forward / (rates.bandwidth * (1 if kept.compiled else EAGER))
+    if step.leaving or step.stepped:
+        parts["to the CPU and back"] = copied(step, has.trained, first, busy - first, rates.host)
+    parts["launch gaps"] = max(0.0, launch - sum(parts.values()))
     if step.processes > 1:
         parts["communication"] = (
             waited(step, has.trained, busy, base / 2, one.layers, rates.link) / step.passes
         )
     made = {name: value * step.passes for name, value in parts.items()}
     return {**made, "rank allocation": ALLOCATION * len(has.names)} if has.allocates else made
+
+
+def copied(step: Step, trained: int, forward: float, backward: float, rate: float) -> float:
+    """Seconds of a pass that computing waits for copies to and from the CPU's memory, and for AdamW there.
+
+    A layer's copy runs beside the next layer, in both directions; gradients leave beside backward. When the
+    last are there, the CPU steps one tensor while the next one's gradient comes and its own weight goes.
+
+    Args:
+        forward: seconds that layers compute; `backward`: and what follows.
+        rate: bytes/s in each direction.
+    """
+    away, sums = step.leaving / rate, 4 * trained / rate if step.stepped else 0.0
+    waits = max(0.0, away - forward) + max(0.0, away + sums - backward)
+    return waits + (max(ADAMW_BYTES * trained / HOST_ADAMW, sums) / step.passes if step.stepped else 0.0)
 
 
 def waited(step: Step, trained: int, busy: float, backward: float, layers: int, link: float) -> float:
@@ -201,7 +242,7 @@ def passes(
         return 1.3 * forward, 1.3 * backward
     if not has.rank:  # IA3: products with a vector in fp32
         return forward + 20 * outputs, backward + 36 * outputs
-    cast = 0 if kept.four_bit else 1  # inputs to fp32 and back
+    cast = 0 if kept.four_bit or kept.uncast else 1  # inputs to fp32 and back
     forward += (2 + 8 * cast) * inputs + 12 * outputs
     backward += (8 + 12 * cast) * inputs + 12 * outputs
     if kept.columns:

@@ -23,7 +23,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
-from finetune import cli
+from finetune import cli, plan, recipe
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -34,6 +34,11 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 MODEL = ROOT / "examples" / "tiny_llama" / "model"
 DATA = ROOT / "examples" / "tiny_llama" / "data"
 _TRAINED: dict[str, Path] = {}
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}  # fmt: skip
 ADAPTERS = ("lora", "qlora", "dora", "qdora", "adalora", "ia3", "full")
 
 
@@ -260,3 +265,27 @@ def saved_lora(tmp_path: Path) -> Path:
     made = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     made.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
     return tmp_path / "adapter"
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of LoRA on an 8B Llama, of which there is only the config; no ceilings of this machine."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "8b").mkdir()
+    (tmp_path / "8b" / "config.json").write_text(json.dumps(LLAMA_8B))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": "word " * 2000}) + "\n" for _ in range(9))
+    )
+    text = f"""
+    model: {{name: {tmp_path}/8b}}
+    data: {{name: {tmp_path}/rows.jsonl, format: text, train_on: all, max_length: 4096}}
+    adapter: {{type: lora, r: 16}}
+    train: {{effective_batch_size: 4, max_steps: 1000}}
+    """
+    (tmp_path / "large.yaml").write_text(text)
+    return tmp_path / "large.yaml"
+
+
+def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> plan.Plan:
+    """The plan of a recipe for GPUs of the table."""
+    return plan.make(recipe.load(path, overrides), *plan.planned_machine(gpu, count))

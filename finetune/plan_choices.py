@@ -1,0 +1,109 @@
+"""What a run would choose for a recipe on a machine, asked of the functions that it asks, without a model."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from finetune import adapter_types, attention_choice, check, estimate, hardware, plan_memory
+from finetune.errors import Exit, UserError
+from finetune.hardware import Choice
+
+if TYPE_CHECKING:
+    from finetune.architecture import Architecture
+    from finetune.hardware import Hardware
+    from finetune.plan_launch import Sharding, Share
+    from finetune.recipe import Recipe
+    from finetune.sections import Speed
+
+CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
+CPU_GIB = 1.5  # of a process with the libraries imported
+
+
+def storage_and_attention(
+    recipe: Recipe, found: Architecture, precision: str, machine: Hardware, by: Sharding
+) -> tuple[Choice, Choice]:
+    """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
+    flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
+    against = partial(check.against_fp8, recipe, copy.copy(found.config))
+    if by.weights:  # as in hardware.choose
+        against = partial(str.format, "{} splits the weights, which fast forwards want whole", by.name)
+    asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
+    base = hardware.choose_base(asked, kind, precision, machine, against)
+    dtype = hardware.compute_dtype(precision, base.value)
+    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
+    attends = attention_choice.read(found.config)
+    return base, hardware.choose_attention(recipe.model.attention, machine, dtype, attends, shown)
+
+
+def fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: bool) -> Choice:
+    """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there."""
+    asked, rounds = recipe.speed.fused, recipe.speed.qat is not None
+    if by.weights and not full and asked == "auto":
+        return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
+    plain = "bfloat16" if storage in adapter_types.QUANTISED else hardware.STORED[storage]
+    return estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
+
+
+def compiled(
+    recipe: Recipe, work: float, steps: int | None, machine: Hardware, by: Sharding, *, dora: bool
+) -> Choice:
+    """Whether layers would be compiled.
+
+    Args:
+        work: FLOPs of a step.
+        dora: by PEFT's own forward, which breaks the graph, as others of its types do.
+    """
+    eager = f"not measured where {by.name} splits the weights" if by.weights else ""
+    kind = "DoRA" if dora else adapter_types.find(recipe.adapter.type).peft
+    if not eager and (dora or kind in adapter_types.BREAKING):
+        eager = f"PEFT's forward of {kind} breaks the graph"
+    asked = estimate.Work(0, work * (steps or 0), eager=eager)
+    return estimate.choose_compile(recipe.speed.compile, asked if steps or eager else None, machine)
+
+
+def recomputed(
+    speed: Speed, memory: estimate.Memory, machine: Hardware, processes: int, by: Sharding
+) -> Choice:
+    """What would be made again, as a run chooses it."""
+    if machine.host_gib is not None:
+        memory = memory._replace(host=machine.host_gib / processes)
+    chosen = estimate.choose_recompute(speed.recompute, memory, machine, speed.offload)
+    if problem := estimate.against_graphs(speed.compile, chosen.value, by.name if by.weights else ""):
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return chosen
+
+
+def room(
+    recipe: Recipe,
+    machine: Hardware,
+    found: Architecture,
+    has: plan_memory.Adapted,
+    kept: estimate.Keeps,
+    storage: str,
+    precision: str,
+    tokens: int,
+    share: Share,
+) -> tuple[estimate.Memory, float]:
+    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
+    base = plan_memory.weights(found, storage, precision) / estimate.GIB
+    adapter = 4 * has.trained / estimate.GIB if kept.adapted else 0.0
+    held = base / share.weights / (2 if share.half and not kept.adapted else 1) + adapter / share.weights
+    held += share.gathered
+    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
+    free = max(0.0, machine.memory_gib - system - held)
+    whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
+    extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
+    given: dict[str, Any] = {
+        "free": free,
+        "trained": has.trained // share.states,
+        "offload": recipe.speed.offload,
+    }
+    memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
+    if not kept.adapted and share.states == 1:  # as stages.work_of: autocast's copies, and DDP's of gradients
+        one = estimate.widths(found.config)
+        copied = 2.0 * (whole + one.vocabulary * one.hidden) if precision != "no" else 0.0
+        copied += 4.0 * has.trained if share.buckets else 0.0
+        memory = memory._replace(room=memory.room - copied / estimate.GIB)
+    return memory, min(held + estimate.SPARE * free, machine.memory_gib)

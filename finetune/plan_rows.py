@@ -1,0 +1,106 @@
+"""What can be said of a recipe's rows before they are prepared: how many, how long, how many are too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune import plan_tokens
+from finetune.batch import count_steps
+from finetune.data import load
+
+if TYPE_CHECKING:
+    from finetune.batch import Batch
+    from finetune.sections import Data, Model, Train
+
+
+class Rows(NamedTuple):
+    """What can be said of the data without preparing it."""
+
+    number: int
+    tokens: float
+    """Of a row, on average."""
+    padded: float
+    """Of a row as it is computed: as long as the longest of its batch."""
+    attended: float
+    """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
+    long: float = 0.0
+    """Share of the rows that are longer than `data.max_length`."""
+    how: str = ""
+    """How their lengths are known."""
+
+
+def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
+    """Rows of local jsonl files, counted, and their tokens, from a sample; `None` for other data.
+
+    Args:
+        at_once: rows of a batch, which are as long as the longest of them.
+    """
+    lines, every = 0, list[Path]()
+    if data.streaming:
+        return None
+    for source in load.sources(data):
+        paths = load.files(source.name, "data.name")
+        if not paths or any(path.suffix != ".jsonl" for path in paths):
+            return None
+        every += paths
+        for path in paths:
+            lines += round(_lines(path) * source.weight)
+    lines, most = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
+    lengths, how = plan_tokens.lengths(data, model, every)
+    if not lengths:
+        return None
+    long = sum(length > most for length in lengths) / len(lengths)
+    kept = used(lengths, data)
+    if not kept:
+        return Rows(0, most, most, most, long, how)
+    attended = sum(length**2 for length in kept) / sum(kept)
+    rows = lines * len(kept) / len(lengths)
+    if data.packing:
+        rows *= sum(kept) / len(kept) / most
+        return Rows(max(1, round(rows)), most, most, attended, long, how)
+    batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
+    padded = kept if data.padding_free else [max(batch) for batch in batches]
+    mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
+    spans = attended if data.padding_free else longest
+    return Rows(max(1, round(rows)), mean, longest, spans, long, how)
+
+
+def used(lengths: list[float], data: Data) -> list[float]:
+    """What is trained on of rows of these lengths, by `data.too_long`; prompts are taken for long enough."""
+    most = float(data.max_length)
+    if data.too_long == "split":
+        pieces = [[most] * int(length // most) + [length % most] for length in lengths]
+        return [piece for row in pieces for piece in row if piece > 1]
+    if data.too_long == "truncate_prompt":
+        return [min(length, most) for length in lengths if length > 1]
+    return [length for length in lengths if 1 < length <= most]
+
+
+def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
+    """What becomes of rows that are longer than `data.max_length`, and whether a run would refuse them."""
+    if rows is None or not rows.long:
+        return "", False
+    share = f"{rows.long:.0%} of the rows are longer than data.max_length ({data.max_length})"
+    if data.too_long == "split":
+        return f"{share}, and split", False
+    if data.too_long == "truncate_prompt":
+        return f"{share}; their prompts are cut, and what does not fit then is dropped", False
+    if data.too_long == "error":
+        return f"{share}, and data.too_long is error", True
+    limit = data.expect.dropped
+    return f"{share}, and dropped; a run lets {limit:.0%} pass (data.expect.dropped)", rows.long > limit
+
+
+def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -> int | None:
+    """Optimizer steps of the run, if they can be known before the data is prepared."""
+    if train.max_steps is not None:
+        return train.max_steps
+    if rows is None or rows.number < batch.effective:
+        return None
+    return count_steps(train, rows.number, batch, processes)
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))

@@ -1,0 +1,145 @@
+"""Tokens of rows before they are prepared: by the model's tokenizer and chat template where they are here.
+
+transformers takes seconds to open a tokenizer, so tokenizer.json is read by `tokenizers` alone; templates are
+rendered as for training, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data import bundled
+from finetune.data.formats import BadRow, Example, convert, detect
+from finetune.data.readers import json_lines
+from finetune.data.render import render
+from finetune.sections import Data
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.data.formats import Row
+    from finetune.sections import Model
+
+CHARACTERS = 4  # of a token, in text that is not tokenised here
+SAMPLED = 500  # rows of a file
+TOKENISED = 10**6  # characters, which take about a second
+READ = {"format", "columns", "role_map", "reasoning", "train_on"}  # of `data:`, what decides on an example
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def lengths(data: Data, model: Model, paths: Sequence[Path]) -> tuple[list[float], str]:
+    """Tokens of the first rows of each jsonl file, and how they are known."""
+    folder = _file(model, "tokenizer.json")
+    template = bundled.read_template(data.chat_template) if data.chat_template else _template(model)
+    stamped = tuple((str(path), path.stat().st_mtime_ns) for path in paths)
+    asked = data.model_dump_json(include=READ)
+    return _lengths(
+        stamped, asked, str(folder or ""), str(_file(model, "tokenizer_config.json") or ""), template
+    )
+
+
+@cache  # a plan asks for each change it tries
+def _lengths(
+    paths: tuple[tuple[str, int], ...], asked: str, tokenizer: str, config: str, template: str
+) -> tuple[list[float], str]:
+    data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[tuple[int, Example | None]]()
+    for path, _ in paths:
+        with open(path, "rb") as file:
+            rows += _read(json_lines(islice(file, SAMPLED), Path(path)), data)
+    sizes = [size for size, _ in rows]
+    if not tokenizer:
+        why = "the model's tokenizer is not here"
+        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters a token, for {why}"
+    chosen, characters = list[tuple[int, Example]](), 0
+    for index, (size, example) in enumerate(rows):
+        if example is not None and characters + size <= TOKENISED:
+            chosen.append((index, example))
+            characters += size
+    found = _tokens([example for _, example in chosen], tokenizer, config, template)
+    if not found or not any(found):
+        why = "there is no chat template" if found is None else "no row can be tokenised here"
+        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters a token, for {why}"
+    each = sum(found) / max(1, characters)
+    known = {index: float(tokens) for (index, _), tokens in zip(chosen, found, strict=True) if tokens}
+    made = [known.get(index, size * each) for index, size in enumerate(sizes)]
+    return made, f"by the model's tokenizer and template, from {len(known)} of them"
+
+
+def _read(rows: Any, data: Data) -> list[tuple[int, Example | None]]:
+    """Characters of each row, and what it says; `None` if it can't be trained on."""
+    found, format = list[tuple[int, Example | None]](), ""
+    row: Row | BadRow
+    for row in rows:
+        if isinstance(row, BadRow):
+            found.append((0, None))
+            continue
+        format = format or detect(row, data)
+        try:
+            found.append((_characters(row.value), convert(row, data, format)))
+        except BadRow:
+            found.append((0, None))
+    return found
+
+
+def _tokens(examples: list[Example], tokenizer: str, config: str, template: str) -> list[int] | None:
+    """Of each example, 0 where its chat can't be rendered; `None` if there are chats and no template."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    chats = [(example.messages, example.tools) for example in examples if example.messages]
+    if chats and not template:
+        return None
+    with_turns = bundled.marked_twin(template) or template
+    rendered = iter(render(with_turns, _special(config), "none", chats) if chats else [])
+    found = []
+    for example in examples:  # a text is closed by the eos token; of a chat the template writes it
+        plain = not example.messages
+        text = (example.prompt or "") + example.completion if plain else next(rendered).text
+        found.append(len(backend.encode(text, add_special_tokens=plain).ids) + plain)
+    return found
+
+
+def _characters(part: Any) -> int:
+    """Of all texts in a row."""
+    if isinstance(part, str):
+        return len(part)
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return sum(map(_characters, inner))
+
+
+def _special(config: str) -> dict[str, str]:
+    """The tokenizer's special tokens, which templates name."""
+    held = json.loads(Path(config).read_text(encoding="utf-8")) if config else {}
+    found = {name: held.get(name) for name in SPECIAL}
+    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _template(model: Model) -> str:
+    """The model's own chat template, if it is here."""
+    if path := _file(model, "chat_template.jinja"):
+        return path.read_text(encoding="utf-8")
+    path = _file(model, "tokenizer_config.json")
+    said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
+    return said if isinstance(said, str) else ""
+
+
+def _file(model: Model, name: str) -> Path | None:
+    """A file of a model that is on this machine: in its folder, or in the Hub's cache."""
+    folder = Path(model.name)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model.name, name, revision=model.revision)
+    except HFValidationError:  # a path where nothing is
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,79 @@
+"""What FSDP2 makes of a training: adapters in 16 bits while they run; `auto` fuses and compiles nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import planned
+
+from finetune import estimate, plan, plan_launch, recipe
+
+SPLIT = ("train.effective_batch_size=8", "train.per_device_train_batch_size=4", "data.too_long=split")
+
+
+def kept_numbers(dtype: torch.dtype) -> float:
+    """Numbers of 2 bytes a token and layer that backward keeps of PEFT's LoRA in `dtype`, in hidden sizes."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 4, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "attn_implementation": "sdpa"}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)  # pyright: ignore
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in adapted.parameters()}
+    seen, held, tokens = {}, [], 512
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.numel() >= tokens * 32:
+            seen[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)  # or its memory would be another's
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        adapted.get_base_model().model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)  # type: ignore
+    first = 2 / 4  # the first layer's input needs no gradient, so its norm keeps nothing
+    return sum(seen.values()) / tokens / 4 / 2 / 64 + first
+
+
+def test_adapters_in_16_bits_keep_what_the_layer_before_them_made() -> None:
+    """FSDP2 gathers them in the launch's dtype: PEFT casts no input to fp32, so there are no copies."""
+    config = SimpleNamespace(
+        hidden_size=64, intermediate_size=224, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=1, vocab_size=64,
+    )  # fmt: skip
+    config.get_text_config = lambda: config
+    keeps = estimate.Keeps(fused=False, compiled=False)
+    unit = 4 * 2 * 64 / estimate.GIB
+    copied, shared = (
+        estimate.kept_gib(config, 1, one) / unit for one in (keeps, keeps._replace(uncast=True))
+    )
+    assert kept_numbers(torch.bfloat16) == pytest.approx(shared, rel=0.01)
+    assert kept_numbers(torch.float32) == pytest.approx(copied, rel=0.05)
+    assert copied - shared == 5
+
+
+@pytest.mark.parametrize(
+    ("base", "seconds", "gib"), [("bf16", 1.441, 100.5), ("fp8", 1.151, 97.1)], ids=("bf16", "fp8")
+)
+def test_fsdp2_is_planned_as_two_gpus_measured_it(large, base: str, seconds: float, gib: float) -> None:
+    """An 8B Llama, four rows of 4,096 tokens on each of two H200s (benchmarks/multi_gpu.json)."""
+    long = ("train.max_steps=14", f"speed.base={base}")
+    (large.parent / "rows.jsonl").write_text('{"text": "' + "word " * 2**17 + '"}\n')
+    loaded = recipe.load(large, [*SPLIT, *long])
+    made = plan.make(loaded, *plan.planned_machine("h200", 2), by=plan_launch.FSDP2)
+    assert made.step_seconds == pytest.approx(seconds, rel=0.08)
+    assert made.peak == pytest.approx(gib, rel=0.03)
+
+
+def test_auto_compiles_nothing_where_weights_are_split(large) -> None:
+    """As a run has it: launch_env.eager."""
+    split = plan.make(recipe.load(large, [*SPLIT]), *plan.planned_machine("h200", 2), by=plan_launch.FSDP2)
+    assert split.choices["compile"] == ("off", "auto: not measured where FSDP2 splits the weights")
+    assert planned(large, *SPLIT, count=2).choices["compile"].value == "on"

@@ -1,0 +1,100 @@
+"""Rates of a plan: what `finetune doctor --measure` left, if for such a model, or those of the table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import QUICKSTART, planned
+
+from finetune import cli, gpus, measure, plan, plan_time, recipe
+
+MEASURED = {
+    "device": "NVIDIA H200", "date": "2026-11-22", "shapes": "hidden 4096, intermediate 14336",
+    "product": 300e12, "fp8": 600e12, "forward": 2e14, "backward": 2e14, "bandwidth": 2e12,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch, tmp_path) -> None:
+    """No ceilings of this machine but a test's own."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+def keep(device: str, content: Any) -> None:
+    """Write a file of rates."""
+    path = measure.file_of(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_ceilings_of_a_gpu_are_used_and_said(large) -> None:
+    before = planned(large)
+    keep("NVIDIA H200", MEASURED)
+    after = planned(large)
+    assert "doctor --measure" in after.source and "doctor" not in before.source
+    assert (after.step_seconds or 0) > 1.8 * (before.step_seconds or 0)
+
+
+def test_a_gpu_is_found_by_its_kind() -> None:
+    """What torch calls the device, and what --gpu names."""
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100", plan.planned_machine("h100", 1)[0].name)
+    assert {measure.file_of(name).name for name in names} == {"h100-80gb.json"}
+    assert measure.file_of("NVIDIA H100 PCIe").name == "h100-pcie.json"
+    assert measure.file_of("CPU").name == "cpu.json"
+    assert measure.file_of("NVIDIA GeForce GTX 1080").name == "nvidia-geforce-gtx-1080.json"
+
+
+def test_rates_of_another_shape_are_not_taken(large) -> None:
+    """Products of a model of width 256 say nothing of an 8B's."""
+    before = planned(large)
+    keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 256, intermediate 688", "product": 1e11})
+    after = planned(large)
+    assert after.step_seconds == before.step_seconds
+    assert "measured at hidden 256, intermediate 688, this model has 4096 and 14336" in after.source
+    keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 8192, intermediate 28672"})  # 70B's: wide enough
+    assert "doctor --measure` on" in planned(large).source
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([1, 2], "no backward, bandwidth, forward, product, date, shapes"),
+        ({key: MEASURED[key] for key in MEASURED if key != "forward"}, "no forward in it"),
+        ({**MEASURED, "fp8": "fast"}, "no fp8 in it"),
+        ({**MEASURED, "product": 0}, "no product in it"),
+        ({**MEASURED, "shapes": "?"}, "no shapes in it"),
+        ("{", "it can't be read"),
+    ],
+    ids=("a list", "a missing rate", "a text", "nothing", "no shapes", "half written"),
+)
+def test_a_broken_file_of_rates_is_said_and_not_used(large, content: Any, said: str) -> None:
+    before = planned(large)
+    keep("NVIDIA H200", content)
+    after = planned(large)
+    assert said in after.source and "finetune doctor --measure writes it anew" in after.source
+    assert after.step_seconds == before.step_seconds and measure.read("NVIDIA H200") is None
+
+
+def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measure, "SECONDS", {"cpu": 0.02})
+    assert cli.main(["doctor", str(QUICKSTART), "--measure"]) == 0
+    found = measure.read("CPU")
+    assert found and {"product", "forward", "backward", "bandwidth", "layer"} <= found.keys()
+    assert all(found[name] > 1e8 for name in ("product", "forward", "backward", "bandwidth", "layer"))
+    assert "TFLOP/s" in capsys.readouterr().out
+    assert plan.cpu_rate(recipe.load(QUICKSTART)) == found["layer"]
+    kept = json.loads(measure.file_of("CPU").read_text())
+    keep("CPU", {name: value for name, value in kept.items() if name != "layer"})
+    assert plan.cpu_rate(recipe.load(QUICKSTART)) > 1e8  # timed anew
+
+
+def test_an_adapters_rank_takes_time(large) -> None:
+    """Six FLOPs for each trained number and token, in products too thin to run at full speed."""
+    given = ("speed.compile=true", "speed.recompute=none", "data.too_long=split")
+    small, wide = (planned(large, *given, f"adapter.r={rank}") for rank in (16, 64))
+    more = 6 * (wide.trained - small.trained) * 4 * 2500
+    rate = plan_time.THIN * plan_time.PRODUCT * gpus.GPUS["h200"].bf16
+    assert wide.parts["products"] - small.parts["products"] == pytest.approx(more / rate)
+    assert (wide.step_seconds or 0) > 1.02 * (small.step_seconds or 0)

@@ -1,0 +1,155 @@
+"""A plan beside what a run does: what it refuses, how many rows at once it finds, what it says beside."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
+
+from finetune import (
+    architecture,
+    batch,
+    cli,
+    hardware,
+    plan,
+    plan_changes,
+    plan_choices,
+    plan_launch,
+    plan_memory,
+    recipe,
+)
+from finetune.errors import UserError
+
+SHORT = ("data.max_length=1024", "data.too_long=split", "train.effective_batch_size=96", "speed.compile=true")
+AUTO = "train.per_device_train_batch_size=auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "said", "code"),
+    [
+        (("adapter.target_modules=[q_porj]",), "h200", "matches no module of this model", 2),
+        (("adapter.layers_to_transform=[40]",), "h200", "layers_to_transform", 2),
+        (("train.optim=paged_adamw_8bit",), "", "there is no GPU here whose memory could be paged", 3),
+        (("speed.offload=activations",), "", "there is no GPU here to take memory off", 3),
+    ],
+)
+def test_what_a_run_refuses_is_not_planned(
+    large, capsys, given: tuple[str, ...], gpu: str, said: str, code: int
+) -> None:
+    """Also where there is the config of a model alone, whose names follow from it."""
+    where = [str(large), "--gpu", gpu] if gpu else [str(QUICKSTART)]
+    assert cli.main(["plan", *where, *given]) == code
+    assert said in capsys.readouterr().err
+    assert cli.main(["plan", str(large), "--gpu", "h200", "adapter.modules_to_save=[norm]"]) == 0
+
+
+def test_names_of_a_model_inside_another_are_not_guessed(large) -> None:
+    inner = {**LLAMA_8B, "model_type": "gemma3_text", "hidden_activation": "silu"}
+    (large.parent / "8b" / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": inner})
+    )
+    assert planned(large, "adapter.target_modules=.*language_model.*q_proj").peak > 7
+
+
+def test_an_offloaded_optimizer_is_for_one_process(large) -> None:
+    full = ("adapter.type=full", "speed.offload=optimizer", "train.effective_batch_size=8")
+    with pytest.raises(UserError, match="torchao's offloaded optimizer is for one process"):
+        planned(large, *full, count=2)
+
+
+def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
+    """By the rule of batch_search: a divisor of the share, a tenth of memory to spare; what is recomputed was
+    chosen for one row."""
+    made = planned(large, *SHORT, AUTO, "speed.base=bf16", gpu="h100-80gb")
+    rows, one = made.batch.per_device, planned(large, *SHORT, "train.per_device_train_batch_size=1")
+    assert 1 < rows < 96 and 96 % rows == 0 and made.batch.accumulation == 96 // rows
+    most = batch.MARGIN * (made.machine.memory_gib - plan_choices.CONTEXT_GIB)
+    assert made.usable <= most and made.fits
+    assert made.choices["recompute"].value == one.choices["recompute"].value == "none"
+    larger = next(size for size in batch.sizes(96, 96) if size > rows)
+    stated = (f"train.per_device_train_batch_size={larger}", "speed.recompute=none", "speed.base=bf16")
+    assert planned(large, *SHORT, *stated, gpu="h100-80gb").peak > most
+    assert any(f"=auto: {rows} rows of 1024 tokens at once" in note for note in made.notes)
+    given = [change for change, _ in plan_changes.candidates(recipe.load(large, [*SHORT, AUTO]), made)]
+    assert not any("per_device" in text for change in given for text in change)
+
+
+def test_no_batch_is_searched_where_weights_are_split(large) -> None:
+    loaded, machine = recipe.load(large, [*SHORT, AUTO]), plan.planned_machine("h200", 2)
+    with pytest.raises(UserError, match="FSDP2 splits the weights only later"):
+        plan.make(loaded, *machine, by=plan_launch.FSDP2)
+
+
+def test_evaluation_that_does_not_fit_is_in_the_first_line(large) -> None:
+    given = ["eval.batch_size=64", "speed.compile=true", "data.validation_fraction=0.2"]
+    made, loaded = planned(large, *given, gpu="rtx4090"), recipe.load(large, given)
+    assert made.fits and ": training fits, evaluation does not, " in plan_changes.headline(loaded, made)
+    auto = planned(large, *given, "eval.batch_size=auto", gpu="rtx4090")
+    assert ": fits, " in plan_changes.headline(loaded, auto)
+    none = recipe.load(large, ["eval.batch_size=64", "eval.general=false"])
+    assert ": fits, " in plan_changes.headline(none, made)  # nothing is evaluated
+
+
+def test_what_the_time_leaves_out_is_said(large) -> None:
+    rows = dict(plan_changes.times(planned(large), 2.0))
+    assert "without evaluation and saving, as energy and cost" in rows["training"]
+
+
+def test_more_gpus_than_a_host_has_are_said_to_be_planned_as_one(large) -> None:
+    many, eight = (planned(large, "train.effective_batch_size=64", count=count) for count in (64, 8))
+    assert any("64 GPUs are planned as on one host" in note for note in many.notes)
+    assert not any("one host" in note for note in eight.notes)
+
+
+def test_rows_whose_lengths_are_not_known_are_said(large) -> None:
+    assert any(
+        "rows: 5, of about 4,096 tokens, packed" in note for note in planned(large, "data.packing=true").notes
+    )
+    streamed = planned(large, "data.streaming=true")
+    assert any("rows are streamed: each is taken for 4096 tokens" in note for note in streamed.notes)
+
+
+def test_a_cpu_is_not_told_what_was_measured_slower_there() -> None:
+    """benchmarks/ladder.json: packing 0.69, one row at once 0.53 of the tokens/s."""
+    ladder = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())
+    assert "packing" in json.dumps(ladder) and "accumulation" in json.dumps(ladder)
+    here = hardware.Hardware("cpu", "CPU", 1, (0, 0), 64.0, 2)
+    loaded = recipe.load(QUICKSTART, ["train.per_device_train_batch_size=4"])
+    made = plan.make(loaded, here, 1, cpu_rate=1e10)
+    given = [text for change, _ in plan_changes.candidates(loaded, made) for text in change]
+    assert made.fits and not [text for text in given if "packing" in text or "per_device" in text]
+    tight = plan.make(loaded, replace(here, memory_gib=0.5), 1, cpu_rate=1e10)
+    given = [text for change, _ in plan_changes.candidates(loaded, tight) for text in change]
+    assert not tight.fits and "train.per_device_train_batch_size=1" in given
+
+
+@pytest.mark.parametrize(("kind", "why"), [("dora", "DoRA"), ("lokr", "lokr"), ("lora", "")])
+def test_what_breaks_the_graph_is_not_compiled_by_auto(large, kind: str, why: str) -> None:
+    """As speed.apply has it of a model's modules."""
+    made = planned(large, f"adapter.type={kind}", "speed.fused=false", "speed.base=bf16")
+    said = f"auto: PEFT's forward of {why} breaks the graph"
+    assert (made.choices["compile"] == ("off", said)) is bool(why)
+
+
+def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
+    """As stages.work_of: autocast's of the linear layers, and DDP's of all gradients."""
+    given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
+    loaded = recipe.load(large, given)
+    found = architecture.read(loaded.model)
+    has = plan_memory.adapted(loaded.adapter, loaded.model, found, 100)
+    kept = plan_memory.keeps(
+        found, has, full=True, fused=False, compiled=True, attention="cudnn", storage="fp32"
+    )
+    machine, _ = plan.planned_machine("b200", 2)
+    linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096
+
+    def left(precision: str, by: plan_launch.Sharding) -> float:
+        shared = plan_launch.share(by, 2, 0.0)
+        return plan_choices.room(loaded, machine, found, has, kept, "fp32", precision, 4096, shared)[0].room
+
+    whole = left("no", plan_launch.ONE)
+    assert whole - left("bf16", plan_launch.ONE) == pytest.approx(2 * linear / 2**30)
+    more = left("bf16", plan_launch.ONE) - left("bf16", plan_launch.DDP)
+    assert more == pytest.approx(4 * found.parameters / 2**30)

@@ -1,0 +1,83 @@
+"""Shapes of models from their config or their files' headers, as the real model has them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from conftest import LLAMA_8B, planned
+
+from finetune import adapters, architecture, plan_memory, shapes
+from finetune.sections import Model
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*sorted(shapes.NORMS), *shapes.EXPERTS, *shapes.JOINED, "gpt_neox"])
+def test_shapes_from_a_config_are_those_of_the_model(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **SMALL)
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    ours = shapes.of(architecture.as_config(config.to_diff_dict()))
+    assert ours == {name: tuple(parameter.shape) for name, parameter in real.named_parameters()}
+    linear = {name for name, _ in adapters.linear_layers(real).items()}
+    assert set(architecture.Architecture(None, ours, "").linear) == linear
+
+
+def test_experts_are_said_to_be_unknown(large) -> None:
+    config = {**LLAMA_8B, "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 4}
+    (large.parent / "8b" / "config.json").write_text(json.dumps(config))
+    made = planned(large)
+    assert made.step_seconds is None and any("has experts" in note for note in made.notes)
+    assert sum(made.phases["load"].values()) > 1
+
+
+@pytest.mark.parametrize("family", ["stablelm", "starcoder2"])
+def test_other_families_are_built_once_and_say_nothing(family: str, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **SMALL}))
+    with caplog.at_level(logging.WARNING):
+        first = architecture.read(Model(name=str(tmp_path)))
+    assert not caplog.records and first.unknown and first.parameters > 64 * 96
+    monkeypatch.setattr(architecture, "_on_meta", lambda folder: pytest.fail("built again"))
+    assert architecture.read(Model(name=str(tmp_path))).tensors == first.tensors
+    (kept,) = (tmp_path / "cache" / "shapes").iterdir()
+    kept.write_text("[]")
+    monkeypatch.setattr(architecture, "_on_meta", lambda folder: {"one": (1,)})
+    assert architecture.read(Model(name=str(tmp_path))).tensors == {"one": (1,)}  # broken: built anew
+
+
+def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:
+    """In a checkpoint each is a matrix; in the model all of them are one parameter, which fp8 passes by."""
+    from safetensors.torch import save_file
+
+    config = {
+        "model_type": "qwen3_moe",
+        **SMALL,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole = architecture.read(Model(name=str(tmp_path)))
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in whole.tensors.items()}
+    for name in [name for name in weights if ".experts." in name]:
+        joined, where = weights.pop(name), name.rpartition(".")[0]
+        for index, one in enumerate(joined):
+            parts = {"gate_proj": one[:32], "up_proj": one[32:]} if "gate_up" in name else {"down_proj": one}
+            weights |= {f"{where}.{index}.{kind}.weight": part.clone() for kind, part in parts.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    apart = architecture.read(Model(name=str(tmp_path)))
+    assert apart.source == "headers of its files" and apart.parameters == whole.parameters
+    assert apart.linear == whole.linear and not [name for name in apart.linear if "experts" in name]
+    found = [plan_memory.weights(one, "fp8", "bf16") for one in (whole, apart)]
+    linear = sum(outputs * inputs - 4 * outputs for outputs, inputs in apart.linear.values())
+    assert found[0] == found[1] == 2 * whole.parameters - linear
