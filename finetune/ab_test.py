@@ -57,6 +57,7 @@ class Check(NamedTuple):
     ok: bool
 
 
+@measured.stoppable()
 def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
     """Measure both, print the table and the checks; leaves ab.json and ab.md.
 

@@ -87,6 +87,7 @@ def key(variant: Variant) -> str:
     return json.dumps([variant.mixed_precision, variant.values], sort_keys=True)
 
 
+@measured.stoppable()
 def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """Measure the ladder; write table, picture, page and the best recipe.
 
@@ -96,6 +97,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     Raises:
         UserError: what is wrong with recipe or ladder; results of another machine lie there (2); the baseline
             can't be run (5).
+        Stopped: by a signal; the same command goes on.
     """
     if launch.launched():
         fix = f"finetune ablate {asked.path}"

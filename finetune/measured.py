@@ -6,6 +6,7 @@ a server that has imported libraries and done nothing else, which saves five to 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -18,18 +19,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune import signals, trial
 from finetune.differences import evaluation, step_lines
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 MARK = "ablate.json"
 # What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no process
 # can be forked; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
-PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.tensor", "accelerate", "datasets"]
+PRELOADED = ["finetune.tied", "torch._inductor.compile_fx", "torch.distributed.tensor"]
+PRELOADED += ["accelerate", "datasets"]
 UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
 # What is the same in all runs: no checkpoint, no evaluation but that of a few held-out rows
 ALIKE = {
@@ -59,6 +62,17 @@ class Job(NamedTuple):
     """The launch's; `None`: what the machine's is without one."""
     accelerate: str | None = None
     """An accelerate config, for several processes."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """A signal ends the run that is being made at its next step, and this command with exit 75."""
+
+    def heard(name: str) -> None:
+        raise Stopped(f"stopped by {name}; finished runs are kept: the same command again goes on")
+
+    with signals.listening(heard):
+        yield
 
 
 def length(steps: int, warm_up: int) -> list[str]:
@@ -130,28 +144,31 @@ def set_aside(folder: Path) -> None:
 
 
 def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool) -> int:
-    """`python -m finetune WORDS` in a fresh process; its exit code (negative: the signal that ended it)."""
+    """`python -m finetune WORDS` in a fresh process, which ends with this one; its exit code (negative: the
+    signal that ended it)."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.warm"] if cpu else PRELOADED)
+    context.set_forkserver_preload(trial.WARM if cpu else PRELOADED)
     process = context.Process(target=_command, args=(words, log, environment))
     kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 2)  # what libraries say while they are imported
     try:
-        process.start()
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(file)
-    try:
+        try:
+            process.start()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.close(file)
         process.join()
     except KeyboardInterrupt:
-        process.terminate()  # a run that is told to stop leaves at its next step
-        process.join()
+        if process.pid is not None:
+            trial.end(process)
         raise
     return process.exitcode
 
 
 def _command(words: list[str], log: str, environment: dict[str, str]) -> None:
+    os.setsid()  # Ctrl-C is for the command that makes runs
+    trial.tie()
     os.environ.update(environment)
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)

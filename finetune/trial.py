@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 POLL = 0.1  # seconds
 AGAIN_AFTER, KILL_AFTER = 5.0, 60.0  # seconds from a SIGTERM to the next (leave now), and to SIGKILL
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+WARM = ["finetune.tied", "finetune.warm"]  # what a process imports that runs are forked from
 
 
 class Evaluation(NamedTuple):
@@ -133,7 +134,7 @@ def start(words: list[str], log: Path, warm: bool) -> Any:
     """
     if warm:
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["finetune.warm"])
+        context.set_forkserver_preload(WARM)
         forked = context.Process(target=train, args=(words, str(log)))
         forked.start()
         return forked
@@ -158,6 +159,9 @@ def tie() -> None:
     """Let this process end with the one that made it, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM)
+    above = multiprocessing.parent_process()
+    if above is not None and not above.is_alive():  # it ended before that
+        os._exit(Exit.STOPPED)
 
 
 def code_of(process: Any) -> int | None:
