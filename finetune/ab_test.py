@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import check, hardware, measured
+from finetune import check, hardware, launch, measured
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from finetune.recipe import Recipe
     from finetune.screen import Screen
 
 HELD_OUT_ROWS = 64
@@ -63,10 +64,12 @@ def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
 
     Raises:
         UserError: a recipe is wrong (2), a run fails, or a limit does not hold (5).
+        Stopped: by a signal; the same command goes on.
     """
+    base = look(asked)
     names = (Path(asked.baseline).stem, Path(asked.optimised).stem)
     place = asked.folder / "ab" / f"{names[0]}-against-{names[1]}"
-    runs = measure(asked, place, screen)
+    runs = measure(asked, base, place, screen)
     sides = [measured.summary(group) for group in runs]
     apart = measured.not_comparable(runs[0][0]["machine"], runs[1][0]["machine"])
     noise = measured.noise([side["all"] for side in sides])
@@ -98,14 +101,31 @@ def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
     return found
 
 
-def measure(asked: Asked, place: Path, screen: Screen) -> list[list[dict[str, Any]]]:
+def look(asked: Asked) -> Recipe:
+    """Whatever is wrong with what was asked for, before anything runs; the baseline's recipe.
+
+    Raises:
+        UserError: no step would count; a recipe or a launch config is wrong (2, or 3 as `finetune check`).
+    """
+    if asked.warm_up >= asked.steps:
+        found, expected = f"--steps {asked.steps} --warm-up {asked.warm_up}", "--warm-up below --steps"
+        raise UserError(Problem("no step would count", found=found, expected=expected))
+    for config in filter(None, asked.accelerate):
+        launch.find(config)
+    recipes = []
+    for path in (asked.baseline, asked.optimised):
+        recipes.append(load_recipe(path, asked.overrides))
+        check.run(load_recipe(path, [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]))
+        check.pinned(recipes[-1])
+    return recipes[0]
+
+
+def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[list[dict[str, Any]]]:
     """Figures of the runs of each side, which take turns and change who begins.
 
     Raises:
         UserError: a run fails (5).
     """
-    base = load_recipe(asked.baseline, asked.overrides)
-    check.pinned(base)
     held_out = measured.cut_held_out(base.data.validation, place, HELD_OUT_ROWS)
     cpu = hardware.detect().device == "cpu"
     sides: list[list[dict[str, Any]]] = [[], []]

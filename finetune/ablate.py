@@ -16,7 +16,7 @@ import math
 import shlex
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,10 +102,11 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     if launch.launched():
         fix = f"finetune ablate {asked.path}"
         raise UserError(Problem("a ladder starts processes of its own; it takes no launcher", fix=fix))
-    steps = ladder.read(asked.ladder)
     own = load_recipe(asked.path, asked.overrides)
+    steps = ladder.of_type(ladder.read(asked.ladder), own.adapter.type)
     check.run(own)
     check.pinned(own)
+    check_baseline(asked, steps)
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     bench.held_out = measured.cut_held_out(
         own.data.validation, asked.folder / stem(bench), steps.measure.held_out_rows
@@ -120,6 +121,17 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     ablate_table.write(place, found)
     ablate_table.show(bench.screen, found, place)
     return found
+
+
+def check_baseline(asked: Asked, steps: Ladder) -> None:
+    """What `finetune check` says of the baseline, before anything runs; of the ladder's values, where."""
+    overrides = measured.overrides(steps.baseline.set)
+    try:
+        check.run(load_recipe(asked.path, [*asked.overrides, *overrides]))
+    except UserError as error:
+        places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}
+        found = [replace(one, where=places.get(one.key, one.where)) for one in error.problems]
+        raise UserError(*found, code=error.code) from None
 
 
 def stem(bench: Bench) -> str:
@@ -138,8 +150,9 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
         row |= {"status": "", "why": ""}
         stands = [rung, *map(bench.ladder.rung, rung.on)]
         lacking = next(filter(None, (ladder.missing(each.needs, bench.machine) for each in stands)), "")
-        if rung.noop:
-            row |= {"status": "no-op", "why": rung.noop}
+        status, why = rung.unmeasured
+        if status:
+            row |= {"status": status, "why": why}
         elif lacking:
             row |= {"status": "skipped", "why": lacking}
         elif refused := refusal(bench, ladder.add(ladder.below(bench.ladder, rung), rung)):

@@ -102,7 +102,7 @@ def read(path: Path) -> Space:
         UserError: with every problem found, each with its place (exit 2).
     """
     try:
-        document = strict_yaml.parse(path.read_text(encoding="utf-8-sig"), str(path))
+        document = strict_yaml.parse(strict_yaml.text_of(path, "the space"), str(path))
     except OSError as error:
         what = f"can't read the space: {error.strerror}"
         fix = recipe_errors.similar_files(path) or "the shipped one: leave --space out"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import yaml
-from conftest import QUICKSTART, ROOT
+from conftest import QUICKSTART, ROOT, module_of
 
 from finetune import ab_test, ablate, cli, hardware, ladder, measured, plots, recipe
 from finetune.errors import UserError
@@ -209,11 +209,7 @@ def job_of(climbed: Climbed, asked: ab_test.Asked, side: int, place: Path) -> me
 
 
 def test_an_optimised_recipe_is_held_to_its_promises(climbed: Climbed, tmp_path, small, capsys) -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import validate_optimizations as script
-    finally:
-        sys.path.pop(0)
+    script = module_of("scripts", "validate_optimizations")
     base = str(ROOT / "recipes" / "baselines" / "quickstart.yaml")
     asked = ab_test.Asked(base, str(QUICKSTART), [*small], (None, None), tmp_path, 3, 1, 1)
     place = tmp_path / "ab" / "quickstart-against-quickstart"
@@ -232,6 +228,23 @@ def test_an_optimised_recipe_is_held_to_its_promises(climbed: Climbed, tmp_path,
     with pytest.raises(SystemExit):
         script.main(["--help"])
     assert "Exit codes: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "3", "--warm-up", "5"], "--warm-up below --steps"),
+        (["--optimized", "recipes/quickstrat.yaml"], "recipes/quickstart.yaml"),
+        (["--optimized", str(QUICKSTART), "--accelerate", "ddp_three"], "no such accelerate config"),
+        (["--optimized", str(QUICKSTART), "train.optim=nonsense"], "train.optim"),
+    ],
+)
+def test_a_wrong_comparison_ends_before_it_begins(words: list[str], said: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    script = module_of("scripts", "validate_optimizations")
+    given = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1", *words]
+    assert script.main(given) == 2
+    assert said in capsys.readouterr().err
 
 
 # Judged without training
@@ -300,16 +313,42 @@ def test_why_a_run_failed_is_its_log_s_last_error() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]", "names no earlier rung"),
-        ("baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]", "one name"),
-        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]", "sets"),
-        ("- 1", "a ladder is a mapping"),
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]", [":2:42", "names no earlier rung"]),
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]", ["one name"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]",
+            [":2:37", "same_tokens, set,", "set\n"],
+        ),
+        ("baseline: {}\nrungs: []\nmeasure: {repeat: 2}", [":3:11", "held_out_rows", "repeats\n"]),
+        ("baselin: {}\nrungs: []", ["baseline, measure, rungs"]),
+        ("baseline: {}\nrungs: [{name: ../../evil, kind: b, what: c}]", [":2:10", "[a-z0-9_]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: a/b, what: c}]", [":2:19", "[a-z]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: baseline, what: c}]", [":2:19", "other results"]),
+        ("baseline: {set: {train.optmi: x}}\nrungs: []", [":1:18", "train.optmi", "optim\n"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
+            [":2:43", "train.optim\n"],
+        ),
+        ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
+        ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
+        ("- 1", ["a ladder is a mapping"]),
+        (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
     ],
 )
-def test_a_wrong_ladder_is_exit_2(text: str, said: str, tmp_path, capsys) -> None:
-    (tmp_path / "ladder.yaml").write_text(text)
-    assert cli.main(["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]) == 2
-    assert said in capsys.readouterr().err
+def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
+    assert cli.main([*words, "--output", str(tmp_path / "results")]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in said), error
+
+
+def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
+    for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
+        assert ladder.key_problem(key, 1, "") is None
+    for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
+        assert ladder.key_problem(key, 1, "") is not None
 
 
 def test_bars_of_a_rung_that_was_not_stacked() -> None:
@@ -339,11 +378,7 @@ def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
 
 
 def test_the_page_of_optimisations_is_current() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import make_optimizations as script
-    finally:
-        sys.path.pop(0)
+    script = module_of("scripts", "make_optimizations")
     assert (ROOT / "docs" / "optimizations.md").read_text() == script.page(), "scripts/make_optimizations.py"
 
 

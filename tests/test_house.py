@@ -24,7 +24,6 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
     ("recipe_errors",),
-    ("ladder",),
     (
         "recipe",
         "receipts",
@@ -37,7 +36,7 @@ LAYERS = (
         "nested",
         "untrusted",
     ),
-    ("run_folder", "screen", "adapter_source", "plots", "estimate", "architecture", "checkpoint"),
+    ("ladder", "run_folder", "screen", "adapter_source", "plots", "estimate", "architecture", "checkpoint"),
     ("speed",),
     (
         "data",
@@ -142,7 +141,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "tune_report",
         "sweep",
     }
-    sees_all = {"ablate_table", "merge", "proof", "publish", "card", "compare", "compare_table"}
+    sees_all = {"ab_test", "ablate_table", "merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
 
 

@@ -197,7 +197,7 @@ def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
 
 WAITS = {
     "spawned": "p = subprocess.Popen(['sleep', '60'], preexec_fn=trial.tie)",
-    "forked": "p = trial.start([f'{here}/pipe'], here / 'log', True)\nwhile not (here / 'log').exists(): pass",
+    "forked": "log = here / 'log'; p = trial.start([f'{here}/pipe'], log, True)\nwhile not log.exists(): pass",
 }
 
 
