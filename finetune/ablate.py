@@ -186,10 +186,19 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     base = bench.of(ladder.baseline(bench.ladder))[:1]
     if not found["failed"] and base and not base[0]["failed"]:
         apart = measured.not_comparable(found["machine"], base[0]["machine"])
+        if apart and kind in ("baseline", "recipe"):
+            raise not_comparable(bench, "; ".join(apart), "what the first run is of")
         if apart:
             bench.strange[name] = "; ".join(apart)
     said = f"FAILED: {found['failed']}" if found["failed"] else f"{found['tokens_per_second']:,.0f} tokens/s"
     bench.screen.say(f"{folder.relative_to(bench.asked.folder)}: {'' if fresh else 'kept: '}{said}")
+
+
+def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
+    what, where = "NOT COMPARABLE: these results are of other machines or data", str(bench.asked.folder)
+    return UserError(
+        Problem(what, where=where, found=found, expected=expected, fix="--output another folder")
+    )
 
 
 def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
@@ -206,17 +215,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
         raise UserError(problem, code=Exit.TRAINING)
     here = bench.machine
     if here.name not in first["machine"]["hardware"]:
-        found, expected = first["machine"]["hardware"], f"{here.count} x {here.name}"
-        fix = "--output another folder"
-        raise UserError(
-            Problem(
-                "NOT COMPARABLE: these results are of other hardware",
-                where=str(bench.asked.folder),
-                found=found,
-                expected=expected,
-                fix=fix,
-            )
-        )
+        raise not_comparable(bench, first["machine"]["hardware"], f"{here.count} x {here.name}")
     length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
     bench.rows = max(1, round(first["tokens"] / length))
     jobs = [("baseline", "baseline", base), ("as_is", "recipe", Variant(None, {}))]
@@ -375,7 +374,7 @@ def collect(
     found = {
         "recipe": bench.asked.path,
         "command": shlex.join(words),
-        "date": time.strftime("%Y-%m-%d"),
+        "date": measured.dates([run for group in bench.groups.values() for run in group]),
         "machine": first["machine"],
         "measure": bench.ladder.measure.model_dump(),
         "seconds": seconds,

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-import yaml
 from conftest import QUICKSTART, ROOT, module_of
 
 from finetune import ab_test, ablate, cli, hardware, ladder, measured, plots, recipe
-from finetune.errors import UserError
 from finetune.ladder import Rung, Variant
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
@@ -98,6 +96,7 @@ def test_runs_are_ordinary_run_folders_by_kind_name_and_rank(climbed: Climbed) -
     assert (climbed.folder / "baseline" / "quickstart-baseline-1" / "receipts.json").exists()
     resolved = recipe.load(run / "recipe.resolved.yaml")
     assert resolved.speed.recompute == "none" and resolved.model.attention == "eager"
+    assert measured.machine(RunFolder(run))["model"] == resolved.model.name
 
 
 def test_a_repeat_without_held_out_rows_is_of_the_same_data(climbed: Climbed, small) -> None:
@@ -107,17 +106,6 @@ def test_a_repeat_without_held_out_rows_is_of_the_same_data(climbed: Climbed, sm
     trained = hashlib.sha256(Path(small[0].removeprefix("data.name=")).read_bytes()).hexdigest()
     expected = hashlib.sha256(json.dumps([trained]).encode()).hexdigest()[:12]
     assert measured.machine(run)["train files"] == expected
-
-
-def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
-    """`on` and `off`, which YAML 1.1 takes for truths."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import ladder as benchmark
-
-    copy = benchmark.changed(ROOT / "recipes" / "ladder.yaml", tmp_path, ["packing"], {"repeats": 1})
-    made = ladder.read(copy)
-    assert made.measure.repeats == 1 and made.rung("packing").noop and not made.rung("bf16").noop
-    assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
 
 
 def test_what_runs_on_gpus_are_forked_from_asks_for_none() -> None:
@@ -159,6 +147,42 @@ def test_a_measured_rung_is_not_measured_again(climbed: Climbed, tmp_path, capsy
     assert [mark.read_text() for mark in sorted(copy.rglob(measured.MARK))] == before
     row = rows(climbed.found(copy))["no_recompute"]
     assert row["status"] == "NOT COMPARABLE" and "torch: 1.0 against" in row["why"]
+
+
+def test_a_kept_baseline_of_another_torch_is_refused(climbed: Climbed, tmp_path, capsys) -> None:
+    """Its second run, by which the noise is known."""
+    copy = tmp_path / "results"
+    shutil.copytree(climbed.folder, copy)
+    environment = copy / "baseline" / "quickstart-baseline-2" / "environment.json"
+    changed = json.loads(environment.read_text())
+    changed["packages"]["torch"] = "1.0"
+    environment.write_text(json.dumps(changed))
+    assert climbed.again(copy) == 2
+    said = capsys.readouterr().err
+    assert "NOT COMPARABLE" in said and "torch: 1.0 against" in said
+
+
+def test_a_run_is_of_its_data_s_content(tmp_path, small) -> None:
+    """Not of their names alone: a file that was changed is another run's."""
+    files = [tmp_path / f"{name}.jsonl" for name in ("train", "test")]
+    for file, given in zip(files, small, strict=True):
+        shutil.copy(given.partition("=")[2], file)
+    words = [f"data.name={files[0]}", f"data.validation={files[1]}"]
+    job = measured.Job(str(QUICKSTART), words, tmp_path / "run")
+    found = [measured.identity(job)]
+    for file in files:
+        file.write_text(file.read_text().replace("a", "b", 1))
+        found.append(measured.identity(job))
+    assert len({*found}) == 3 and measured.identity(job) == found[-1]
+
+
+def test_the_table_shows_when_runs_were_made(climbed: Climbed, tmp_path) -> None:
+    copy = tmp_path / "results"
+    shutil.copytree(climbed.folder, copy)
+    mark = copy / "baseline" / "quickstart-baseline-1" / measured.MARK
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "date": "2020-02-02"}))
+    assert climbed.again(copy) == 0
+    assert re.search(r", 2020-02-02 to 20\d\d-\d\d-\d\d: ", (copy / "quickstart" / "ladder.md").read_text())
 
 
 def test_results_of_other_hardware_are_refused(climbed: Climbed, tmp_path, capsys) -> None:
@@ -230,23 +254,6 @@ def test_an_optimised_recipe_is_held_to_its_promises(climbed: Climbed, tmp_path,
     assert "Exit codes: 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--steps", "3", "--warm-up", "5"], "--warm-up below --steps"),
-        (["--optimized", "recipes/quickstrat.yaml"], "recipes/quickstart.yaml"),
-        (["--optimized", str(QUICKSTART), "--accelerate", "ddp_three"], "no such accelerate config"),
-        (["--optimized", str(QUICKSTART), "train.optim=nonsense"], "train.optim"),
-    ],
-)
-def test_a_wrong_comparison_ends_before_it_begins(words: list[str], said: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
-    script = module_of("scripts", "validate_optimizations")
-    given = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1", *words]
-    assert script.main(given) == 2
-    assert said in capsys.readouterr().err
-
-
 # Judged without training
 
 
@@ -310,96 +317,9 @@ def test_why_a_run_failed_is_its_log_s_last_error() -> None:
     assert "signal 9" in measured.why("", -9)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]", [":2:42", "names no earlier rung"]),
-        ("baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]", ["one name"]),
-        (
-            "baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]",
-            [":2:37", "same_tokens, set,", "set\n"],
-        ),
-        ("baseline: {}\nrungs: []\nmeasure: {repeat: 2}", [":3:11", "held_out_rows", "repeats\n"]),
-        ("baselin: {}\nrungs: []", ["baseline, measure, rungs"]),
-        ("baseline: {}\nrungs: [{name: ../../evil, kind: b, what: c}]", [":2:10", "[a-z0-9_]+"]),
-        ("baseline: {}\nrungs: [{name: a, kind: a/b, what: c}]", [":2:19", "[a-z]+"]),
-        ("baseline: {}\nrungs: [{name: a, kind: baseline, what: c}]", [":2:19", "other results"]),
-        ("baseline: {set: {train.optmi: x}}\nrungs: []", [":1:18", "train.optmi", "optim\n"]),
-        (
-            "baseline: {}\nrungs: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
-            [":2:43", "train.optim\n"],
-        ),
-        ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
-        ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
-        ("- 1", ["a ladder is a mapping"]),
-        (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
-    ],
-)
-def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
-    (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
-    assert cli.main([*words, "--output", str(tmp_path / "results")]) == 2
-    error = capsys.readouterr().err
-    assert all(part in error for part in said), error
-
-
-def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
-    for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
-        assert ladder.key_problem(key, 1, "") is None
-    for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
-        assert ladder.key_problem(key, 1, "") is not None
-
-
 def test_bars_of_a_rung_that_was_not_stacked() -> None:
     drawn = plots.bars([plots.Bar("a", [1.0, None], [0.1, 0.0])], ("alone", "stacked"), "times")
     assert drawn.startswith("<svg") and "alone" in drawn
-
-
-# The shipped ladder, its docs, and the baselines
-
-
-def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
-    everything = ladder.baseline(SHIPPED)
-    for rung in SHIPPED.rungs:
-        if rung.noop:
-            continue
-        assert rung.off and rung.source
-        on = ladder.add(ladder.below(SHIPPED, rung), rung, rows=4)
-        recipe.load(QUICKSTART, on.overrides)
-        everything = ladder.add(everything, rung, rows=4)
-        assert re.match(r"(train|speed|data|model)\.\w+: |mixed_precision: ", rung.off), rung.off
-        if not rung.off.startswith("mixed_precision"):
-            key, _, value = rung.off.partition(": ")
-            off = recipe.load(QUICKSTART, [*on.overrides, f"{key}={value}"])
-            section, _, name = key.partition(".")
-            assert getattr(getattr(off, section), name) != on.values.get(key, "what the recipe says")
-    recipe.load(QUICKSTART, everything.overrides)
-
-
-def test_the_page_of_optimisations_is_current() -> None:
-    script = module_of("scripts", "make_optimizations")
-    assert (ROOT / "docs" / "optimizations.md").read_text() == script.page(), "scripts/make_optimizations.py"
-
-
-FROZEN = {
-    "llama3_8b": "b146d34314b7b958",
-    "quickstart": "f4c5fb23a496eb93",
-}
-
-
-@pytest.mark.parametrize("name", FROZEN)
-def test_baselines_are_frozen(name: str) -> None:
-    values = yaml.safe_load((ROOT / "recipes" / "baselines" / f"{name}.yaml").read_text())
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == FROZEN[name], "speed-ups are quoted over it: make another file"
-
-
-def test_a_ladder_is_no_recipe(capsys) -> None:
-    with pytest.raises(UserError, match="no shipped recipe"):
-        from finetune import shipped
-
-        shipped.copy("ladder", Path("nowhere"))
 
 
 def test_the_readme_s_rungs_are_those_that_were_measured() -> None:

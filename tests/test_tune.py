@@ -197,7 +197,7 @@ def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
 
 WAITS = {
     "spawned": "p = subprocess.Popen(['sleep', '60'], preexec_fn=trial.tie)",
-    "forked": "log = here / 'log'; p = trial.start([f'{here}/pipe'], log, True)\nwhile not log.exists(): pass",
+    "forked": "l = here / 'l'\np = trial.start([f'{here}/pipe'], l, True)\nwhile not l.exists(): pass",
 }
 
 

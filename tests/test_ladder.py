@@ -1,0 +1,115 @@
+"""A ladder as data: what is wrong with one, said before anything runs; the shipped one, its page, baselines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import QUICKSTART, ROOT, module_of
+
+from finetune import cli, ladder, measured, recipe
+from finetune.errors import UserError
+
+SHIPPED = ladder.read(ROOT / "recipes" / "ladder.yaml")
+
+
+def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
+    """`on` and `off`, which YAML 1.1 takes for truths."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ladder as benchmark
+
+    copy = benchmark.changed(ROOT / "recipes" / "ladder.yaml", tmp_path, ["packing"], {"repeats": 1})
+    made = ladder.read(copy)
+    assert made.measure.repeats == 1 and made.rung("packing").noop and not made.rung("bf16").noop
+    assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]", [":2:42", "names no earlier rung"]),
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]", ["one name"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]",
+            [":2:37", "same_tokens, set,", "set\n"],
+        ),
+        ("baseline: {}\nrungs: []\nmeasure: {repeat: 2}", [":3:11", "held_out_rows", "repeats\n"]),
+        ("baselin: {}\nrungs: []", ["baseline, measure, rungs"]),
+        ("baseline: {}\nrungs: [{name: ../../evil, kind: b, what: c}]", [":2:10", "[a-z0-9_]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: a/b, what: c}]", [":2:19", "[a-z]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: baseline, what: c}]", [":2:19", "other results"]),
+        ("baseline: {set: {train.optmi: x}}\nrungs: []", [":1:18", "train.optmi", "optim\n"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
+            [":2:43", "train.optim\n"],
+        ),
+        ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
+        ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
+        ("- 1", ["a ladder is a mapping"]),
+        (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
+    ],
+)
+def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
+    assert cli.main([*words, "--output", str(tmp_path / "results")]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in said), error
+
+
+def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
+    for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
+        assert ladder.key_problem(key, 1, "") is None
+    for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
+        assert ladder.key_problem(key, 1, "") is not None
+
+
+# The shipped ladder, its docs, and the baselines
+
+
+def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
+    everything = ladder.baseline(SHIPPED)
+    for rung in SHIPPED.rungs:
+        if rung.noop:
+            continue
+        assert rung.off and rung.source
+        on = ladder.add(ladder.below(SHIPPED, rung), rung, rows=4)
+        recipe.load(QUICKSTART, on.overrides)
+        everything = ladder.add(everything, rung, rows=4)
+        assert re.match(r"(train|speed|data|model)\.\w+: |mixed_precision: ", rung.off), rung.off
+        if not rung.off.startswith("mixed_precision"):
+            key, _, value = rung.off.partition(": ")
+            off = recipe.load(QUICKSTART, [*on.overrides, f"{key}={value}"])
+            section, _, name = key.partition(".")
+            assert getattr(getattr(off, section), name) != on.values.get(key, "what the recipe says")
+    recipe.load(QUICKSTART, everything.overrides)
+
+
+def test_the_page_of_optimisations_is_current() -> None:
+    script = module_of("scripts", "make_optimizations")
+    assert (ROOT / "docs" / "optimizations.md").read_text() == script.page(), "scripts/make_optimizations.py"
+
+
+FROZEN = {
+    "llama3_8b": "b146d34314b7b958",
+    "quickstart": "f4c5fb23a496eb93",
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_baselines_are_frozen(name: str) -> None:
+    values = yaml.safe_load((ROOT / "recipes" / "baselines" / f"{name}.yaml").read_text())
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    assert digest[:16] == FROZEN[name], "speed-ups are quoted over it: make another file"
+
+
+def test_a_ladder_is_no_recipe(capsys) -> None:
+    with pytest.raises(UserError, match="no shipped recipe"):
+        from finetune import shipped
+
+        shipped.copy("ladder", Path("nowhere"))
