@@ -1,4 +1,4 @@
-"""A ladder as data: what is wrong with one, said before anything runs; the shipped one, its page, baselines."""
+"""A ladder as data: what is wrong with one, said before it runs; the shipped one, its page, baselines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
 
     copy = benchmark.changed(ROOT / "recipes" / "ladder.yaml", tmp_path, ["packing"], {"repeats": 1})
     made = ladder.read(copy)
-    assert made.measure.repeats == 1 and made.rung("packing").noop and not made.rung("bf16").noop
+    assert made.measure.repeats == 1 and made.rung("packing").elsewhere and not made.rung("bf16").elsewhere
     assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
 
 
@@ -69,13 +69,38 @@ def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
         assert ladder.key_problem(key, 1, "") is not None
 
 
+def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
+    """Nothing that asks for a frozen base or an adapter, and nothing said of one."""
+    made, kept = ladder.of_type(SHIPPED, "full"), ladder.of_type(SHIPPED, "lora")
+    assert kept.rung("bf16").set == {"speed.base": "bf16"} and made.rung("bf16").set == {}
+    assert made.rung("bf16").mixed_precision == "bf16"
+    for rung in made.rungs:
+        if rung.unmeasured[0]:
+            continue
+        stack = ladder.add(ladder.below(made, rung), rung, rows=4)
+        recipe.load(QUICKSTART, ["adapter.type=full", *stack.overrides])
+    for name in ("fp8_base", "nf4_base", "fast_adapter", "recompute_mlp", "fused_qkv"):
+        assert made.rung(name).unmeasured[0] == "no-op"
+    assert kept.rung("offload_optimizer").unmeasured[0] == "elsewhere"
+    assert made.rung("offload_optimizer").set == {"speed.offload": "optimizer"}
+    assert not [rung for rung in made.rungs if "an adapter's state" in "".join(rung.unmeasured)]
+
+
+def test_a_no_op_has_no_switch() -> None:
+    found = {rung.name: rung.unmeasured[0] for rung in SHIPPED.rungs if rung.unmeasured[0]}
+    elsewhere = {name for name, status in found.items() if status == "elsewhere"}
+    assert elsewhere == {
+        *("offload_optimizer", "fused_qkv", "transformer_engine", "sharding", "batch_search", "streaming")
+    }
+
+
 # The shipped ladder, its docs, and the baselines
 
 
 def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
     everything = ladder.baseline(SHIPPED)
     for rung in SHIPPED.rungs:
-        if rung.noop:
+        if rung.unmeasured[0]:
             continue
         assert rung.off and rung.source
         on = ladder.add(ladder.below(SHIPPED, rung), rung, rows=4)
