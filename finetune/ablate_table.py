@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 NOTES = (
     "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those "
-    "of the stack so far. Tokens are those of rows, without padding; a run's figure is the median of its "
-    "steps after the warm-up, a rung's the median of its runs. GiB is the allocator's peak; on a CPU the "
+    "of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
+    "figure is the median of its steps after the warm-up, a rung's the median of its runs. GiB is the allocator's peak; on a CPU the "
     "process's size after a step. Loss is the mean of the last two steps. A gain counts if it is more "
     "than twice its standard error, from the spread of repeats pooled over all variants; a curve may be "
     "as far from the baseline's as the band says. On a CPU that is busy with other work, gains are of "
@@ -82,13 +82,14 @@ def markdown(found: dict[str, Any]) -> str:
     """ladder.md."""
     table = [header(found), ["---"] * len(header(found)), *cells(found)]
     lines = [f"| {' | '.join(row)} |" for row in table]
-    known = {measured.UNITS[rate]: noise for rate, noise in found["noise"].items() if noise is not None}
+    units = {**measured.UNITS, "memory_gib": "memory"}
+    known = {units[figure]: noise for figure, noise in found["noise"].items() if noise is not None}
     noise = ", ".join(f"{value:.1%} of {unit}" for unit, value in known.items()) or "not known"
     hardware, measure = found["machine"]["hardware"], found["measure"]
     said = (
         f"`{found['command']}`, {found['date']}: {hardware}, OMP_NUM_THREADS {found['machine']['threads']}, "
         f"torch {found['machine']['torch']}. {measure['steps']} steps a run, the first {measure['warm_up']} "
-        f"not counted, {measure['repeats']} runs a variant; one run's noise: {noise}; "
+        f"not counted, {measure['repeats']} runs a variant, or one that says enough; one run's noise: {noise}; "
         f"{found['seconds']:.0f} s in all."
     )
     why = "\n".join(f"- {name} {status}: {text}" for name, status, text in reasons(found))

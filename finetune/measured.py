@@ -49,7 +49,7 @@ ALIKE = {
     "eval.tasks": [],
     "eval.general": False,
     "eval.samples": 0,
-    "eval.max_new_tokens": 1,
+    "eval.answers": False,
     "data.validation_fraction": None,
     "publish.repo": None,
 }
@@ -215,9 +215,9 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     """What a run measured: its steps after the warm-up.
 
     Returns:
-        {"failed": why, "date"} or also tokens_per_second and step_seconds (medians), first_step_seconds,
-        memory_gib (the allocator's peak; on the CPU the process's size after a step), mfu, losses, held_out,
-        tokens (of a step), tokens_per_cpu_second (where the CPU trains), seconds (of the whole process),
+        {"failed": why, "date", "seconds" (of the whole process)} or also tokens_per_second and step_seconds
+        (medians), first_step_seconds, memory_gib (the allocator's peak; on the CPU the process's size after a
+        step), mfu, losses, held_out, tokens (of a step), tokens_per_cpu_second (where the CPU trains),
         machine.
     """
     place = RunFolder(folder)
@@ -226,7 +226,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     steady = lines[warm_up:]
     if not steady:
         failed = mark["failed"] or "no step after the warm-up"
-        return {"run": str(folder), "failed": failed, "date": mark["date"]}
+        return {"run": str(folder), "failed": failed, "date": mark["date"], "seconds": mark["seconds"]}
     middle = {
         key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
         for key in ("tokens_per_second", "step_seconds", "mfu")

@@ -56,7 +56,7 @@ LAYERS = (
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
     ("trial",),
     ("tied", "measured"),
-    ("ablate_table",),
+    ("ablate_table", "ablate_judge"),
     ("plan_launch",),
     ("plan_memory", "plan_time"),
     ("harness", "check"),
