@@ -113,11 +113,11 @@ def look(asked: Asked) -> Recipe:
     for path, recipe in zip((asked.baseline, asked.optimised), recipes, strict=True):
         check.run(load_recipe(path, [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]))
         check.pinned(recipe)
-    own = [
+    before, after = [
         {"model": f"{one.model.name}@{one.model.revision}", "checkpoints": measured.saves(one.train)}
         for one in recipes  # as they are: in the runs nothing is saved
     ]
-    comparable(*own, f"{asked.baseline} and {asked.optimised}", "key=value, which is for both")
+    comparable(before, after, f"{asked.baseline} and {asked.optimised}", "key=value, which is for both")
     return recipes[0]
 
 
