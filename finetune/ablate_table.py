@@ -15,10 +15,11 @@ NOTES = (
     "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those "
     "of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
     "figure is the median of its steps after the warm-up, a rung's the median of its runs, or of one that "
-    "says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is the mean of the last two steps. A gain counts if it is more "
-    "than twice its standard error, from the spread of repeats pooled over all variants; a curve may be "
-    "as far from the baseline's as the band says. On a CPU that is busy with other work, gains are of "
-    "tokens a CPU second: what the steps cost, not how long they took."
+    "says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is the mean "
+    "of the last two steps. A gain counts if it is more than twice its standard error, from the spread of "
+    "repeats pooled over all variants; a curve may be as far from the baseline's as the band says. On a "
+    "CPU that is busy with other work, gains are of tokens a CPU second: what the steps cost, not how "
+    "long they took."
 )
 
 

@@ -237,7 +237,9 @@ def _literals(item: Any) -> list[str]:
 
 def _value(raw: Any, path: tuple[str, ...]) -> Any:
     for part in path:
-        raw = raw[int(part)] if isinstance(raw, list) else raw.get(part) if isinstance(raw, dict) else None
+        if isinstance(raw, list):
+            raw = dict(zip(map(str, range(len(raw))), raw, strict=True))
+        raw = raw.get(part) if isinstance(raw, dict) else None
     return raw
 
 

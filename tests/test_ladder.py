@@ -6,13 +6,17 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, module_of
 
-from finetune import cli, ladder, measured, recipe
+from finetune import check, cli, ladder, measured, recipe, stages, train, tune_space
+from finetune.batch import split_batch
 from finetune.errors import UserError
+from finetune.receipts import Ledger
+from finetune.speed import apply
 
 SHIPPED = ladder.read(ROOT / "recipes" / "ladder.yaml")
 
@@ -97,6 +101,11 @@ def test_a_no_op_has_no_switch() -> None:
 # The shipped ladder, its docs, and the baselines
 
 
+def off(rung: ladder.Rung) -> dict[str, str]:
+    """What switches a rung off, by key."""
+    return dict(re.findall(r"((?:train|speed|data|model)\.\w+|mixed_precision): ([^ )]+)", rung.off))
+
+
 def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
     everything = ladder.baseline(SHIPPED)
     for rung in SHIPPED.rungs:
@@ -106,13 +115,59 @@ def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
         on = ladder.add(ladder.below(SHIPPED, rung), rung, rows=4)
         recipe.load(QUICKSTART, on.overrides)
         everything = ladder.add(everything, rung, rows=4)
-        assert re.match(r"(train|speed|data|model)\.\w+: |mixed_precision: ", rung.off), rung.off
-        if not rung.off.startswith("mixed_precision"):
-            key, _, value = rung.off.partition(": ")
-            off = recipe.load(QUICKSTART, [*on.overrides, f"{key}={value}"])
-            section, _, name = key.partition(".")
-            assert getattr(getattr(off, section), name) != on.values.get(key, "what the recipe says")
+        values = off(rung)
+        assert values, rung.off
+        values.pop("mixed_precision", None)
+        switched = recipe.load(QUICKSTART, [*on.overrides, *[f"{k}={v}" for k, v in values.items()]])
+        for key in values:
+            assert tune_space.own_value(switched, key) != on.values.get(key, "what the recipe says")
     recipe.load(QUICKSTART, everything.overrides)
+
+
+def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, Any]:
+    """What a run is made of before its first step: read from the model, its arguments and its rows."""
+    if precision:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    one = recipe.load(QUICKSTART, overrides)
+    setup, ledger = check.setup_of(one), Ledger()
+    arguments = train.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
+    tokenizer, prepared = check.prepare_data(one)
+    model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+    work = stages.work_of(model, setup, 64, 1.0)
+    fast = stages.make_fast(model, one, setup, arguments, work, ledger)
+    return {
+        "attention": model.config._attn_implementation,
+        "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),
+        "bf16": arguments.bf16,
+        "recomputed": sum(layer.gradient_checkpointing for layer in apply.decoder_layers(model)),
+        "loss": fast["speed.loss"].value,
+        "optim": str(arguments.optim),
+        "flat": arguments.padding_free,
+        "rows": len(prepared.train),
+        "sampling": arguments.train_sampling_strategy,
+        "workers": arguments.dataloader_num_workers,
+        "at once": arguments.per_device_train_batch_size,
+    }
+
+
+HERE = [rung.name for rung in SHIPPED.rungs if not rung.unmeasured[0] and rung.needs.device != "cuda"]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_switched_off_alone_a_rung_does_nothing(name: str, small, two_layers, monkeypatch) -> None:
+    """What it changed in the run is changed back by what its `off` says, with all else as it was."""
+    rung = SHIPPED.rung(name)
+    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8"]
+    under, values = ladder.below(SHIPPED, rung), off(rung)
+    on = ladder.add(under, rung)
+    precision = values.pop("mixed_precision", on.mixed_precision or "").strip('"')
+    before = made([*given, *under.overrides], under.mixed_precision, monkeypatch)
+    found = made([*given, *on.overrides], on.mixed_precision, monkeypatch)
+    switched = [f"{key}={value}" for key, value in values.items()]
+    without = made([*given, *on.overrides, *switched], precision, monkeypatch)
+    changed = [fact for fact in found if found[fact] != before[fact]]
+    assert changed, f"{name} changes nothing that is looked at"
+    assert not [fact for fact in changed if without[fact] == found[fact]]
 
 
 def test_the_page_of_optimisations_is_current() -> None:
