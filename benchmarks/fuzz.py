@@ -189,7 +189,7 @@ def _switch(content: Any, draw: random.Random) -> None:
 @cache
 def _names() -> list[str]:
     """Every key there is."""
-    return sorted(key for keys in recipe._known_keys().values() for key in keys)
+    return sorted(key for keys in recipe.known_keys().values() for key in keys)
 
 
 def _dump(content: Any, draw: random.Random) -> str:

@@ -7,16 +7,16 @@ results/ab/<baseline>-against-<optimised>/   each run, an ordinary run folder; a
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import check, hardware, measured
+from finetune import check, hardware, launch, measured
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from finetune.recipe import Recipe
     from finetune.screen import Screen
 
 HELD_OUT_ROWS = 64
@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     speedup: float
     """At least, of tokens/s."""
     loss: float
-    """At most, of the optimised loss over the baseline's."""
+    """At most, of the optimised loss over the baseline's; a lower one is none too low."""
     relative: bool = True
     """Whether `loss` is a share of the baseline's, or nats a token."""
     memory_gib: float | None = None
@@ -57,24 +57,25 @@ class Check(NamedTuple):
     ok: bool
 
 
+@measured.stoppable()
 def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
     """Measure both, print the table and the checks; leaves ab.json and ab.md.
 
     Raises:
         UserError: a recipe is wrong (2), a run fails, or a limit does not hold (5).
+        Stopped: by a signal; the same command goes on.
     """
+    base = look(asked)
     names = (Path(asked.baseline).stem, Path(asked.optimised).stem)
     place = asked.folder / "ab" / f"{names[0]}-against-{names[1]}"
-    runs = measure(asked, place, screen)
+    runs = measure(asked, base, place, screen)
     sides = [measured.summary(group) for group in runs]
-    apart = measured.not_comparable(runs[0][0]["machine"], runs[1][0]["machine"])
     noise = measured.noise([side["all"] for side in sides])
     checks = judge(sides, limits)
-    checks += [Check("machine and checkpoints", "; ".join(apart), "the same", False)] if apart else []
     found = {
         "baseline": asked.baseline,
         "optimised": asked.optimised,
-        "date": time.strftime("%Y-%m-%d"),
+        "date": measured.dates([*runs[0], *runs[1]]),
         "machine": runs[0][0]["machine"],
         "sides": sides,
         "noise": noise,
@@ -97,24 +98,52 @@ def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
     return found
 
 
-def measure(asked: Asked, place: Path, screen: Screen) -> list[list[dict[str, Any]]]:
+def look(asked: Asked) -> Recipe:
+    """Whatever is wrong with what was asked for, before anything runs; the baseline's recipe.
+
+    Raises:
+        UserError: no step would count; a recipe or a launch config is wrong (2, or 3 as `finetune check`).
+    """
+    if asked.warm_up >= asked.steps:
+        found, expected = f"--steps {asked.steps} --warm-up {asked.warm_up}", "--warm-up below --steps"
+        raise UserError(Problem("no step would count", found=found, expected=expected))
+    for config in filter(None, asked.accelerate):
+        launch.find(config)
+    recipes = [load_recipe(path, asked.overrides) for path in (asked.baseline, asked.optimised)]
+    for path, recipe in zip((asked.baseline, asked.optimised), recipes, strict=True):
+        check.run(load_recipe(path, [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]))
+        check.pinned(recipe)
+    before, after = [
+        {"model": f"{one.model.name}@{one.model.revision}", "checkpoints": measured.saves(one.train)}
+        for one in recipes  # as they are: in the runs nothing is saved
+    ]
+    comparable(before, after, f"{asked.baseline} and {asked.optimised}", "key=value, which is for both")
+    return recipes[0]
+
+
+def comparable(a: dict[str, str], b: dict[str, str], where: str, fix: str) -> None:
+    """Of one machine, model and checkpoint frequency, or it is said what is not (2)."""
+    if apart := measured.not_comparable(a, b):
+        raise UserError(Problem("NOT COMPARABLE", where=where, found="; ".join(apart), fix=fix))
+
+
+def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[list[dict[str, Any]]]:
     """Figures of the runs of each side, which take turns and change who begins.
 
     Raises:
         UserError: a run fails (5).
     """
-    base = load_recipe(asked.baseline, asked.overrides)
-    check.pinned(base)
     held_out = measured.cut_held_out(base.data.validation, place, HELD_OUT_ROWS)
     cpu = hardware.detect().device == "cpu"
     sides: list[list[dict[str, Any]]] = [[], []]
+    first: dict[str, str] = {}
     for number in range(1, asked.repeats + 1):
         for side in (0, 1) if number % 2 else (1, 0):
             path = (asked.baseline, asked.optimised)[side]
             values = [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]
-            first, fraction = number == 1, base.data.validation_fraction
-            alike = {"train.seed": base.train.seed, "data.validation": held_out if first else None}
-            alike |= {"data.validation_fraction": fraction if first and not held_out else None}
+            begins, fraction = number == 1, base.data.validation_fraction
+            alike = {"train.seed": base.train.seed, "data.validation": held_out if begins else None}
+            alike |= {"data.validation_fraction": fraction if begins and not held_out else None}
             folder = place / f"{('baseline', 'optimised')[side]}-{number}"
             job = measured.Job(
                 path, [*values, *measured.overrides(alike)], folder, accelerate=asked.accelerate[side]
@@ -124,6 +153,8 @@ def measure(asked: Asked, place: Path, screen: Screen) -> list[list[dict[str, An
             if found["failed"]:
                 problem = Problem("a run failed", where=f"{folder}.log", found=found["failed"])
                 raise UserError(problem, code=Exit.TRAINING)
+            first = first or found["machine"]
+            comparable(first, found["machine"], str(folder), "--output another folder")
             rate = f"{found['tokens_per_second']:,.0f} tokens/s"
             screen.say(f"{folder.name}: {'' if fresh else 'kept: '}{rate}")
             sides[side].append(found)
@@ -144,7 +175,7 @@ def judge(sides: list[dict[str, Any]], limits: Limits) -> list[Check]:
     )
     name = "held-out loss" if known else "training loss, last quarter of the steps"
     found = f"{losses[0]:.4f} -> {losses[1]:.4f} ({shown})"
-    checks.append(Check(name, found, f"at most {allowed} apart", abs(more) <= limits.loss))
+    checks.append(Check(name, found, f"at most {allowed} higher", more <= limits.loss))
     if limits.memory_gib is not None:
         peak = after["memory_gib"]
         most = f"at most {limits.memory_gib:g} GiB"

@@ -5,22 +5,21 @@ results/<kind>/<rung>_rank<r>/<recipe>-alone-1    each run, an ordinary run fold
 results/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablate_table.py`)
 results/<recipe>/best.yaml                        the recipe with what helped
 
-Runs of all variants take turns, in fresh processes. A rung stays in the stack if it gains more than noise
-explains and its losses are the baseline's, within a band. Started again, it goes on.
+Runs of all variants take turns, in fresh processes; on the stack each run of a rung stands beside one of the
+stack. A rung stays in it if it gains more than noise explains and its losses are the baseline's, within a
+band. Runs that could not change what becomes of a rung are not made. Started again, it goes on.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
-import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import ablate_table, check, hardware, ladder, launch, measured, shipped
+from finetune import ablate_judge, ablate_table, check, hardware, ladder, launch, measured, shipped
 from finetune.errors import Exit, Problem, UserError
 from finetune.ladder import Variant
 from finetune.recipe import load as load_recipe
@@ -63,16 +62,26 @@ class Bench:
     """Runs that are NOT COMPARABLE, and why."""
     rate: str = "tokens_per_second"
     """What gains are of."""
+    latest: str = ""
+    """The `key` of the variant that ran last."""
+    kept_seconds: float = 0.0
+    """Of runs that were there."""
 
     def of(self, variant: Variant) -> list[dict[str, Any]]:
         return self.groups.get(key(variant), [])
 
-    def noise(self, rate: str) -> float | None:
+    def noise(self, figure: str) -> float | None:
         """One run's, relative."""
         whole = [
-            [run[rate] for run in group if not run["failed"] and run[rate]] for group in self.groups.values()
+            [run[figure] for run in group if not run["failed"] and run[figure]]
+            for group in self.groups.values()
         ]
         return measured.noise(whole)
+
+    @property
+    def scale(self) -> ablate_judge.Scale:
+        noise = {figure: self.noise(figure) for figure in (*measured.UNITS, "memory_gib")}
+        return ablate_judge.Scale(self.ladder.measure, self.rate, noise)
 
     def choose_rate(self) -> None:
         """A CPU that other work shares is judged by CPU seconds, if these are steadier than the clock."""
@@ -87,6 +96,7 @@ def key(variant: Variant) -> str:
     return json.dumps([variant.mixed_precision, variant.values], sort_keys=True)
 
 
+@measured.stoppable()
 def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """Measure the ladder; write table, picture, page and the best recipe.
 
@@ -96,14 +106,16 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     Raises:
         UserError: what is wrong with recipe or ladder; results of another machine lie there (2); the baseline
             can't be run (5).
+        Stopped: by a signal; the same command goes on.
     """
     if launch.launched():
         fix = f"finetune ablate {asked.path}"
         raise UserError(Problem("a ladder starts processes of its own; it takes no launcher", fix=fix))
-    steps = ladder.read(asked.ladder)
     own = load_recipe(asked.path, asked.overrides)
+    steps = ladder.of_type(ladder.read(asked.ladder), own.adapter.type)
     check.run(own)
     check.pinned(own)
+    check_baseline(asked, steps)
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     bench.held_out = measured.cut_held_out(
         own.data.validation, asked.folder / stem(bench), steps.measure.held_out_rows
@@ -118,6 +130,17 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     ablate_table.write(place, found)
     ablate_table.show(bench.screen, found, place)
     return found
+
+
+def check_baseline(asked: Asked, steps: Ladder) -> None:
+    """What `finetune check` says of the baseline, before anything runs; of the ladder's values, where."""
+    overrides = measured.overrides(steps.baseline.set)
+    try:
+        check.run(load_recipe(asked.path, [*asked.overrides, *overrides]))
+    except UserError as error:
+        places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}
+        found = [replace(one, where=places.get(one.key, one.where)) for one in error.problems]
+        raise UserError(*found, code=error.code) from None
 
 
 def stem(bench: Bench) -> str:
@@ -136,8 +159,9 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
         row |= {"status": "", "why": ""}
         stands = [rung, *map(bench.ladder.rung, rung.on)]
         lacking = next(filter(None, (ladder.missing(each.needs, bench.machine) for each in stands)), "")
-        if rung.noop:
-            row |= {"status": "no-op", "why": rung.noop}
+        status, why = rung.unmeasured
+        if status:
+            row |= {"status": status, "why": why}
         elif lacking:
             row |= {"status": "skipped", "why": lacking}
         elif refused := refusal(bench, ladder.add(ladder.below(bench.ladder, rung), rung)):
@@ -168,13 +192,24 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     fresh = measured.make(job, cpu=bench.machine.device == "cpu")
     found = measured.figures(folder, setup.warm_up)
     group.append(found)
+    bench.latest = key(variant)
+    bench.kept_seconds += 0.0 if fresh else found["seconds"]
     base = bench.of(ladder.baseline(bench.ladder))[:1]
     if not found["failed"] and base and not base[0]["failed"]:
         apart = measured.not_comparable(found["machine"], base[0]["machine"])
+        if apart and kind in ("baseline", "recipe"):
+            raise not_comparable(bench, "; ".join(apart), "what the first run is of")
         if apart:
             bench.strange[name] = "; ".join(apart)
     said = f"FAILED: {found['failed']}" if found["failed"] else f"{found['tokens_per_second']:,.0f} tokens/s"
     bench.screen.say(f"{folder.relative_to(bench.asked.folder)}: {'' if fresh else 'kept: '}{said}")
+
+
+def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
+    what, where = "NOT COMPARABLE: these results are of other machines or data", str(bench.asked.folder)
+    return UserError(
+        Problem(what, where=where, found=found, expected=expected, fix="--output another folder")
+    )
 
 
 def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
@@ -191,17 +226,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
         raise UserError(problem, code=Exit.TRAINING)
     here = bench.machine
     if here.name not in first["machine"]["hardware"]:
-        found, expected = first["machine"]["hardware"], f"{here.count} x {here.name}"
-        fix = "--output another folder"
-        raise UserError(
-            Problem(
-                "NOT COMPARABLE: these results are of other hardware",
-                where=str(bench.asked.folder),
-                found=found,
-                expected=expected,
-                fix=fix,
-            )
-        )
+        raise not_comparable(bench, first["machine"]["hardware"], f"{here.count} x {here.name}")
     length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
     bench.rows = max(1, round(first["tokens"] / length))
     jobs = [("baseline", "baseline", base), ("as_is", "recipe", Variant(None, {}))]
@@ -212,7 +237,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
             jobs.append((rung.name, rung.kind, variant))
     for number in range(1, bench.ladder.measure.repeats + 1):
         for name, kind, variant in jobs:
-            if len(bench.of(variant)) < number:
+            if len(bench.of(variant)) < number and (number == 1 or open_yet(bench, name, kind, variant)):
                 measure(bench, name, kind, "alone" if kind != "baseline" else "baseline", variant)
     if len(bench.of(base)) < 2:  # else nothing would be known of noise
         measure(bench, "baseline", "baseline", "baseline", base)
@@ -221,14 +246,27 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
             under = ladder.below(bench.ladder, rung)
-            row["alone"] = judge(bench, rung, ladder.add(under, rung, bench.rows), under, base)
+            runs = bench.of(ladder.add(under, rung, bench.rows))
+            row["alone"] = ablate_judge.judge(bench.scale, rung, runs, bench.of(under), bench.of(base))
+
+
+def open_yet(bench: Bench, name: str, kind: str, variant: Variant) -> bool:
+    """Whether another run alone could change what becomes of a rung."""
+    if kind in ("baseline", "recipe"):
+        return kind == "baseline"
+    rung, scale = bench.ladder.rung(name), bench.scale
+    runs, under = bench.of(variant), bench.of(ladder.below(bench.ladder, rung))
+    gate = bench.of(ladder.baseline(bench.ladder))
+    if ablate_judge.judge(scale, rung, runs, under, gate)["verdict"] in ("error", "failed"):
+        return False
+    return not ablate_judge.clear(scale, runs[0], under[0])
 
 
 def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]:
     """The rungs one on top of another, less those that don't help; the stack, and its rungs' names."""
-    current, kept, last = ladder.baseline(bench.ladder), list[str](), "baseline"
+    base = ladder.baseline(bench.ladder)
+    current, kept, last = base, list[str](), ("baseline", "baseline")
     others = False  # whether other rows meet in the stack's batches than in the baseline's
-    previous, repeats = key(current), bench.ladder.measure.repeats
     for row in rows:
         rung = bench.ladder.rung(row["name"])
         if row["status"] or settled(bench, row, rung, kept):
@@ -237,24 +275,44 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
         if key(variant) == key(current):
             row |= {"status": "dropped", "why": "the stack has it already"}
             continue
-        if previous != key(current) and bench.of(variant) == []:
-            measure(
-                bench,
-                last,
-                bench.ladder.rung(last).kind if last != "baseline" else "baseline",
-                "again",
-                current,
-            )
-        while len(bench.of(variant)) < repeats:
-            measure(bench, rung.name, rung.kind, "stacked", variant)
-        gate = current if others else ladder.baseline(bench.ladder)
-        found = row["stacked"] = judge(bench, rung, variant, current, gate)
-        previous = key(variant)
+        runs, before = bench.of(variant), bench.of(current)
+        if not runs:  # else it stands on the baseline, and took turns with it
+            runs, before = beside(bench, rung, variant, current, last)
+        gate = bench.of(current if others else base)
+        found = row["stacked"] = ablate_judge.judge(bench.scale, rung, runs, before, gate)
         row |= {"status": found["verdict"], "why": found["why"]}
         if found["verdict"] == "kept":
-            current, last, others = variant, rung.name, others or rung.gate == "held_out"
+            current, last, others = variant, (rung.name, rung.kind), others or rung.gate == "held_out"
             kept.append(rung.name)
     return current, kept
+
+
+def beside(
+    bench: Bench, rung: Rung, variant: Variant, current: Variant, last: tuple[str, str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Runs of a rung on the stack, each beside one of the stack: what drifts meanwhile is in both.
+
+    Args:
+        last: name and kind of the stack's last rung, under which its runs lie.
+    """
+    runs, before = list[dict[str, Any]](), list[dict[str, Any]]()
+
+    def stacked() -> None:
+        if runs or bench.latest != key(current):  # else what ran last stands beside it already
+            measure(bench, *last, "again" if last[0] != "baseline" else "baseline", current)
+        before.append(bench.of(current)[-1])
+
+    def changed() -> None:
+        measure(bench, rung.name, rung.kind, "stacked", variant)
+        runs.append(bench.of(variant)[-1])
+
+    for number in range(bench.ladder.measure.repeats):
+        for one in (changed, stacked) if number % 2 else (stacked, changed):
+            one()
+        failed = runs[-1]["failed"] or before[-1]["failed"]
+        if failed or (not number and not ablate_judge.pays(bench.scale, rung, runs[0], before[0])):
+            break
+    return runs, before
 
 
 def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> bool:
@@ -262,67 +320,11 @@ def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> b
     found, missing = row["alone"], [name for name in rung.on if name not in kept]
     if rung.name in bench.strange:
         row |= {"status": "NOT COMPARABLE", "why": bench.strange[rung.name]}
-    elif found["verdict"] in ("error", "failed") or found.get("worse"):
+    elif found["verdict"] in ("error", "failed") or found["worse"]:
         row |= {"status": found["verdict"], "why": f"alone: {found['why']}"}
     elif missing:
         row |= {"status": "dropped", "why": f"it stands on {', '.join(missing)}, which the stack has not"}
     return bool(row["status"])
-
-
-def judge(bench: Bench, rung: Rung, variant: Variant, under: Variant, gate: Variant) -> dict[str, Any]:
-    """What a rung gained over what it stands on, whether its losses hold, and the verdict.
-
-    Args:
-        gate: whose losses are the measure.
-    """
-    runs, before = bench.of(variant), bench.of(under)
-    failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
-    if failed or not runs or not before:
-        return {"verdict": "error", "why": failed or "what it stands on was not measured"}
-    found = measured.summary(runs) | {"against": measured.summary(before)}
-    ratio = found[bench.rate] / found["against"][bench.rate]
-    sure, noise = bench.ladder.measure.min_gain, bench.noise(bench.rate)
-    if noise is not None:
-        sure = max(sure, 2 * noise * math.sqrt(1 / len(runs) + 1 / len(before)))
-    memory = found["memory_gib"] / found["against"]["memory_gib"]
-    found |= {
-        "speedup": ratio,
-        "noise": sure,
-        "memory_ratio": memory,
-        "worse": ratio < 1 - sure and rung.gain == "speed",
-    }
-    lost = outside(bench, rung, runs, gate, found)
-    if lost:
-        return found | {"verdict": "failed", "why": lost}
-    said = f"{ratio - 1:+.1%} {measured.UNITS[bench.rate]} (noise {sure:.1%})"
-    if rung.gain == "memory":
-        helps = memory < 1 - max(0.02, bench.ladder.measure.min_gain) and ratio >= 1 - sure
-        return found | {"verdict": "kept" if helps else "dropped", "why": f"{memory - 1:+.1%} memory, {said}"}
-    return found | {"verdict": "kept" if ratio > 1 + sure else "dropped", "why": said}
-
-
-def outside(
-    bench: Bench, rung: Rung, runs: list[dict[str, Any]], gate: Variant, found: dict[str, Any]
-) -> str:
-    """Why the loss gate is not passed; the empty string if it is. Leaves the measured distance in `found`."""
-    limits, base = bench.ladder.measure, measured.summary(bench.of(gate))
-    if rung.gate == "curve":
-        found["apart"] = measured.distance(runs[0]["losses"], base["losses"])
-        if found["apart"] > limits.loss_band:
-            return (
-                f"its losses are {found['apart']:.1%} from the baseline's, more than {limits.loss_band:.1%}"
-            )
-        return ""
-    if found["held_out"] is None or base["held_out"] is None:
-        half = len(base["losses"]) // 2
-        worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
-        name = "training loss over its second half (no held-out rows: data.validation)"
-    else:
-        worse, name = found["held_out"] / base["held_out"] - 1, "held-out loss"
-    found["worse_held_out"] = worse
-    if not worse <= limits.held_out_band:
-        return f"its {name} is {worse:.1%} higher, more than {limits.held_out_band:.1%}"
-    return ""
 
 
 def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> dict[str, Any]:
@@ -333,7 +335,8 @@ def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> d
     values = {}
     for row in rows:
         rung = bench.ladder.rung(row["name"])
-        hurt = row["status"] in ("failed", "error") or row.get("alone", {}).get("worse")
+        slower = rung.gain == "speed" and row.get("alone", {}).get("worse")
+        hurt = row["status"] in ("failed", "error") or slower
         if row["status"] == "kept" or hurt:
             values |= {k: variant.values[k] for k in ladder.keys(rung) if k in variant.values}
     return values
@@ -360,12 +363,12 @@ def collect(
     found = {
         "recipe": bench.asked.path,
         "command": shlex.join(words),
-        "date": time.strftime("%Y-%m-%d"),
+        "date": measured.dates([run for group in bench.groups.values() for run in group]),
         "machine": first["machine"],
         "measure": bench.ladder.measure.model_dump(),
-        "seconds": seconds,
+        "seconds": seconds + bench.kept_seconds,
         "rate": bench.rate,
-        "noise": {rate: bench.noise(rate) for rate in measured.UNITS},
+        "noise": bench.scale.noise,
         "baseline": base,
         "as_is": measured.summary(as_is) if as_is else None,
         "stack": whole | {"rungs": kept, "mixed_precision": variant.mixed_precision},

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 NOTES = (
     "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those "
-    "of the stack so far. Tokens are those of rows, without padding; a run's figure is the median of its "
-    "steps after the warm-up, a rung's the median of its runs. GiB is the allocator's peak; on a CPU the "
-    "process's size after a step. Loss is the mean of the last two steps. A gain counts if it is more "
-    "than twice its standard error, from the spread of repeats pooled over all variants; a curve may be "
-    "as far from the baseline's as the band says. On a CPU that is busy with other work, gains are of "
-    "tokens a CPU second: what the steps cost, not how long they took."
+    "of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
+    "figure is the median of its steps after the warm-up, a rung's the median of its runs, or of one that "
+    "says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is the mean "
+    "of the last two steps. A gain counts if it is more than twice its standard error, from the spread of "
+    "repeats pooled over all variants; a curve may be as far from the baseline's as the band says. On a "
+    "CPU that is busy with other work, gains are of tokens a CPU second: what the steps cost, not how "
+    "long they took."
 )
 
 
@@ -82,7 +83,8 @@ def markdown(found: dict[str, Any]) -> str:
     """ladder.md."""
     table = [header(found), ["---"] * len(header(found)), *cells(found)]
     lines = [f"| {' | '.join(row)} |" for row in table]
-    known = {measured.UNITS[rate]: noise for rate, noise in found["noise"].items() if noise is not None}
+    units = {**measured.UNITS, "memory_gib": "memory"}
+    known = {units[figure]: noise for figure, noise in found["noise"].items() if noise is not None}
     noise = ", ".join(f"{value:.1%} of {unit}" for unit, value in known.items()) or "not known"
     hardware, measure = found["machine"]["hardware"], found["measure"]
     said = (

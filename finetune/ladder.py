@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
-from finetune import recipe_errors, strict_yaml
+from finetune import recipe, recipe_errors, strict_yaml
 from finetune.errors import Problem, UserError, nearest
 from finetune.sections import Section
 from finetune.upstream import installed
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
+TAKEN = ("baseline", "aside", "ab")  # folders of results that are no rung's
 
 
 class Measure(Section):
@@ -62,9 +63,21 @@ class Gpu(Section):
     off: str
 
 
+class Full(Section):
+    """What of a rung is otherwise where every weight trains (`adapter.type: full`)."""
+
+    what: str = ""
+    cost: str = ""
+    off: str = ""
+    set: dict[str, Any] = Field(default_factory=dict)
+    needs: Needs = Needs()
+    noop: str = ""
+    elsewhere: str = ""
+
+
 class Rung(Section):
-    name: str = Field(pattern=r"[a-z0-9_]+")
-    kind: str = Field(pattern=r"[a-z]+")
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    kind: str = Field(pattern=r"^[a-z]+$")
     """The folder of its runs: results/<kind>/<name>_rank<r>."""
     what: str
     """What it does, in a sentence."""
@@ -88,7 +101,16 @@ class Rung(Section):
     held-out loss."""
     noop: str = ""
     """Why it changes nothing today, or can't be had: named, not measured."""
+    elsewhere: str = ""
+    """Why it is no rung though there is a switch, and where it is measured."""
+    full: Full | None = None
     gpu: Gpu | None = None
+
+    @property
+    def unmeasured(self) -> tuple[str, str]:
+        """As what it is named rather than measured, and why; empty: it is measured."""
+        named = (("no-op", self.noop), ("elsewhere", self.elsewhere))
+        return next((one for one in named if one[1]), ("", ""))
 
 
 class Baseline(Section):
@@ -100,6 +122,11 @@ class Ladder(Section):
     measure: Measure = Measure()
     baseline: Baseline
     rungs: list[Rung]
+    _where: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+
+    def place(self, *path: str) -> str:
+        """Where in the file something stands."""
+        return recipe_errors.place_of(path, self._where)
 
     def rung(self, name: str) -> Rung:
         return next(rung for rung in self.rungs if rung.name == name)
@@ -124,9 +151,11 @@ def read(path: Path) -> Ladder:
         UserError: it can't be read, or what is wrong in it, with its place (exit 2).
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = strict_yaml.text_of(path, "the ladder")
     except OSError as error:
-        raise UserError(Problem("no such ladder", where=str(path), found=error.strerror or "")) from error
+        fix = recipe_errors.similar_files(path)
+        what, found = "no such ladder", error.strerror or ""
+        raise UserError(Problem(what, where=str(path), found=found, fix=fix)) from None
     document = strict_yaml.parse(text, str(path))
     if not isinstance(document.value, dict) or document.problems:
         wrong = document.problems or [Problem("a ladder is a mapping with `rungs`", where=str(path))]
@@ -134,20 +163,101 @@ def read(path: Path) -> Ladder:
     try:
         ladder = Ladder.model_validate(document.value)
     except ValidationError as error:
-        raise UserError(*recipe_errors.explain(error, document.value, document.where, {})) from error
-    known, problems = set[str](), list[Problem]()
-    for rung in ladder.rungs:
-        for below in rung.on:
-            if below not in known:
-                fix = nearest(below, known) or "a rung that stands before it"
-                what = f"rung {rung.name}: `on` names no earlier rung"
-                problems.append(Problem(what, where=str(path), found=below, fix=fix))
-        if rung.name in known:
-            problems.append(Problem("two rungs have one name", where=str(path), found=rung.name))
-        known.add(rung.name)
+        known = _known_keys(document.value.get("rungs"))
+        raise UserError(*recipe_errors.explain(error, document.value, document.where, known)) from None
+    ladder._where = document.where
+    problems = _measure_problems(ladder) + _set_problems(ladder) + _order_problems(ladder)
     if problems:
         raise UserError(*problems)
     return ladder
+
+
+def _known_keys(rungs: Any) -> dict[str, frozenset[str]]:
+    """A ladder's own keys, by where they stand."""
+    kinds: dict[str, type[Section]] = {"measure": Measure, "baseline": Baseline, "rungs": Rung}
+    for index in range(len(rungs) if isinstance(rungs, list) else 0):
+        here = f"rungs.{index}"
+        kinds |= {here: Rung, f"{here}.needs": Needs, f"{here}.gpu": Gpu, f"{here}.full": Full}
+    return {name: frozenset(kind.model_fields) for name, kind in kinds.items()}
+
+
+def _measure_problems(ladder: Ladder) -> list[Problem]:
+    one = ladder.measure
+    if one.warm_up < one.steps:
+        return []
+    at = ladder.place("measure", "warm_up" if "warm_up" in one.model_fields_set else "steps")
+    found, expected = f"{one.warm_up} of {one.steps} steps", f"warm_up below steps: {one.steps}"
+    return [Problem("no step would count", "measure.warm_up", at, found, expected)]
+
+
+def _set_problems(ladder: Ladder) -> list[Problem]:
+    """Keys under `set` that no recipe has."""
+    places: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("baseline", "set"), ladder.baseline.set)]
+    for index, rung in enumerate(ladder.rungs):
+        places.append((("rungs", str(index), "set"), rung.set))
+        places.append((("rungs", str(index), "full", "set"), rung.full.set if rung.full else {}))
+    found = [
+        key_problem(key, value, ladder.place(*path, key))
+        for path, values in places
+        for key, value in values.items()
+    ]
+    return list(filter(None, found))
+
+
+def key_problem(key: str, value: Any, at: str) -> Problem | None:
+    """What is wrong with a recipe's dotted key, with the nearest one; `None`: there is such a key."""
+    known = recipe.known_keys()
+    types = (names for name, names in known.items() if name.startswith("adapter."))
+    known = {**known, "adapter": frozenset[str]().union(*types)}
+    section, *names = key.split(".")
+    if section not in known["recipe"] or not all([section, *names]) or not names:
+        every = [f"{one}.{name}" for one in sorted(known["recipe"]) for name in sorted(known[one])]
+        last = key.rpartition(".")[2]
+        fix = next((one for one in every if one.endswith(f".{last}")), "") or nearest(key, every)
+        return Problem("not a key of a recipe", where=at, found=key, expected="section.key", fix=fix)
+    inner = known.get(f"{section}.{names[0]}") if section != "adapter" or len(names) > 1 else None
+    if names[0] in known[section] and (len(names) == 1 or not inner or names[1] in inner):
+        return None
+    path = (section, *names[: 2 if names[0] in known[section] else 1])
+    raw: Any = value
+    for name in reversed(path):
+        raw = {name: raw}
+    return recipe_errors.unknown_key(path, raw, {path: at}, known)
+
+
+def _order_problems(ladder: Ladder) -> list[Problem]:
+    """Names that are taken, and rungs that stand on none before them."""
+    known, problems = set[str](), list[Problem]()
+    for index, rung in enumerate(ladder.rungs):
+        here = ("rungs", str(index))
+        for number, below in enumerate(rung.on):
+            if below not in known:
+                fix = nearest(below, known) or "a rung that stands before it"
+                what, at = (
+                    f"rung {rung.name}: `on` names no earlier rung",
+                    ladder.place(*here, "on", str(number)),
+                )
+                problems.append(Problem(what, where=at, found=below, fix=fix))
+        if rung.name in known:
+            at = ladder.place(*here, "name")
+            problems.append(Problem("two rungs have one name", where=at, found=rung.name))
+        if rung.kind in TAKEN:
+            at = ladder.place(*here, "kind")
+            problems.append(Problem("a folder of other results", "kind", at, rung.kind, "another word"))
+        known.add(rung.name)
+    return problems
+
+
+def of_type(ladder: Ladder, kind: str) -> Ladder:
+    """The ladder for recipes of an adapter type: under `full`, each rung with what its `full` says."""
+    if kind != "full":
+        return ladder
+    rungs = []
+    for rung in ladder.rungs:
+        other = rung.full
+        changed = {name: getattr(other, name) for name in other.model_fields_set} if other else {}
+        rungs.append(rung.model_copy(update=changed))
+    return ladder.model_copy(update={"rungs": rungs})
 
 
 def baseline(ladder: Ladder) -> Variant:

@@ -6,6 +6,8 @@ a server that has imported libraries and done nothing else, which saves five to 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -18,18 +20,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune import signals, trial
+from finetune.data import load
 from finetune.differences import evaluation, step_lines
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from finetune.sections import Data, Train
 
 MARK = "ablate.json"
 # What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no process
 # can be forked; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
-PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.tensor", "accelerate", "datasets"]
+PRELOADED = ["finetune.tied", "torch._inductor.compile_fx", "torch.distributed.tensor"]
+PRELOADED += ["accelerate", "datasets"]
 UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
 # What is the same in all runs: no checkpoint, no evaluation but that of a few held-out rows
 ALIKE = {
@@ -42,7 +49,7 @@ ALIKE = {
     "eval.tasks": [],
     "eval.general": False,
     "eval.samples": 0,
-    "eval.max_new_tokens": 1,
+    "eval.answers": False,
     "data.validation_fraction": None,
     "publish.repo": None,
 }
@@ -61,6 +68,17 @@ class Job(NamedTuple):
     """An accelerate config, for several processes."""
 
 
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """A signal ends the run that is being made at its next step, and this command with exit 75."""
+
+    def heard(name: str) -> None:
+        raise Stopped(f"stopped by {name}; finished runs are kept: the same command again goes on")
+
+    with signals.listening(heard):
+        yield
+
+
 def length(steps: int, warm_up: int) -> list[str]:
     """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
     return overrides({**ALIKE, "train.max_steps": steps, "train.warmup_steps": warm_up})
@@ -71,13 +89,31 @@ def overrides(values: dict[str, Any]) -> list[str]:
 
 
 def identity(job: Job) -> str:
-    """A hash of all that decides a run's figures, but for the machine and the data's content."""
-    values = load_recipe(job.recipe, job.overrides).model_dump(mode="json", exclude_none=True)
+    """A hash of all that decides a run's figures, the content of its data among it, but for the machine."""
+    recipe = load_recipe(job.recipe, job.overrides)
+    values = recipe.model_dump(mode="json", exclude_none=True)
     values.pop("publish")
     values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
     values["train"].pop("output_dir", None)
     launch = [job.mixed_precision, job.accelerate]
-    return hashlib.sha256(json.dumps([values, launch], sort_keys=True).encode()).hexdigest()
+    parts = [values, launch, contents(recipe.data)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def contents(data: Data) -> list[str]:
+    """A hash of each local file that is trained on or held out."""
+    named = [(source.name, "data.name") for source in load.sources(data)]
+    named += [(data.validation, "data.validation")] if data.validation else []
+    found = []
+    for path in [path for name, key in named for path in load.files(name, key) or ()]:
+        now = path.stat()
+        found.append(_content(path, now.st_mtime_ns, now.st_size))
+    return found
+
+
+@functools.cache
+def _content(path: Path, changed: int, size: int) -> str:
+    return load.sha256(path)
 
 
 def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
@@ -118,6 +154,7 @@ def make(job: Job, *, cpu: bool) -> bool:
     job.folder.mkdir(exist_ok=True)
     failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
     mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}
+    mark["date"] = time.strftime("%Y-%m-%d")
     place.write(MARK, mark)
     return True
 
@@ -130,28 +167,31 @@ def set_aside(folder: Path) -> None:
 
 
 def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool) -> int:
-    """`python -m finetune WORDS` in a fresh process; its exit code (negative: the signal that ended it)."""
+    """`python -m finetune WORDS` in a fresh process, which ends with this one; its exit code (negative: the
+    signal that ended it)."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.warm"] if cpu else PRELOADED)
+    context.set_forkserver_preload(trial.WARM if cpu else PRELOADED)
     process = context.Process(target=_command, args=(words, log, environment))
     kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 2)  # what libraries say while they are imported
     try:
-        process.start()
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(file)
-    try:
+        try:
+            process.start()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            os.close(file)
         process.join()
     except KeyboardInterrupt:
-        process.terminate()  # a run that is told to stop leaves at its next step
-        process.join()
+        if process.pid is not None:
+            trial.end(process)
         raise
     return process.exitcode
 
 
 def _command(words: list[str], log: str, environment: dict[str, str]) -> None:
+    os.setsid()  # Ctrl-C is for the command that makes runs
+    trial.tie()
     os.environ.update(environment)
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -175,16 +215,18 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     """What a run measured: its steps after the warm-up.
 
     Returns:
-        {"failed": why} or tokens_per_second and step_seconds (medians), first_step_seconds, memory_gib (the
-        allocator's peak; on the CPU the process's size after a step), mfu, losses, held_out, tokens (of a
-        step), tokens_per_cpu_second (where the CPU trains), seconds (of the whole process), machine.
+        {"failed": why, "date", "seconds" (of the whole process)} or also tokens_per_second and step_seconds
+        (medians), first_step_seconds, memory_gib (the allocator's peak; on the CPU the process's size after a
+        step), mfu, losses, held_out, tokens (of a step), tokens_per_cpu_second (where the CPU trains),
+        machine.
     """
     place = RunFolder(folder)
     mark = place.read(MARK)
     lines = [] if mark["failed"] else step_lines(place)
     steady = lines[warm_up:]
     if not steady:
-        return {"run": str(folder), "failed": mark["failed"] or "no step after the warm-up"}
+        failed = mark["failed"] or "no step after the warm-up"
+        return {"run": str(folder), "failed": failed, "date": mark["date"], "seconds": mark["seconds"]}
     middle = {
         key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
         for key in ("tokens_per_second", "step_seconds", "mfu")
@@ -200,6 +242,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     return {
         "run": str(folder),
         "failed": "",
+        "date": mark["date"],
         **middle,
         "first_step_seconds": lines[0]["step_seconds"],
         "memory_gib": max(line[held] for line in lines),
@@ -210,6 +253,12 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         "seconds": mark["seconds"],
         "machine": machine(place),
     }
+
+
+def dates(runs: Sequence[dict[str, Any]]) -> str:
+    """When runs were made, some of them perhaps long before the others."""
+    days = sorted({run["date"] for run in runs})
+    return " to ".join(dict.fromkeys([days[0], days[-1]]))
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -245,10 +294,17 @@ def machine(place: RunFolder) -> dict[str, str]:
         "hardware": f"{here['count']} x {here['name']}, {size}",
         "processes": str(launch["processes"]),
         "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
-        "checkpoints": f"{recipe.train.save_strategy} {recipe.train.save_steps or ''}".strip(),
+        "model": "@".join(filter(None, [recipe.model.name, recipe.model.revision])),
+        "checkpoints": saves(recipe.train),
         "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],
         **{name: str(version) for name, version in found["packages"].items()},
     }
+
+
+def saves(train: Train) -> str:
+    """How often a recipe makes checkpoints."""
+    steps = train.save_strategy == "steps" or (train.save_strategy == "auto" and train.save_steps is not None)
+    return f"steps {train.save_steps or ''}".strip() if steps else train.save_strategy
 
 
 def not_comparable(a: dict[str, str], b: dict[str, str]) -> list[str]:

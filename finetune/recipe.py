@@ -115,7 +115,7 @@ def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recip
     try:
         recipe = sections(kind)["recipe"].model_validate(raw)
     except ValidationError as error:
-        problems += recipe_errors.explain(error, raw, origin.where, _known_keys())
+        problems += recipe_errors.explain(error, raw, origin.where, known_keys())
     if problems:
         raise UserError(*problems)
     recipe._origin = origin
@@ -215,7 +215,7 @@ def _field(name: str, source: upstream.UpstreamField) -> tuple[Any, Any]:
 
 
 @cache
-def _known_keys() -> dict[str, frozenset[str]]:
+def known_keys() -> dict[str, frozenset[str]]:
     """Section, or `adapter.<type>` -> its keys."""
     ours = {name: frozenset(section.model_fields) for name, section in sections().items()}
     types = adapter_types.all_types()
@@ -239,7 +239,7 @@ def _adapter_keys(name: str) -> frozenset[str]:
 
 
 def _of_another_type(key: str) -> bool:
-    return any(key in keys for name, keys in _known_keys().items() if name.startswith("adapter."))
+    return any(key in keys for name, keys in known_keys().items() if name.startswith("adapter."))
 
 
 def _read(path: Path) -> strict_yaml.Document:
@@ -250,10 +250,7 @@ def _read(path: Path) -> strict_yaml.Document:
             raise UserError(
                 Problem("too large for a recipe", where=str(path), found=found, expected=expected)
             )
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        where = f"{path}, byte {error.start}"
-        raise UserError(Problem("not UTF-8", where=where, fix="save the recipe as UTF-8")) from None
+        text = strict_yaml.text_of(path, "the recipe")
     except OSError as error:
         near = recipe_errors.similar_files(path)
         fix = near or "finetune recipes lists the shipped ones"

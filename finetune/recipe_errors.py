@@ -80,7 +80,7 @@ def secrets(
         named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
         if named or (isinstance(value, str) and masked(value, known) != value):
             fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
-            place = masked(_at(here, where), known)  # an override is its own place
+            place = masked(place_of(here, where), known)  # an override is its own place
             found.append(Problem("a secret in a recipe", ".".join(here), place, "****", fix=fix))
             raw[key] = None  # no later message shows it
         else:
@@ -104,7 +104,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         return raw[section].get(name) if isinstance(raw.get(section), dict) else None
 
     def problem(key: str, what: str, **texts: str) -> None:
-        found.append(Problem(what, key, _at(tuple(key.split(".")), where), **texts))
+        found.append(Problem(what, key, place_of(tuple(key.split(".")), where), **texts))
 
     found: list[Problem] = []
     for key, (rival,) in list(RIVALS.items())[::2]:
@@ -136,7 +136,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         what = f"is not a multiple of per_device_train_batch_size: {stated}"
         problem("train.effective_batch_size", what, found=str(effective), expected=near)
     return found + [
-        Problem(what, key, _at(tuple(key.split(".")), where), **texts)
+        Problem(what, key, place_of(tuple(key.split(".")), where), **texts)
         for key, what, texts in [*adapter_conflicts.conflicts(raw), *qat.conflicts(raw)]
     ]
 
@@ -165,9 +165,9 @@ def _place(item: Any, where: Where) -> tuple[str, ...]:
 def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, known: Known) -> Problem:
     key, kind, value = ".".join(path), items[0]["type"], items[0]["input"]
     if kind == "extra_forbidden":
-        return _unknown_key(path, raw, where, known)
+        return unknown_key(path, raw, where, known)
     if kind == "missing":
-        return Problem("is required", key, _at(path[:-1], where))
+        return Problem("is required", key, place_of(path[:-1], where))
     expected = dict.fromkeys(_expected(item) for item in items)
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
     what = (
@@ -176,22 +176,23 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, kn
     return Problem(
         what,
         key,
-        _at(path, where),
+        place_of(path, where),
         show(value),
         " or ".join(expected),
         nearest(str(value), allowed),
     )
 
 
-def _unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> Problem:
+def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> Problem:
     """Say what an unknown key was called, where it belongs, or what it is near to - the first that fits."""
-    section, name, at = path[0], path[-1], _at(path, where)
+    section, name, at = path[0], path[-1], place_of(path, where)
     if len(path) == 1:
         return _unknown_section(section, raw, at, known)
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
     own = known.get(".".join(path[:-1])) or known.get(section) or known.get(kind) or frozenset()
-    homes = [s.split(".")[0] for s, names in known.items() if name in names and s not in ("recipe", section)]
+    homes = [s.split(".")[0] for s, names in known.items() if name in names and s != "recipe"]
+    homes = [home for home in homes if home != section]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
     if not renamed and name in own | {"use_dora", "use_rslora"}:
         renamed = "decided by adapter.type"
@@ -204,12 +205,14 @@ def _unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) ->
         what, fix = "not a key of this section", owner_of(name)
     elif homes:
         fix = f"{fix}, or move it under {homes[0]}:"
-    allowed = ", ".join(sorted(own)) if len(own) <= 12 else ""
+    allowed = ", ".join(sorted(own)) if len(own) <= 20 else ""
     return Problem(what, ".".join(path), at, show(_value(raw, path)), allowed, fix)
 
 
 def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
     allowed = ["model", "data", "adapter", "speed", "train", "eval", "publish"]
+    if "recipe" not in known:  # of a ladder
+        allowed = sorted({section.split(".")[0] for section in known})
     homes = [
         section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"
     ]
@@ -237,11 +240,13 @@ def _literals(item: Any) -> list[str]:
 
 def _value(raw: Any, path: tuple[str, ...]) -> Any:
     for part in path:
+        if isinstance(raw, list):
+            raw = dict(zip(map(str, range(len(raw))), raw, strict=True))
         raw = raw.get(part) if isinstance(raw, dict) else None
     return raw
 
 
-def _at(path: tuple[str, ...], where: Where) -> str:
+def place_of(path: tuple[str, ...], where: Where) -> str:
     """The place of a key, or of the nearest thing round it that stands in the file."""
     while path and path not in where:
         path = path[:-1]

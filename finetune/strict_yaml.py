@@ -15,6 +15,7 @@ import yaml
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Iterator
 
 MAX_BYTES = 256 * 1024
@@ -68,6 +69,23 @@ def parse(text: str, source: str) -> Document:
     except yaml.YAMLError as error:
         raise UserError(_syntax_problem(error, source)) from None
     return document
+
+
+def text_of(path: pathlib.Path, what: str) -> str:
+    """A file's text, for `parse`.
+
+    Args:
+        what: it is, for the message.
+
+    Raises:
+        UserError: it is not UTF-8, with the first byte that is not (exit 2).
+        OSError: it can't be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        where, found = f"{path}, byte {error.start}", f"0x{error.object[error.start]:02x}"
+        raise UserError(Problem("not UTF-8", where=where, found=found, fix=f"save {what} as UTF-8")) from None
 
 
 def scalar(text: str) -> Any:

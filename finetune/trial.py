@@ -31,6 +31,7 @@ GROUPS, OWN_GROUPS = (
     Path("/sys/fs/cgroup"),
     Path("/proc/self/cgroup"),
 )  # what a container's memory is counted in
+WARM = ["finetune.tied", "finetune.warm"]  # what a process imports that runs are forked from
 
 
 class Evaluation(NamedTuple):
@@ -138,7 +139,7 @@ def start(words: list[str], log: Path, warm: bool) -> Any:
     """
     if warm:
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["finetune.warm"])
+        context.set_forkserver_preload(WARM)
         forked = context.Process(target=train, args=(words, str(log)))
         forked.start()
         return forked
@@ -163,6 +164,9 @@ def tie() -> None:
     """Let this process end with the one that made it, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM)
+    above = multiprocessing.parent_process()
+    if above is not None and not above.is_alive():  # it ended before that
+        os._exit(Exit.STOPPED)
 
 
 def code_of(process: Any) -> int | None:

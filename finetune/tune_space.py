@@ -102,10 +102,7 @@ def read(path: Path) -> Space:
         UserError: with every problem found, each with its place (exit 2).
     """
     try:
-        document = strict_yaml.parse(path.read_text(encoding="utf-8-sig"), str(path))
-    except UnicodeDecodeError as error:
-        where, fix = f"{path}, byte {error.start}", "save the space as UTF-8"
-        raise UserError(Problem("not UTF-8", where=where, fix=fix)) from None
+        document = strict_yaml.parse(strict_yaml.text_of(path, "the space"), str(path))
     except OSError as error:
         what = f"can't read the space: {error.strerror}"
         fix = recipe_errors.similar_files(path) or "the shipped one: leave --space out"

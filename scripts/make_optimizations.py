@@ -29,12 +29,20 @@ was {noise} ([all of it](../benchmarks/ladder.md)). **On a GPU**: between rows o
 | | what it does | CPU: alone | verdict | GPU | cost | off |
 |---|---|---|---|---|---|---|
 """
-NO_OPS = """
+NAMED = {
+    "elsewhere": """
+## Measured elsewhere
+
+There is a switch, and no rung:
+
+""",
+    "no-op": """
 ## No-ops
 
 On lists of optimisations, and nothing to switch here:
 
-"""
+""",
+}
 
 
 def page() -> str:
@@ -47,14 +55,15 @@ def page() -> str:
     unit, noise = measured.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
     text = HEAD.format(cpu=said, unit=unit, noise=noise, device=gpu["lora-bf16"]["gpu"])
     for rung in rungs:
-        if not rung.noop:
-            cells = [rung.name, rung.what, *on_cpu(rows[rung.name]), on_gpu(rung, gpu), rung.cost or "-"]
+        if not rung.unmeasured[0]:
+            found = rows.get(rung.name, {"status": "not measured", "why": "newer than these figures"})
+            cells = [rung.name, rung.what, *on_cpu(found), on_gpu(rung, gpu), rung.cost or "-"]
             text += f"| {' | '.join([*cells, f'`{rung.off}`'])} |\n"
-    return (
-        text
-        + NO_OPS
-        + "".join(f"- **{rung.name}**: {rung.what} {rung.noop}.\n" for rung in rungs if rung.noop)
-    )
+    for status, head in NAMED.items():
+        text += head
+        for rung in [rung for rung in rungs if rung.unmeasured[0] == status]:
+            text += f"- **{rung.name}**: {rung.what} {rung.unmeasured[1]}.\n"
+    return text
 
 
 def on_cpu(row: dict[str, Any]) -> list[str]:

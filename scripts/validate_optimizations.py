@@ -6,8 +6,12 @@
 Several GPUs: --accelerate ddp_4 (a shipped config, or a file) launches both. A word with `=` overrides a key
 of both recipes. Finished runs are kept: the same command goes on where it was stopped.
 
-Exit codes: 0 every limit holds; 5 one does not, or a run failed; 2 a recipe or an argument is wrong; 3 this
-machine lacks what a recipe asks for.
+A loss may be lower than the baseline's by any amount, and higher by --max-loss-delta. Models and checkpoint
+frequencies of both recipes, and machine, packages and training data of every run, have to be the same: else
+they are NOT COMPARABLE.
+
+Exit codes: 0 every limit holds; 5 one does not, or a run failed; 2 a recipe or an argument is wrong, or what
+is there is NOT COMPARABLE; 3 this machine lacks what a recipe asks for; 75 stopped by a signal.
 """
 
 import argparse
@@ -44,7 +48,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--optimized", required=True, metavar="RECIPE")
     parser.add_argument("--min-speedup", required=True, type=at_least_zero, metavar="X", help="of tokens/s")
     parser.add_argument(
-        "--max-loss-delta", type=loss_delta, default="0.5%", help="0.5%% (the default), or 0.001"
+        "--max-loss-delta", type=loss_delta, default="0.5%", help="higher: 0.5%% (the default), or 0.001"
     )
     parser.add_argument("--max-memory-gib", type=at_least_zero, metavar="X", help="of one device")
     parser.add_argument("--price-per-hour", type=at_least_zero, metavar="X", help="of one device")

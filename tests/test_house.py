@@ -24,7 +24,6 @@ LAYERS = (
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
     ("recipe_errors",),
-    ("ladder",),
     (
         "recipe",
         "receipts",
@@ -37,7 +36,7 @@ LAYERS = (
         "nested",
         "untrusted",
     ),
-    ("run_folder", "screen", "adapter_source", "plots", "estimate", "shapes", "checkpoint"),
+    ("ladder", "run_folder", "screen", "adapter_source", "plots", "estimate", "shapes", "checkpoint"),
     ("architecture",),
     ("speed",),
     (
@@ -56,8 +55,9 @@ LAYERS = (
     ("rescue",),
     ("batch_search",),
     ("trainer", "summary", "paired", "scoring", "tasks", "quantize", "card", "differences", "report_scores"),
-    ("measured",),
-    ("ablate_table",),
+    ("trial",),
+    ("tied", "measured"),
+    ("ablate_table", "ablate_judge"),
     ("plan_launch",),
     ("plan_tokens",),
     ("plan_memory", "plan_rows", "plan_time"),
@@ -67,7 +67,7 @@ LAYERS = (
     ("evaluate", "validate"),
     ("verify", "proof", "publish", "compare_table", "report"),
     ("launch_receipts", "apart", "stages"),
-    ("trial", "study_storage", "tune_space"),
+    ("study_storage", "tune_space"),
     ("tune_report", "tune_check", "sweep"),
     ("plan_choices",),
     ("train", "merge", "doctor", "launch", "chat", "plan", "prove", "tune"),
@@ -148,7 +148,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "tune_report",
         "sweep",
     }
-    sees_all = {"ablate_table", "merge", "proof", "publish", "card", "compare", "compare_table"}
+    sees_all = {"ab_test", "ablate_table", "merge", "proof", "publish", "card", "compare", "compare_table"}
     assert takers <= drivers | sees_all
 
 

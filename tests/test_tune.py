@@ -268,11 +268,18 @@ def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
     process.stdout.close()
 
 
-def test_a_run_ends_with_its_study() -> None:
-    code = "import subprocess, sys; from finetune import trial; import time\n"
-    code += (
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], preexec_fn=trial.tie)\n"
-    )
+WAITS = {
+    "spawned": "p = subprocess.Popen(['sleep', '60'], preexec_fn=trial.tie)",
+    "forked": "l = here / 'l'\np = trial.start([f'{here}/pipe'], l, True)\nwhile not l.exists(): pass",
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_a_run_ends_with_its_study(how: str, tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # a recipe that a run waits for
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)
+    code = "import pathlib, subprocess, time; from finetune import trial\n"
+    code += f"here = pathlib.Path({str(tmp_path)!r})\n{WAITS[how]}\n"
     code += "print(p.pid, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert process.stdout
@@ -284,6 +291,7 @@ def test_a_run_ends_with_its_study() -> None:
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    os.close(writer)
 
 
 def test_the_process_of_a_study_holds_no_torch() -> None:

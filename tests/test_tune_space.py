@@ -70,6 +70,9 @@ def test_what_is_no_space_is_refused(text: str, tmp_path) -> None:
     assert raised.value.code == Exit.INPUT and "space.yaml" in said(raised)
     with pytest.raises(UserError, match="can't read"):
         tune_space.read(tmp_path / "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9")
+    with pytest.raises(UserError, match="not UTF-8"):
+        tune_space.read(tmp_path / "latin.yaml")
 
 
 CORNERS = """

@@ -1,0 +1,65 @@
+"""scripts/validate_optimizations.py: what is compared, and what is not; the whole in test_ablate.py."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from conftest import QUICKSTART, ROOT, module_of
+
+from finetune import ab_test, measured, recipe
+from finetune.errors import UserError
+from finetune.screen import Screen
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "3", "--warm-up", "5"], "--warm-up below --steps"),
+        (["--optimized", "recipes/quickstrat.yaml"], "recipes/quickstart.yaml"),
+        (["--optimized", str(QUICKSTART), "--accelerate", "ddp_three"], "no such accelerate config"),
+        (["--optimized", str(QUICKSTART), "train.optim=nonsense"], "train.optim"),
+        (["--optimized", "saves"], "NOT COMPARABLE"),
+        (["--optimized", "saves"], "checkpoints: auto against steps 2"),
+        (["--optimized", "other"], "examples/other_model@None"),
+    ],
+)
+def test_a_wrong_comparison_ends_before_it_begins(
+    words: list[str], said: str, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    text, model = QUICKSTART.read_text(), ROOT / "examples" / "tiny_llama" / "model"
+    (tmp_path / "saves").write_text(text.replace("train:\n", "train:\n  save_steps: 2\n"))
+    shutil.copytree(model, tmp_path / "examples" / "other_model")
+    (tmp_path / "other").write_text(text.replace("examples/tiny_llama/model", "examples/other_model"))
+    words = [str(tmp_path / word) if word in ("saves", "other") else word for word in words]
+    script = module_of("scripts", "validate_optimizations")
+    given = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1", *words]
+    assert script.main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_runs_of_an_ab_test_are_of_one_machine_and_model(tmp_path) -> None:
+    """Every run, not only the first of each side."""
+    one = {"tokens_per_second": 1.0, "failed": "", "machine": {"torch": "2"}}
+    asked = ab_test.Asked(str(QUICKSTART), str(QUICKSTART), [], (None, None), tmp_path)
+    found = iter([one, one, {**one, "machine": {"torch": "1"}}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "make", lambda *_, **__: False)
+        patch.setattr(measured, "figures", lambda *_: next(found))
+        with pytest.raises(UserError, match=r"NOT COMPARABLE.*\n.*torch: 2 against 1") as raised:
+            ab_test.measure(asked, recipe.load(QUICKSTART), tmp_path, Screen(quiet=True))
+    assert raised.value.code == 2 and next(found, None) is None
+
+
+def test_a_lower_loss_is_no_failure() -> None:
+    one = {"step_seconds": 1.0, "first_step_seconds": 1.0, "mfu": None, "memory_gib": 1.0, "losses": [1.0]}
+    one |= {"tokens_per_cpu_second": None}
+    sides = [
+        measured.summary([one | {"tokens_per_second": rate, "held_out": loss}])
+        for rate, loss in ((1.0, 1.0), (2.0, 0.5))
+    ]
+    assert all(check.ok for check in ab_test.judge(sides, ab_test.Limits(1, 0.005)))
+    assert not all(check.ok for check in ab_test.judge(sides[::-1], ab_test.Limits(0, 0.005)))
+    sides[1]["held_out"] = float("nan")
+    assert not all(check.ok for check in ab_test.judge(sides, ab_test.Limits(1, 0.005)))

@@ -1,0 +1,195 @@
+"""A ladder as data: what is wrong with one, said before it runs; the shipped one, its page, baselines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import QUICKSTART, ROOT, module_of
+
+from finetune import check, cli, ladder, measured, recipe, stages, train, tune_space
+from finetune.batch import split_batch
+from finetune.errors import UserError
+from finetune.receipts import Ledger
+from finetune.speed import apply
+
+SHIPPED = ladder.read(ROOT / "recipes" / "ladder.yaml")
+
+
+def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
+    """`on` and `off`, which YAML 1.1 takes for truths."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ladder as benchmark
+
+    copy = benchmark.changed(ROOT / "recipes" / "ladder.yaml", tmp_path, ["packing"], {"repeats": 1})
+    made = ladder.read(copy)
+    assert made.measure.repeats == 1 and made.rung("packing").elsewhere and not made.rung("bf16").elsewhere
+    assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]", [":2:42", "names no earlier rung"]),
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]", ["one name"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]",
+            [":2:37", "same_tokens, set,", "set\n"],
+        ),
+        ("baseline: {}\nrungs: []\nmeasure: {repeat: 2}", [":3:11", "held_out_rows", "repeats\n"]),
+        ("baselin: {}\nrungs: []", ["baseline, measure, rungs"]),
+        ("baseline: {}\nrungs: [{name: ../../evil, kind: b, what: c}]", [":2:10", "[a-z0-9_]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: a/b, what: c}]", [":2:19", "[a-z]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: baseline, what: c}]", [":2:19", "other results"]),
+        ("baseline: {set: {train.optmi: x}}\nrungs: []", [":1:18", "train.optmi", "optim\n"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
+            [":2:43", "train.optim\n"],
+        ),
+        ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
+        ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
+        ("- 1", ["a ladder is a mapping"]),
+        (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
+    ],
+)
+def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
+    assert cli.main([*words, "--output", str(tmp_path / "results")]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in said), error
+
+
+def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
+    for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
+        assert ladder.key_problem(key, 1, "") is None
+    for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
+        assert ladder.key_problem(key, 1, "") is not None
+
+
+def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
+    """Nothing that asks for a frozen base or an adapter, and nothing said of one."""
+    made, kept = ladder.of_type(SHIPPED, "full"), ladder.of_type(SHIPPED, "lora")
+    assert kept.rung("bf16").set == {"speed.base": "bf16"} and made.rung("bf16").set == {}
+    assert made.rung("bf16").mixed_precision == "bf16"
+    for rung in made.rungs:
+        if rung.unmeasured[0]:
+            continue
+        stack = ladder.add(ladder.below(made, rung), rung, rows=4)
+        recipe.load(QUICKSTART, ["adapter.type=full", *stack.overrides])
+    for name in ("fp8_base", "nf4_base", "fast_adapter", "recompute_mlp", "fused_qkv"):
+        assert made.rung(name).unmeasured[0] == "no-op"
+    assert kept.rung("offload_optimizer").unmeasured[0] == "elsewhere"
+    assert made.rung("offload_optimizer").set == {"speed.offload": "optimizer"}
+    assert not [rung for rung in made.rungs if "an adapter's state" in "".join(rung.unmeasured)]
+
+
+def test_a_no_op_has_no_switch() -> None:
+    found = {rung.name: rung.unmeasured[0] for rung in SHIPPED.rungs if rung.unmeasured[0]}
+    elsewhere = {name for name, status in found.items() if status == "elsewhere"}
+    assert elsewhere == {
+        *("offload_optimizer", "fused_qkv", "transformer_engine", "sharding", "batch_search", "streaming")
+    }
+
+
+# The shipped ladder, its docs, and the baselines
+
+
+def off(rung: ladder.Rung) -> dict[str, str]:
+    """What switches a rung off, by key."""
+    return dict(re.findall(r"((?:train|speed|data|model)\.\w+|mixed_precision): ([^ )]+)", rung.off))
+
+
+def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
+    everything = ladder.baseline(SHIPPED)
+    for rung in SHIPPED.rungs:
+        if rung.unmeasured[0]:
+            continue
+        assert rung.off and rung.source
+        on = ladder.add(ladder.below(SHIPPED, rung), rung, rows=4)
+        recipe.load(QUICKSTART, on.overrides)
+        everything = ladder.add(everything, rung, rows=4)
+        values = off(rung)
+        assert values, rung.off
+        values.pop("mixed_precision", None)
+        switched = recipe.load(QUICKSTART, [*on.overrides, *[f"{k}={v}" for k, v in values.items()]])
+        for key in values:
+            assert tune_space.own_value(switched, key) != on.values.get(key, "what the recipe says")
+    recipe.load(QUICKSTART, everything.overrides)
+
+
+def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, Any]:
+    """What a run is made of before its first step: read from the model, its arguments and its rows."""
+    if precision:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    one = recipe.load(QUICKSTART, overrides)
+    setup, ledger = check.setup_of(one), Ledger()
+    arguments = train.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
+    tokenizer, prepared = check.prepare_data(one)
+    model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+    work = stages.work_of(model, setup, 64, 1.0)
+    fast = stages.make_fast(model, one, setup, arguments, work, ledger)
+    return {
+        "attention": model.config._attn_implementation,
+        "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),
+        "bf16": arguments.bf16,
+        "recomputed": sum(layer.gradient_checkpointing for layer in apply.decoder_layers(model)),
+        "loss": fast["speed.loss"].value,
+        "optim": str(arguments.optim),
+        "flat": arguments.padding_free,
+        "rows": len(prepared.train),
+        "sampling": arguments.train_sampling_strategy,
+        "workers": arguments.dataloader_num_workers,
+        "at once": arguments.per_device_train_batch_size,
+    }
+
+
+HERE = [rung.name for rung in SHIPPED.rungs if not rung.unmeasured[0] and rung.needs.device != "cuda"]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_switched_off_alone_a_rung_does_nothing(name: str, small, two_layers, monkeypatch) -> None:
+    """What it changed in the run is changed back by what its `off` says, with all else as it was."""
+    rung = SHIPPED.rung(name)
+    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8"]
+    under, values = ladder.below(SHIPPED, rung), off(rung)
+    on = ladder.add(under, rung)
+    precision = values.pop("mixed_precision", on.mixed_precision or "").strip('"')
+    before = made([*given, *under.overrides], under.mixed_precision, monkeypatch)
+    found = made([*given, *on.overrides], on.mixed_precision, monkeypatch)
+    switched = [f"{key}={value}" for key, value in values.items()]
+    without = made([*given, *on.overrides, *switched], precision, monkeypatch)
+    changed = [fact for fact in found if found[fact] != before[fact]]
+    assert changed, f"{name} changes nothing that is looked at"
+    assert not [fact for fact in changed if without[fact] == found[fact]]
+
+
+def test_the_page_of_optimisations_is_current() -> None:
+    script = module_of("scripts", "make_optimizations")
+    assert (ROOT / "docs" / "optimizations.md").read_text() == script.page(), "scripts/make_optimizations.py"
+
+
+FROZEN = {
+    "llama3_8b": "b146d34314b7b958",
+    "quickstart": "f4c5fb23a496eb93",
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_baselines_are_frozen(name: str) -> None:
+    values = yaml.safe_load((ROOT / "recipes" / "baselines" / f"{name}.yaml").read_text())
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    assert digest[:16] == FROZEN[name], "speed-ups are quoted over it: make another file"
+
+
+def test_a_ladder_is_no_recipe(capsys) -> None:
+    with pytest.raises(UserError, match="no shipped recipe"):
+        from finetune import shipped
+
+        shipped.copy("ladder", Path("nowhere"))
