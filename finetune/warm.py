@@ -4,4 +4,7 @@ from finetune.screen import quieten_libraries
 
 quieten_libraries()
 
-from finetune import check, train  # noqa: E402, F401 (for those that are forked)
+import matplotlib.backends.backend_svg  # noqa: E402 (for those that are forked)
+import matplotlib.figure  # noqa: E402, F401
+
+from finetune import card, check, plan, publish, train  # noqa: E402, F401

@@ -12,6 +12,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "README.md"
@@ -27,6 +28,12 @@ SPEED = {  # rows of gpu.json
     "trl-dora+liger": "the same: DoRA, bf16, everything recomputed",
     "trl-qlora+liger": "the same: qLoRA, NF4 base",
 }
+
+
+RUNGS = (
+    "bf16", "sdpa", "packing", "length_grouping", "chunked_loss", "no_recompute", "adamw_8bit", "tf32",
+    "set_to_none",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -49,6 +56,7 @@ def tables() -> dict[str, str]:
     return {
         "speed": speed(json.loads((ROOT / "benchmarks" / "gpu.json").read_text())),
         "quickstart": quickstart.table(json.loads(quickstart.RESULTS.read_text())),
+        "ladder": ladder(json.loads((ROOT / "benchmarks" / "ladder.json").read_text())),
         "data": data.table(json.loads(data.RESULTS.read_text())),
         "evaluation": evaluation.real_table(json.loads(evaluation.RESULTS.read_text())),
     }
@@ -61,6 +69,24 @@ def speed(measured: dict[str, dict[str, float]]) -> str:
         row = measured[name]
         lines.append(f"| {shown} | {row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f} |")
     return "\n".join(lines) + "\n"
+
+
+def ladder(found: dict[str, Any]) -> str:
+    """Some rungs of the quickstart's ladder, and what it came to."""
+    unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}[found["rate"]]
+    lines = ["rung             alone        stacked      held-out  what became of it"]
+    for row in [row for row in found["rungs"] if row["name"] in RUNGS]:
+        cells = [
+            f"{row[how]['speedup']:.2f} ±{row[how]['noise']:.2f}" if row.get(how) else "-"
+            for how in ("alone", "stacked")
+        ]
+        scored = row.get("stacked") or row.get("alone") or {}
+        held_out = f"{scored['held_out']:.4f}" if scored.get("held_out") else "-"
+        cells += [held_out.ljust(9), f"{row['status']}: {row['why']}"]
+        lines.append(f"{row['name']:<17}" + " ".join([f"{cells[0]:<12}", f"{cells[1]:<12}", *cells[2:]]))
+    end = f"In times the baseline's {unit}, ± what noise explains; with what was kept it trains "
+    end += f"{found['speedup']:.2f} times as fast as a plain loop. The ladder took {found['seconds']:.0f} s."
+    return "\n".join(["```", *lines, "```", "", end]) + "\n"
 
 
 if __name__ == "__main__":

@@ -385,6 +385,6 @@ def test_the_readme_s_rungs_are_those_that_were_measured() -> None:
     readme = (ROOT / "README.md").read_text()
     for name in ("bf16", "sdpa", "packing", "no_recompute"):
         row = rows(found)[name]
-        line = re.search(rf"^    {name} .*$", readme, re.MULTILINE)
+        line = re.search(rf"^{name} .*$", readme, re.MULTILINE)
         assert line and line[0].endswith(f"{row['status']}: {row['why']}")
         assert f"{row['alone']['speedup']:.2f} ±{row['alone']['noise']:.2f}" in line[0]
