@@ -53,6 +53,7 @@ def main() -> None:
     for ending in ("json", "md", "svg"):
         found = options.out / Path(recipe).stem / f"ladder.{ending}"
         text = found.read_text(encoding="utf-8").replace("(ladder.svg)", f"({name}.svg)")
+        text = text.replace(f"{HERE.parent}/", "")  # places of this checkout
         (HERE / f"{name}.{ending}").write_text(text, encoding="utf-8")
     shutil.copy(options.out / Path(recipe).stem / "ladder.html", options.out / f"{name}.html")
 
