@@ -16,6 +16,9 @@ from finetune.speed import apply
 H100 = Hardware("cuda", "NVIDIA H100", 1, (9, 0), 80.0, 8)
 
 
+ONE = "adapter.target_modules=[q_proj]"
+
+
 def adapted(*overrides: str) -> Any:
     loaded = recipe.load(QUICKSTART, ["train.learning_rate=1e-3", *overrides])
     setup = hardware.choose(attention="sdpa", base="auto", adapter_type=loaded.adapter.type)
@@ -27,8 +30,8 @@ def adapted(*overrides: str) -> Any:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        *(((f"adapter.type={kind}",), kind) for kind in sorted(adapter_types.BREAKING)),
-        (("adapter.type=dora",), "DoRA"),
+        *(((f"adapter.type={kind}", ONE), kind) for kind in sorted(adapter_types.BREAKING)),
+        (("adapter.type=dora", ONE), "DoRA"),
         (("adapter.type=lora", "adapter.lora_dropout=0.1"), ""),
         (("adapter.type=adalora",), ""),
         (("adapter.type=ia3",), ""),
@@ -65,7 +68,7 @@ def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatc
     monkeypatch.setattr(estimate, "choose_compile", lambda *given: Choice("on", reason))
     monkeypatch.setattr(apply, "choose_compile", estimate.choose_compile)
     monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
-    given = ("adapter.type=loha", "adapter.target_modules=[q_proj]", "train.learning_rate=1e-2")
+    given = ("adapter.type=loha", ONE, "train.learning_rate=1e-2")
     if reason == "asked for":
         train(*given, code=5)
         return
