@@ -243,11 +243,9 @@ def at_once(
     share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
     stored = {"storage": base.value, "precision": precision, "tokens": tokens, "share": share}
     room_of = partial(plan_choices.room, recipe, machine, found, has, **stored)
+    kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
     memory, usable = room_of(kept)
     recompute = plan_choices.recomputed(recipe.speed, memory, machine, processes, by)
-    if kept.adapted and (by.weights or by.half):  # which a run's own choice does not know
-        kept = kept._replace(uncast=True)
-        memory, _ = room_of(kept)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,

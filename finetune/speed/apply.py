@@ -236,6 +236,7 @@ def memory(
     repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
     four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
     keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
+    keeps = keeps._replace(uncast=adapted and parts > 1)
     given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
     return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model))
 
