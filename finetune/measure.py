@@ -48,11 +48,6 @@ def file_of(device: str) -> Path:
     return cache / "ceilings" / f"{re.sub('[^a-z0-9]+', '-', kind.lower()).strip('-')}.json"
 
 
-def read(device: str) -> dict[str, Any] | None:
-    """The rates that were measured on a device; `None` if there are none, or not in full."""
-    return None if (found := _content(file_of(device)))[1] else found[0]
-
-
 def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
     """The rates that were measured on a device at shapes like a model's; else `None`, and why those that are
     there are not taken, the empty string if there are none."""

@@ -250,30 +250,37 @@ def roofline(
 
     Products count as they ran, by their shapes, over their own time: layers that run again, the head for all
     tokens. The model's FLOPs are the plan's arithmetic, nothing twice and the head for tokens with a loss,
-    over a whole step. The peak is what `finetune doctor --measure` found, or the data sheet's; of a CPU that
-    was not measured, it is timed now (0.3 s). `None`: of a GPU that is not in the table, products of unknown
-    shapes, a model whose products are not known.
+    over a whole step. The peak is what `finetune doctor --measure` found at shapes like the model's, or the
+    data sheet's; of a CPU that was not measured, it is timed now (0.3 s). `None`: of a GPU that is not in the
+    table, products of unknown shapes, a model whose products are not known.
     """
-    known, gpu = measure.read(machine.name), gpus.of_device(machine.name)
-    if known and known.get("product"):
-        peak, fp8, source = known["product"], known.get("fp8"), "measured by `finetune doctor --measure`"
-    elif gpu:
-        peak, fp8, source = gpu.bf16, gpu.fp8, "of its data sheet"
-    elif not trace.cuda:
-        peak, fp8, source = ceiling(), None, "timed now with a large product"
-    else:
+    found = architecture.read(whole.model)
+    one = estimate.widths(found.config)
+    peak, fp8, source = peaks(machine, one)
+    if not peak:
         return None, None
     share = operations.of_peak(ran, peak, fp8)
     coded = f" ({fp8 / 1e12:,.4g} in fp8)" if fp8 and operations.in_fp8(ran) else ""
     reached = (share, f"{peak / 1e12:,.3g} TFLOP/s{coded}, {source}") if share else None
-    found = architecture.read(whole.model)
     if found.unknown:
         return reached, None
     has = plan_memory.adapted(whole.adapter, whole.model, found, 100)
-    full, one = whole.adapter.type == "full", estimate.widths(found.config)
+    full = whole.adapter.type == "full"
     each, head = plan.flops(found, has, full), (6.0 if full else 4.0) * one.vocabulary * one.hidden
     work = (each - head) * trace.computed + head * trace.scored
     return reached, work / TRACED[machine.device] / seconds / peak
+
+
+def peaks(machine: Hardware, one: estimate.Widths) -> tuple[float, float | None, str]:
+    """FLOP/s of products, in fp8 too where it has them, and where they are from; 0: not known."""
+    known, gpu = measure.read_for(machine.name, one)[0], gpus.of_device(machine.name)
+    if known:
+        return known["product"], known.get("fp8"), "measured by `finetune doctor --measure`"
+    if gpu:
+        return gpu.bf16, gpu.fp8, "of its data sheet"
+    if machine.device == "cpu":
+        return ceiling(), None, "timed now with a large product"
+    return 0.0, None, ""
 
 
 def shares(trace: Trace, ran: list[Ran]) -> dict[str, float]:

@@ -20,7 +20,7 @@ def kept_numbers(dtype: torch.dtype) -> float:
 
     sizes = {"hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 4, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "attn_implementation": "sdpa"}
-    base = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)  # pyright: ignore
+    base = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
     adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -37,7 +37,7 @@ def kept_numbers(dtype: torch.dtype) -> float:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16):
-        adapted.get_base_model().model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)  # type: ignore
+        adapted.get_base_model().model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     first = 2 / 4  # the first layer's input needs no gradient, so its norm keeps nothing
     return sum(seen.values()) / tokens / 4 / 2 / 64 + first
 

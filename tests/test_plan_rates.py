@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import QUICKSTART, planned
 
-from finetune import cli, gpus, measure, plan, plan_time, recipe
+from finetune import architecture, cli, estimate, gpus, measure, plan, plan_time, profile, recipe
 
 MEASURED = {
     "device": "NVIDIA H200", "date": "2026-11-22", "shapes": "hidden 4096, intermediate 14336",
@@ -53,6 +53,9 @@ def test_rates_of_another_shape_are_not_taken(large) -> None:
     after = planned(large)
     assert after.step_seconds == before.step_seconds
     assert "measured at hidden 256, intermediate 688, this model has 4096 and 14336" in after.source
+    one = estimate.widths(architecture.read(recipe.load(large).model).config)
+    machine = plan.planned_machine("h200", 1)[0]
+    assert profile.peaks(machine, one)[2] == "of its data sheet", "nor is a profile's roofline of them"
     keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 8192, intermediate 28672"})  # 70B's: wide enough
     assert "doctor --measure` on" in planned(large).source
 
@@ -74,14 +77,14 @@ def test_a_broken_file_of_rates_is_said_and_not_used(large, content: Any, said: 
     keep("NVIDIA H200", content)
     after = planned(large)
     assert said in after.source and "finetune doctor --measure writes it anew" in after.source
-    assert after.step_seconds == before.step_seconds and measure.read("NVIDIA H200") is None
+    assert after.step_seconds == before.step_seconds
 
 
 def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys) -> None:
     monkeypatch.setattr(measure, "SECONDS", {"cpu": 0.02})
     assert cli.main(["doctor", str(QUICKSTART), "--measure"]) == 0
-    found = measure.read("CPU")
-    assert found and {"product", "forward", "backward", "bandwidth", "layer"} <= found.keys()
+    found = json.loads(measure.file_of("CPU").read_text())
+    assert {"product", "forward", "backward", "bandwidth", "layer"} <= found.keys()
     assert all(found[name] > 1e8 for name in ("product", "forward", "backward", "bandwidth", "layer"))
     assert "TFLOP/s" in capsys.readouterr().out
     assert plan.cpu_rate(recipe.load(QUICKSTART)) == found["layer"]

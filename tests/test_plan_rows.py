@@ -52,7 +52,7 @@ def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
 def test_rows_that_are_too_long_count_as_a_run_treats_them(
     tall: Path, too_long: str, rows: int, tokens: int, refused: bool
 ) -> None:
-    data = Data(name=str(tall.parent / "rows.jsonl"), max_length=1500, too_long=too_long)  # pyright: ignore
+    data = Data(name=str(tall.parent / "rows.jsonl"), max_length=1500, too_long=too_long)
     found = plan_rows.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
     assert found and found.long == 0.5
     assert (found.number, round(found.tokens)) == (rows, tokens)
@@ -62,7 +62,7 @@ def test_rows_that_are_too_long_count_as_a_run_treats_them(
 
 def test_packed_rows_are_made_of_those_that_are_kept(tall) -> None:
     name = str(tall.parent / "rows.jsonl")
-    data = Data(name=name, max_length=1500, packing=True, expect={"dropped": 0.6})  # pyright: ignore
+    data = Data(name=name, max_length=1500, packing=True, expect={"dropped": 0.6})
     found = plan_rows.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
     assert found and found.number == round(20 * 1000 / 1500)
     assert plan_rows.too_long(found, data)[1] is False
@@ -91,7 +91,7 @@ def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
         QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
     )
     rows = check.prepare_data(loaded)[1].train
-    assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how  # pyright: ignore
+    assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how
     with path.open("a") as file:
         file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")
     more, how = plan_tokens.lengths(data, model, [path])

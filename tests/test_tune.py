@@ -344,32 +344,9 @@ with study_storage.opened(sys.argv[1], "shared") as study:
 """
 
 
-def test_two_workers_share_a_study_in_postgresql() -> None:
-    """Begun in the same moment on an empty database; a third one dies, and its trial is queued again."""
-    if lacking := postgres.missing():
-        pytest.skip(lacking)
-    with postgres.serve() as (url, password):
-        share = [sys.executable, "-c", SHARE, url]
-        pair = [subprocess.Popen(share, cwd=ROOT) for _ in range(2)]
-        assert [process.wait() for process in pair] == [0, 0]
-        with study_storage.opened(url, "shared") as study:
-            rows = tune_report.trials(study)
-            assert [row["state"] for row in rows] == ["complete"] * 12
-            names = [row["worker"] for row in rows]
-            assert sorted(map(names.count, set(names))) == [6, 6]
-            subprocess.run([*share, "dies"], cwd=ROOT, check=False)
-            assert study_storage.take_over(study) == [12] and study_storage.take_over(study) == []
-            states = [one.state for one in study.get_trials(deepcopy=False)]
-            assert states[12:] == [TrialState.FAIL, TrialState.WAITING]
-            assert study.ask().suggest_float("x", -1, 1) == study.get_trials()[12].params["x"]
-        wrong = url.replace(password, "wrong0")
-        with pytest.raises(UserError) as raised, study_storage.opened(wrong, "shared"):
-            pass
-        assert "wrong0" not in str(raised.value) and raised.value.code == Exit.ENVIRONMENT
-
-
-def test_two_workers_share_a_journal(tmp_path) -> None:
-    share = [sys.executable, "-c", SHARE, url := f"journal:{tmp_path}/study.log"]
+def shared(url: str) -> None:
+    """Two workers begin in the same moment on an empty study; a third dies, and its trial is queued again."""
+    share = [sys.executable, "-c", SHARE, url]
     pair = [subprocess.Popen(share, cwd=ROOT) for _ in range(2)]
     assert [process.wait() for process in pair] == [0, 0]
     with study_storage.opened(url, "shared") as study:
@@ -379,6 +356,24 @@ def test_two_workers_share_a_journal(tmp_path) -> None:
         assert sorted(map(names.count, set(names))) == [6, 6]
         subprocess.run([*share, "dies"], cwd=ROOT, check=False)
         assert study_storage.take_over(study) == [12] and study_storage.take_over(study) == []
+        states = [one.state for one in study.get_trials(deepcopy=False)]
+        assert states[12:] == [TrialState.FAIL, TrialState.WAITING]
+        assert study.ask().suggest_float("x", -1, 1) == study.get_trials()[12].params["x"]
+
+
+def test_two_workers_share_a_study_in_postgresql() -> None:
+    if lacking := postgres.missing():
+        pytest.skip(lacking)
+    with postgres.serve() as (url, password):
+        shared(url)
+        wrong = url.replace(password, "wrong0")
+        with pytest.raises(UserError) as raised, study_storage.opened(wrong, "shared"):
+            pass
+        assert "wrong0" not in str(raised.value) and raised.value.code == Exit.ENVIRONMENT
+
+
+def test_two_workers_share_a_journal(tmp_path) -> None:
+    shared(f"journal:{tmp_path}/study.log")
 
 
 @pytest.mark.parametrize(

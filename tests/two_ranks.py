@@ -44,7 +44,7 @@ def run(function: Callable[..., Any], *arguments: Any, cwd: Path | None = None, 
         AssertionError: a rank failed, or did not end; with what both said.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.warm"])  # as `finetune.measured` has it
+    context.set_forkserver_preload(["finetune.warm"])  # as `trial.WARM` has it
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
