@@ -69,7 +69,9 @@ WHOLE = ("speed.compile=true", "speed.recompute=none")
 SMALL = ("speed.compile=true", "speed.recompute=all")
 GRAPHS = ("speed.compile=reduce-overhead", "speed.recompute=none")
 HALF = ("speed.compile=true", "speed.recompute=mlp")
-OFFLOADED = (*SMALL, "speed.offload=activations")
+INT8 = ("speed.compile=true", "speed.recompute=int8")
+AWAY = "speed.offload=activations"
+OFFLOADED = (*SMALL, AWAY)
 FULL = ("adapter.type=full", "train.learning_rate=1e-5", "train.save_strategy=no")
 ATTENTION = "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
 ROWS = {
@@ -87,10 +89,11 @@ ROWS = {
     "lora-fp8-recomputed": Row(("speed.base=fp8", *SMALL)),
     "lora-bf16-mlp": Row(("speed.base=bf16", *HALF)),
     "lora-fp8-mlp": Row(("speed.base=fp8", *HALF)),
+    "lora-fp8-int8": Row(("speed.base=fp8", *INT8)),
     "lora-bf16-small": Row(("speed.base=bf16", *OFFLOADED)),
     "lora-fp8-small": Row(("speed.base=fp8", *OFFLOADED)),
-    "lora-bf16-mlp-small": Row(("speed.base=bf16", *HALF, "speed.offload=activations")),
-    "lora-fp8-mlp-small": Row(("speed.base=fp8", *HALF, "speed.offload=activations")),
+    "lora-bf16-mlp-small": Row(("speed.base=bf16", *HALF, AWAY)),
+    "lora-fp8-mlp-small": Row(("speed.base=fp8", *HALF, AWAY)),
     "lora-bf16-graphs": Row(("speed.base=bf16", *GRAPHS)),
     "lora-fp8-graphs": Row(("speed.base=fp8", *GRAPHS)),
     "dora-fp8-graphs": Row(("adapter.type=dora", "speed.base=fp8", *GRAPHS)),
@@ -104,6 +107,7 @@ ROWS = {
     "full-bf16": Row((*FULL, *WHOLE), layers=8),
     "70b-fp8": Row(("speed.base=fp8", *HALF, ATTENTION), "70b-fp8", length=8192, batch=1),
     "70b-fp8-auto": Row(("speed.base=fp8", "speed.compile=true", ATTENTION), "70b-fp8", length=8192, batch=1),
+    "70b-fp8-int8": Row(("speed.base=fp8", *INT8, AWAY, ATTENTION), "70b-fp8", length=8192, batch=1),
     "cap-24": Row(("speed.compile=true",), length=2048, batch=8, cap_gib=24),
     "cap-48": Row(("adapter.type=qlora", "speed.compile=true"), "70b-nf4", length=2048, batch=1, cap_gib=48),
 }

@@ -89,7 +89,9 @@ def _offload(
     asked, optim = speed.get("offload"), train.get("optim", OFFLOADED[0])
     found: Found = []
     again = str(speed.get("recompute"))
-    if asked in ("activations", "all") and (again in ("none", "cheap") or again.startswith("mlp:")):
+    if asked in ("activations", "all") and (
+        again in ("none", "cheap") or again.startswith(("mlp:", "int8:"))
+    ):
         what = "keeps in the CPU's memory what recomputed layers leave, and not all are recomputed"
         found.append(("speed.offload", what, {"found": asked, "fix": "speed.recompute: auto"}))
     if asked not in ("optimizer", "all"):

@@ -27,6 +27,11 @@ COMPILE_SECONDS = 120  # of training from which compiling, which takes about 20 
 # Of one chunk of the loss and its copies: rows enough for the products to run at full speed, little beside
 # what training holds.
 CHUNK_BYTES = 2**30
+INT8 = (1 + 4 / 128) / 2  # bytes of a number rounded to int8 and its part of a scale, beside 2
+# Keeping gate and up in int8 writes a byte a number more and reads one less; rounding takes about what a pass
+# over two does. Making them again takes 2 FLOPs for each of `hidden`: on an H200 (4.2 TB/s, 1,250 TFLOP/s in
+# fp8) this over `hidden` is the time of the one beside the other's.
+ROUNDING = 2 / 4.2e12 * 1.25e15 / 2
 WHOLE_TILES = 256  # rows of a chunk are a multiple of it: the products' tiles are full
 
 
@@ -54,6 +59,7 @@ class Memory(NamedTuple):
     room: float  # for all of it
     mlps: float = 0.0  # of what is kept, gate and up of fused MLPs, which can be made again
     host: float = math.inf  # of the CPU's memory, for what leaves the GPU
+    rounding: float = math.inf  # time of keeping an MLP in int8 beside making it again; inf: not by `auto`
 
 
 class Widths(NamedTuple):
@@ -88,6 +94,8 @@ class Keeps(NamedTuple):
     uncast: bool = False
     """Adapters are in 16 bits while they run (FSDP2 gathers them so, DeepSpeed keeps them so): PEFT casts no
     input, and each adapter keeps what the layer before it has made."""
+    fp8: bool = False
+    """The base's products are in fp8."""
 
 
 def choose_fused(
@@ -120,13 +128,14 @@ def choose_fused(
 
 def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload: str = "none") -> Choice:
     """`none`, `cheap` (the norms of all layers), `mlp:8` (and gate and up of eight), `mlp` (of all), or how
-    many layers are recomputed whole beside that of the others (`8 of 32`); `auto` takes the least that fits.
+    many layers are recomputed whole beside that of the others (`8 of 32`); `int8` and `int8:8`: gate and up
+    are kept in int8, and made again of eight. `auto` takes the least that fits.
 
     Raises:
-        UserError: `mlp` where MLPs are not fused (exit 3).
+        UserError: `mlp` or `int8` where MLPs are not fused (exit 3).
     """
     layers = plan.layers
-    if str(asked).startswith("mlp") and not plan.mlps:
+    if str(asked).startswith(("mlp", "int8")) and not plan.mlps:
         what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
         raise UserError(Problem(what, "speed.recompute", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
     if offload in ("activations", "all") and asked == "auto":
@@ -134,13 +143,12 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
             return Choice("mlp", f"auto: {leaves:.0f} GiB of what else layers keep go to the CPU's memory")
         return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
-    if asked in ("none", "cheap", "mlp", "all"):
+    if asked in ("none", "cheap", "mlp", "int8", "all"):
         return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
     if isinstance(asked, int):
         return Choice(f"{min(asked, layers)} of {layers}", "asked for")
     if asked != "auto":
-        count = int(asked.partition(":")[2])
-        return Choice(f"mlp:{count}" if count < layers else "mlp", "asked for")
+        return Choice(asked if int(asked.partition(":")[2]) < layers else "mlp", "asked for")
     if hardware.device == "cpu":
         return Choice("none", "auto: on the CPU memory is not what is short")
     text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
@@ -149,13 +157,31 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload
     kept = plan.kept - plan.norms
     if kept <= plan.room:
         return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
+    rounded = _rounded(plan, text)
     if plan.mlps and (count := math.ceil((kept - plan.room) / plan.mlps * layers)) < layers:
         kept -= count * plan.mlps / layers
-        return Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
+        again = Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
+        return rounded if rounded and _cost(rounded.value, plan) < _cost(again.value, plan) else again
     kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
     saved = kept / layers - plan.entry
     count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
-    return Choice(f"{count} of {layers}", text)
+    return rounded or Choice(f"{count} of {layers}", text)
+
+
+def _rounded(plan: Memory, text: str) -> Choice | None:
+    """Gate and up kept in int8, as few as need be made again; `None`: not by `auto`, or it is not enough."""
+    kept, one = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers
+    count = max(0, math.ceil((kept - plan.room) / (INT8 * one))) if one else plan.layers
+    if count >= plan.layers or plan.rounding == math.inf:
+        return None
+    value = f"int8:{count}" if count else "int8"
+    text += f"; with gate and up in int8 {kept - count * INT8 * one:.0f} GiB"
+    return Choice(value, text + f", those of {count} made again" * bool(count))
+
+
+def _cost(recompute: str, plan: Memory) -> float:
+    """Time, of making gate and up of one MLP again."""
+    return split(recompute, plan.layers)[1] + plan.rounding * plan.layers * recompute.startswith("int8")
 
 
 def split(recompute: str, layers: int) -> tuple[int, int]:
@@ -304,7 +330,8 @@ def activations(
     kept = kept_gib(config, tokens, keeps) + extra
     entry = 0.0 if offload in ("activations", "all") else row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
-    return Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps)
+    rounding = ROUNDING / one.hidden if keeps.fp8 and keeps.compiled else math.inf
+    return Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, rounding=rounding)
 
 
 def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
@@ -315,6 +342,12 @@ def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
     layers = plan.layers
     if recompute == "none":
         return plan.kept, plan.kept
+    if recompute.startswith("int8"):
+        kept = plan.kept - plan.norms - plan.mlps
+        if not plan.entry:  # offloaded, as below
+            kept = min(kept, 3 * kept / layers)
+        kept += INT8 * plan.mlps * (1 - split(recompute, layers)[1] / layers)
+        return kept, kept + plan.norms / layers
     if recompute.startswith("mlp:"):  # the first layers: when they are made again, the last ones' are gone
         kept = plan.kept - plan.norms - int(recompute[4:]) * plan.mlps / layers
         return kept, kept + plan.norms / layers

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from finetune.sections import Data, Train
 
 MARK = "ablate.json"
-# What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no process
-# can be forked; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
+# What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no forked
+# process has one; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
 PRELOADED = ["finetune.tied", "torch._inductor.compile_fx", "torch.distributed.tensor"]
 PRELOADED += ["accelerate", "datasets"]
 UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
@@ -171,6 +171,9 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool)
     signal that ended it)."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(trial.WARM if cpu else PRELOADED)
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # is_available() then asks no GPU (torch.cuda)
     process = context.Process(target=_command, args=(words, log, environment))
     kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 2)  # what libraries say while they are imported
@@ -196,6 +199,10 @@ def _command(words: list[str], log: str, environment: dict[str, str]) -> None:
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    import torch
+
+    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew, it takes longer
+        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
     sys.argv = ["finetune", *words]
     runpy.run_module("finetune", run_name="__main__", alter_sys=True)
 

@@ -296,7 +296,9 @@ def _step(
     tokens = batch.per_device * (max(1, round(rows.padded)) if rows else length)
     spans, full = max(1, round(rows.attended)) if rows else length, recipe.adapter.type == "full"
     flat = recipe.data.packing or recipe.data.padding_free
-    return plan_time.Step(tokens, spans, batch.accumulation, "", full, again, halves, 1, flat)
+    rounded = (1 - halves) * recompute.value.startswith("int8")
+    parts = tokens, spans, batch.accumulation, "", full, again, halves, 1, flat
+    return plan_time.Step(*parts, rounded=rounded)
 
 
 def _parts(

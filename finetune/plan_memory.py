@@ -168,6 +168,7 @@ def keeps(
         repeated,
         has.rank > 0,
         storage in FOUR_BIT,
+        fp8=storage == "fp8",
     )
 
 
@@ -247,7 +248,7 @@ def leaving(plan: estimate.Memory, recompute: str, offload: str, entry: float) -
     """
     if offload not in ("activations", "all"):
         return 0.0
-    if recompute == "mlp":
+    if recompute in ("mlp", "int8"):
         return plan.kept - plan.norms - plan.mlps
     return estimate.split(recompute, plan.layers)[0] * entry
 

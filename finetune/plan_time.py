@@ -85,6 +85,7 @@ class Step(NamedTuple):
     base: float = 0.0  # bytes of all weights, as they are gathered where they are divided
     leaving: float = 0.0  # bytes of a pass that wait in the CPU's memory
     stepped: bool = False  # by the CPU
+    rounded: float = 0.0  # share of the layers whose gate and up are kept in int8
 
 
 def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None:
@@ -231,6 +232,7 @@ def passes(
             backward += share * 4 * every + 2 * outputs
         if step.storage == "fp8":
             forward, backward = forward + 3 * every, backward + 3 * (outside + 2 * wide)
+        forward, backward = forward + 2 * wide * step.rounded, backward - 2 * wide * step.rounded
         if kept.columns:
             forward, backward = forward + 4 * outside, backward + 8 * outside
         if not kept.compiled:  # norms, rope and residuals in many passes

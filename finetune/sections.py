@@ -207,19 +207,20 @@ class Speed(Section):
     """torch.compile for each decoder layer, if need be in one of torch's modes; `auto`: on GPUs, in runs of
     more than two minutes."""
     recompute: (
-        Literal["auto", "none", "cheap", "mlp", "all"]
+        Literal["auto", "none", "cheap", "int8", "mlp", "all"]
         | Annotated[int, Field(ge=1)]
-        | Annotated[str, Field(pattern=r"^mlp:[1-9]\d{0,3}$")]
+        | Annotated[str, Field(pattern=r"^(mlp|int8):[1-9]\d{0,3}$")]
     ) = "auto"
     """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept; `mlp`: those
-    and the first half of fused MLPs, two thirds for a sixth more time (`mlp:8`: of eight layers'); `all`
-    layers, for a third more; or how many layers, beside that of the others. `auto` takes the least that
-    fits."""
+    and the first half of fused MLPs, two thirds for a sixth more time (`mlp:8`: of eight layers'); `int8`:
+    that half is kept rounded, a third for a fiftieth more time, gradients a hundredth off (`int8:8`: and of
+    eight layers made again); `all` layers, for a third more; or how many layers, beside that of the others.
+    `auto` takes the least that fits, `int8` on an fp8 base alone."""
     offload: Literal["none", "activations", "optimizer", "all"] = "none"
     """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `recompute: mlp`, which
-    `recompute: auto` takes where the CPU has room for it, or the inputs of layers that are recomputed whole;
-    copied beside the layers. `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's
-    is small."""
+    `recompute: auto` takes where the CPU has room for it, or the inputs of layers that are recomputed whole
+    (under `int8`: all but that); copied beside the layers. `optimizer`: AdamW's state, which steps on the
+    CPU; for `full`, as an adapter's is small."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

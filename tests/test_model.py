@@ -109,6 +109,17 @@ def test_recompute_is_planned_from_memory() -> None:
     assert max(at_once(fused, "mlp:16")) == 32 + 8 / 32 and split("mlp:16", 32) == (0, 16)
     assert choose_recompute("auto", fused._replace(room=19.0), H100).value == "mlp:31"
     assert choose_recompute("auto", fused._replace(room=10.0), H100).value == "21 of 32"
+    in_fp8 = fused._replace(rounding=0.25)  # an MLP in int8 costs a quarter of one made again
+    assert choose_recompute("auto", in_fp8._replace(room=46.0), H100).value == "cheap"
+    assert choose_recompute("auto", in_fp8._replace(room=45.0), H100).value == "mlp:2"  # in int8: 8
+    assert choose_recompute("auto", in_fp8._replace(room=33.0), H100).value == "int8"  # 46 - 28 x 0.484
+    assert choose_recompute("auto", in_fp8._replace(room=30.0), H100).value == "int8:6"
+    assert (
+        max(at_once(fused, "int8:6")) <= 30.25 and split("int8:6", 32) == (0, 6) and split("int8", 32)[1] == 0
+    )
+    assert choose_recompute("auto", in_fp8._replace(room=10.0), H100).value == "21 of 32"
+    assert choose_recompute("int8", fused, CPU).value == "int8"
+    assert choose_recompute("int8:40", fused, CPU).value == "mlp"
     assert choose_recompute("mlp", fused, CPU).value == choose_recompute("mlp:32", fused, CPU).value == "mlp"
     assert choose_recompute("mlp:5", fused, CPU).value == "mlp:5"
     assert split("8 of 32", 32) == (8, 24) and split("mlp", 32) == (0, 32) and split("cheap", 32) == (0, 0)

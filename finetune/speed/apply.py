@@ -18,6 +18,7 @@ from finetune import adapter_types, estimate, qat, shards
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile, choose_recompute
 from finetune.hardware import Choice
+from finetune.speed.fp8 import Fp8Linear
 from finetune.speed.offload import Activations
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
         count, mlps = estimate.split(recompute.value, len(layers))
-        add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0)
+        rounded = recompute.value.startswith("int8")
+        add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
     if speed.offload in ("activations", "all"):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
-        chosen = [one for one in layers if one.gradient_checkpointing or recompute.value == "mlp"]
+        chosen = [one for one in layers if one.gradient_checkpointing or recompute.value in ("mlp", "int8")]
         Activations(chosen, device)
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
@@ -152,11 +154,14 @@ def breaking(model: Any) -> str:
     return f"PEFT's forward of {', '.join(sorted(found))} breaks the graph" if found else ""
 
 
-def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, mlps: int = 0) -> None:
+def add_recompute(
+    model: Any, layers: list[Any], count: int, ledger: Ledger, *, mlps: int = 0, rounded: bool = False
+) -> None:
     """Recompute `count` of the layers, evenly spread, the first among them; of the others their norms.
 
     Args:
         mlps: of so many of the others, the first ones, gate and up too, which are fused.
+        rounded: gate and up that are not made again are kept in int8.
     """
     chosen = {i * len(layers) // count for i in range(count)}
     if count:
@@ -168,17 +173,22 @@ def add_recompute(model: Any, layers: list[Any], count: int, ledger: Ledger, *, 
         for norm in [] if index in chosen else norms_of(layer):
             norm.forward = MethodType(_again, norm)  # a partial is its own: each layer would be compiled
     others = [layer for index, layer in enumerate(layers) if index not in chosen]
-    for stack in [stack for layer in others[:mlps] for stack in fused_mlps(layer)]:
-        stack.again = True
+    for index, layer in enumerate(others):
+        for stack in fused_mlps(layer):
+            stack.kept = "input" if index < mlps else "int8" if rounded else "product"
     total, wrapped = len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers)
     alone = sum("forward" in vars(norm) for layer in layers for norm in norms_of(layer))
-    again = sum(stack.again for layer in layers for stack in fused_mlps(layer))
+    kept = [stack.kept for layer in layers for stack in fused_mlps(layer)]
+    again, in_int8 = kept.count("input"), kept.count("int8")
     got = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
     got += f", gate and up of {again} MLPs" if again else ""
-    some = "mlp" if mlps == total else f"mlp:{mlps}" if mlps else "cheap"
+    got += f"; those of {in_int8} kept in int8" if in_int8 else ""
+    some = "mlp" if mlps == total else "int8" if rounded else "mlp" if mlps else "cheap"
+    some += f":{mlps}" if 0 < mlps < total else ""
     asked = f"{count} of {total}" if count else some
-    how = "layers with the flag set, norms with a forward that is checkpointed, MLPs that keep their input"
-    ledger.add("speed.recompute", asked, got, how, ok=wrapped == count and again == mlps)
+    how = "layers with the flag set, norms with a forward that is checkpointed, what MLPs keep"
+    right = wrapped == count and again == mlps and in_int8 == (total - mlps if rounded else 0)
+    ledger.add("speed.recompute", asked, got, how, ok=right)
 
 
 def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:
@@ -236,7 +246,8 @@ def memory(
     repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
     four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
     keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
-    keeps = keeps._replace(uncast=adapted and parts > 1)
+    in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
+    keeps = keeps._replace(uncast=adapted and parts > 1, fp8=in_fp8)
     given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
     return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model))
 

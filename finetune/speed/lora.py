@@ -81,7 +81,7 @@ class Stack:
         self.x: torch.Tensor | None = None  # the input that the outputs in `ready` are of
         self.ready: dict[int, torch.Tensor] = {}
         self.tracked = True  # whether with gradient
-        self.again = False  # of gate and up: their product is made again in backward, not kept
+        self.kept = "product"  # of gate and up, until backward: that, in `int8`, or their `input`
 
     def active(self) -> bool:
         """Whether the layers are as they were fused: in training, that adapter on, not merged."""
@@ -143,7 +143,7 @@ def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tens
     a_down, b_down = last.a, outer(flat, down.sizes, [last])
     if a_down is not None and b_down is not None:
         a_down = nn.functional.pad(a_down.to(flat.dtype), (0, 0, 0, b_down.shape[1] - len(a_down)))
-    y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, both.stored, down.stored, act, both.again)
+    y = _GatedMlp.apply(flat, t, b, column, a_down, b_down, both.stored, down.stored, act, both.kept)
     y = y if last.column is None else (y * last.column).to(y.dtype)
     return y.view(x.shape)
 
@@ -261,17 +261,18 @@ class _Linear(torch.autograd.Function):
 class _GatedMlp(torch.autograd.Function):
     """y = h W_down^T + (h a_down^T) b_down^T, of h = act(gate) up and (gate, up) = column (x W^T + t b^T).
 
-    Kept for backward are the base's product (`again`: x, to make it from) and the thin ones, not h. t, b,
-    column, and a_down with b_down may be `None`. `stored` are W and W_down as they are held.
+    Kept for backward are the base's product (`kept`: `product`; `int8`: rounded; `input`: x, to make it from)
+    and the thin ones, not h. t, b, column, and a_down with b_down may be `None`. `stored` are W and W_down as
+    they are held.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, t: Any, b: Any, column: Any, a_down: Any, b_down: Any, stored: Stored,
-        stored_down: Stored, act: str, again: bool,
+        stored_down: Stored, act: str, kept: str,
     ) -> torch.Tensor:  # fmt: skip
         gu, in_fp8 = product(x, stored), len(stored_down) == 2
-        h, amax = ops.activate(gu, t, b, column, act, in_fp8)
+        h, amax, *in_int8 = ops.activate(gu, t, b, column, act, in_fp8, kept == "int8")
         t_down = None
         if in_fp8 and a_down is not None:
             codes, step, t_down = ops.quantise_product(h, None, amax, a_down.t())
@@ -284,23 +285,25 @@ class _GatedMlp(torch.autograd.Function):
             t_down = None if a_down is None else h @ a_down.t()
         if t_down is not None:
             ops.add_product_(y, t_down, b_down)
-        ctx.act, ctx.count, ctx.again = act, len(stored), again
-        ctx.save_for_backward(x if again else gu, t, b, column, a_down, b_down, t_down, *stored, *stored_down)
+        ctx.act, ctx.count, ctx.kept = act, len(stored), kept
+        first = in_int8 if kept == "int8" else (x if kept == "input" else gu, None)
+        ctx.save_for_backward(*first, t, b, column, a_down, b_down, t_down, *stored, *stored_down)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        kept, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
+        gu, scale, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
         grad, first = grads[0].contiguous(), stored[: ctx.count]
-        if ctx.again and len(first) > 2:  # dequantised once for both products
+        if ctx.kept == "input" and len(first) > 2:  # dequantised once for both products
             first = (ops.dequantise(list(first), grad.dtype, grad),)
-        gu = product(ops.later(kept, grad), first) if ctx.again else kept
+        if ctx.kept == "input":
+            gu = product(ops.later(gu, grad), first)
         dh = input_gradient(grad, stored[ctx.count :])
         dt_down = None if a_down is None else grad @ b_down
         db_down = None if a_down is None else grad.t() @ t_down
         weight_scale = first[1].flatten() if len(first) == 2 else None
         dgu, amax, dcolumn, db, da_down = ops.activate_backward(
-            gu, t, b, column, ctx.act, dh, dt_down, a_down, weight_scale
+            gu, t, b, column, ctx.act, dh, dt_down, a_down, weight_scale, scale
         )
         dt = dx = None
         if weight_scale is None or not ctx.needs_input_grad[0]:

@@ -1,8 +1,9 @@
-"""The operators that speed needs: rounding to fp8, a transpose, 4-bit weights, a thin product, an activation.
+"""The operators that speed needs: rounding to fp8 and int8, a transpose, 4-bit weights, a thin product, an
+activation.
 
-Each is registered with torch, so that torch.compile takes it as it is: on a GPU a Triton kernel (`kernels`),
-elsewhere the same mathematics in plain torch, which the kernels are tested against. T is tokens, N outputs,
-F the intermediate size, R a rank padded to a power of two (16 or more).
+Each is registered with torch, so that torch.compile takes it as it is: on a GPU a Triton kernel (`kernels`,
+`activation_kernels`), elsewhere the same mathematics in plain torch, which the kernels are tested against. T
+is tokens, N outputs, F the intermediate size, R a rank padded to a power of two (16 or more).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 import torch
 
 kernels: Any = None
+activation_kernels: Any = None
 if torch.cuda.is_available():
-    from finetune.speed import kernels
+    from finetune.speed import activation_kernels, kernels
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 NESTED = 256  # scales of 4-bit blocks that share a scale of their own
+BLOCK = 128  # numbers rounded to int8 that share a scale
 
 
 @torch.library.custom_op(
@@ -174,7 +177,8 @@ def _(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
 @torch.library.custom_op(
     "finetune::activate",
     mutates_args=(),
-    schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act, bool largest) -> (Tensor, Tensor)",
+    schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act, bool largest, bool rounded=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def activate(
     gu: torch.Tensor,
@@ -183,7 +187,8 @@ def activate(
     column: torch.Tensor | None,
     act: str,
     largest: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """h = act(gate) up, of (gate, up) = column (gu + t b^T).
 
     Args:
@@ -193,30 +198,61 @@ def activate(
         column: a factor for each output [2 F] in fp32, or `None`.
         act: `silu` or `gelu_tanh`.
         largest: whether each row's largest |h| is wanted, to round h to fp8.
+        rounded: whether gu is wanted in int8, for backward.
 
     Returns:
-        h [T, F]; the largest |h| of each row [T] in float32 (empty if not wanted).
+        h [T, F]; the largest |h| of each row [T] in float32; `compress` of gu. What is not wanted is empty.
     """
+    within = gu.shape[1] // 2 % BLOCK == 0  # a kernel's tiles are blocks then
+    codes, scale = gu.new_empty(0, dtype=torch.int8), gu.new_empty(0, dtype=torch.float32)
+    if rounded and not (gu.is_cuda and within):
+        codes, scale = compress(gu)
     if gu.is_cuda:
-        return kernels.activate(gu, t, b, column, act, largest)
+        h, amax, *made = activation_kernels.activate(gu, t, b, column, act, largest, rounded and within)
+        return (h, amax, *made) if rounded and within else (h, amax, codes, scale)
     gate, up = _gate_and_up(gu, t, b, column)
     h = (_act(gate, act)[0] * up).to(gu.dtype)
-    return h, h.float().abs().amax(1) if largest else gu.new_empty(0, dtype=torch.float32)
+    amax = h.float().abs().amax(1) if largest else gu.new_empty(0, dtype=torch.float32)
+    return h, amax, codes, scale
 
 
 @activate.register_fake
 def _(
-    gu: torch.Tensor, t: object, b: object, column: object, act: str, largest: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gu: torch.Tensor, t: object, b: object, column: object, act: str, largest: bool, rounded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     amax = gu.new_empty(gu.shape[0] if largest else 0, dtype=torch.float32)
-    return gu.new_empty(gu.shape[0], gu.shape[1] // 2), amax
+    codes = gu.new_empty(gu.shape if rounded else 0, dtype=torch.int8)
+    blocks = (len(gu), gu.shape[1] // math.gcd(gu.shape[1] // 2, BLOCK)) if rounded else 0
+    scale = gu.new_empty(blocks, dtype=torch.float32)
+    return gu.new_empty(gu.shape[0], gu.shape[1] // 2), amax, codes, scale
+
+
+def compress(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, N] in int8, for backward: half of its memory, each number off by at most 1/254 of the largest in
+    its block of 128 (activation compression: ActNN, arXiv 2104.14129).
+
+    Returns:
+        codes: [T, N] int8.
+        scale: [T, N / 128] float32; NaN for a block that holds NaN or infinity. (Where 128 does not divide
+            N / 2, blocks are of the largest power of two that does.)
+    """
+    values = x.float().view(len(x), -1, math.gcd(x.shape[1] // 2, BLOCK))
+    scale = (values.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = scale + 0 * values.sum(-1)
+    codes = (values / scale[..., None] + 0.5).floor()
+    return codes.nan_to_num().to(torch.int8).view(x.shape), scale
+
+
+def expand(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `compress` has kept, [T, N] in `dtype`."""
+    return (codes.float().view(*scale.shape, -1) * scale[..., None]).to(dtype).view(codes.shape)
 
 
 @torch.library.custom_op(
     "finetune::activate_backward",
     mutates_args=(),
     schema="(Tensor gu, Tensor? t, Tensor? b, Tensor? column, str act, Tensor dh, Tensor? dt_down, "
-    "Tensor? a_down, Tensor? weight_scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? a_down, Tensor? weight_scale, Tensor? scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def activate_backward(
     gu: torch.Tensor,
@@ -228,6 +264,7 @@ def activate_backward(
     dt_down: torch.Tensor | None,
     a_down: torch.Tensor | None,
     weight_scale: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `activate` gives back for the gradient dh + dt_down a_down of h; h itself is made again inside.
 
@@ -235,14 +272,19 @@ def activate_backward(
         dh: the gradient through the frozen weight [T, F].
         dt_down: that of the next adapter's inner product [T, R], or `None`; `a_down` is its matrix [R, F].
         weight_scale: of the fp8 weight that made gu [2 F], or `None`.
+        scale: with it, gu is what `compress` has made of the base's product; or `None`.
 
     Returns:
         dgu [T, 2 F]; the largest |dgu weight_scale| of each row [T] (empty without `weight_scale`); the
         gradients of `column` [2 F], of b [2 F, 2 R] (where b is not block-diagonal, zero) and of a_down
         [R, F], each empty without it.
     """
+    if scale is not None and not (gu.is_cuda and dh.shape[1] % BLOCK == 0):
+        gu, scale = expand(gu, scale, dh.dtype), None
     if gu.is_cuda:
-        made = kernels.activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale)
+        made = activation_kernels.activate_backward(
+            gu, t, b, column, act, dh, dt_down, a_down, weight_scale, scale
+        )
     else:
         made = _activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale)
     dgu, h, amax, dcolumn, db, da_down = made
@@ -255,8 +297,8 @@ def activate_backward(
         dgu,
         amax,
         dcolumn,
-        gu.new_empty(0) if db is None else torch.block_diag(*db),
-        gu.new_empty(0) if da_down is None else da_down,
+        dh.new_empty(0) if db is None else torch.block_diag(*db),
+        dh.new_empty(0) if da_down is None else da_down,
     )
 
 
@@ -288,17 +330,18 @@ def _(
     b: torch.Tensor | None,
     column: object,
     act: str,
-    dh: object,
+    dh: torch.Tensor,
     dt_down: object,
     a_down: torch.Tensor | None,
     weight_scale: object,
+    scale: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    exact = gu.dtype if gu.dtype == torch.float64 else torch.float32
+    exact = dh.dtype if dh.dtype == torch.float64 else torch.float32
     amax = gu.new_empty(gu.shape[0] if weight_scale is not None else 0, dtype=torch.float32)
-    dcolumn = gu.new_empty(gu.shape[1] if column is not None else 0, dtype=exact)
-    db = gu.new_empty(0 if b is None else b.shape)
-    da_down = gu.new_empty(0 if a_down is None else a_down.shape)
-    return torch.empty_like(gu), amax, dcolumn, db, da_down
+    dcolumn = dh.new_empty(gu.shape[1] if column is not None else 0, dtype=exact)
+    db = dh.new_empty(0 if b is None else b.shape)
+    da_down = dh.new_empty(0 if a_down is None else a_down.shape)
+    return torch.empty_like(gu, dtype=dh.dtype), amax, dcolumn, db, da_down
 
 
 def _gate_and_up(

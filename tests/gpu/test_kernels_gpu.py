@@ -120,17 +120,18 @@ def test_activation(shape: tuple[int, int], act: str, rank: int, scaled: bool) -
     column = torch.rand(2 * size) + 0.5 if scaled else None
     weight = torch.rand(2 * size) if scaled else None
     given = (gu, t, b, column)
-    for ours, right in zip(
-        ops.activate(*on_gpu(*given), act, scaled), ops.activate(*given, act, scaled), strict=True
-    ):
-        assert ours.shape == right.shape and (not right.numel() or error(ours, right) < 5e-3)
-    got = ops.activate_backward(*on_gpu(*given), act, *on_gpu(dh, dt, a, weight))
-    expected = ops.activate_backward(*given, act, dh, dt, a, weight)
-    names = ("dgu", "amax", "dcolumn", "db", "da_down")
-    for name, ours, right in zip(names, got, expected, strict=True):
-        assert ours.shape == right.shape, name
-        if right.numel():
-            assert error(ours, right) < 5e-3, name
+    for rounded in (False, True):
+        made = ops.activate(*on_gpu(*given), act, scaled, rounded)
+        for ours, right in zip(made, ops.activate(*given, act, scaled, rounded), strict=True):
+            assert ours.shape == right.shape and (not right.numel() or error(ours, right) < 5e-3)
+        gu, scale = (made[2].cpu(), made[3].cpu()) if rounded else (gu, None)
+        got = ops.activate_backward(*on_gpu(gu, t, b, column), act, *on_gpu(dh, dt, a, weight, scale))
+        expected = ops.activate_backward(gu, t, b, column, act, dh, dt, a, weight, scale)
+        names = ("dgu", "amax", "dcolumn", "db", "da_down")
+        for name, ours, right in zip(names, got, expected, strict=True):
+            assert ours.shape == right.shape, name
+            if right.numel():
+                assert error(ours, right) < 5e-3, name
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 1), (100, 4096, 16), (70, 14336, 24), (1030, 200, 64)], ids=str)
