@@ -44,6 +44,17 @@ def split_batch(train: Train, processes: int) -> Batch:
     return Batch(effective, per_device, share // per_device)
 
 
+def most_processes(train: Train, devices: int) -> tuple[int, str]:
+    """As many processes, one for each of the devices, as a step's rows can be split over; why not all."""
+    effective, stated = train.effective_batch_size, train.per_device_train_batch_size
+    rows = stated if isinstance(stated, int) else 1
+    found = max((n for n in range(1, devices + 1) if effective % (n * rows) == 0), default=1)
+    if found == devices:
+        return devices, ""
+    by = f"{devices} x {rows} rows" if rows > 1 else str(devices)
+    return found, f"auto: {found} of {devices} GPUs: effective_batch_size {effective} does not divide by {by}"
+
+
 def sizes(share: int, most: int) -> list[int]:
     """Rows at once that `per_device_train_batch_size: auto` tries of a process's share, the least first."""
     return [n for n in range(1, min(share, MOST, most) + 1) if share % n == 0]

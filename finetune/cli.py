@@ -21,6 +21,7 @@ from finetune.given import load, located, opened, writing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from finetune.hardware import Start
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
 
@@ -93,7 +94,7 @@ def train(options: argparse.Namespace) -> None:
         if options.accelerate:
             checks.pinned(recipe)  # for the processes of the launch; without a config the plan does it
         again = arguments.train_again(options) + flags(options)
-        launch.if_needed(again, options.accelerate, functools.partial(planning.launch_of, recipe))
+        launch.if_needed(again, functools.partial(planning.launch_of, recipe), options.accelerate)
         if main and recipe.publish.repo:
             notes += publish_run.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
@@ -234,7 +235,7 @@ def evaluate(options: argparse.Namespace) -> None:
         options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
     if not launch.launched():
         again = ["evaluate", str(run.path), *options.overrides, *flags(options)]
-        launch.if_needed(again, choose=functools.partial(processes_of, run, options.overrides))
+        launch.if_needed(again, functools.partial(processes_of, run, options.overrides))
     quieten_libraries()
     from finetune import evaluate as evaluation
     from finetune import report as reporting
@@ -249,7 +250,7 @@ def evaluate(options: argparse.Namespace) -> None:
         reporting.after(run.path, screen)
 
 
-def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> tuple[str, str]:
+def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> Start:
     """How a run is evaluated on several GPUs; called where there are several."""
     from finetune import evaluate as evaluation
 
@@ -300,7 +301,8 @@ def compare(options: argparse.Namespace) -> None:
         from finetune import launch
 
         if not launch.launched():
-            launch.if_needed(["compare", *arguments.compare_again(options), *flags(options)])
+            again = ["compare", *arguments.compare_again(options), *flags(options)]
+            launch.if_needed(again, functools.partial(launch.data_parallel, recipe.train))
         quieten_libraries()
         from finetune import compare as comparing
 

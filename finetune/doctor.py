@@ -12,6 +12,7 @@ from finetune import architecture, check, estimate, measure, qat
 from finetune import hardware as hw
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.attention_choice import Rows
+from finetune.batch import most_processes
 from finetune.errors import UserError
 from finetune.estimate import choose_compile
 from finetune.run_folder import PACKAGES
@@ -86,7 +87,7 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
         *_memory(speed, recipe, machine),
         *_optimizer(given, machine),
         *_batches(train, given, data),
-        *_loader(given, machine),
+        *_loader(train, given, machine),
     ]
 
 
@@ -235,8 +236,8 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
     ]
 
 
-def _loader(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
-    given = {**hw.loader(machine, max(1, machine.count)), **given}
+def _loader(train: Train, given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
+    given = {**hw.loader(machine, most_processes(train, machine.count)[0]), **given}
     workers = int(given["dataloader_num_workers"])
     pinned = given["dataloader_pin_memory"] and machine.device == "cuda"
     state = "active" if pinned else "not possible" if machine.device == "cpu" else "off"
@@ -269,11 +270,12 @@ def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
     launch = hw.launch(machine)
     base = _base(recipe, machine)
     launcher = "accelerate launch" if machine.count > 1 else "in place"
+    _, fewer = most_processes(recipe.train if recipe else Train(), machine.count)
     return [
         ("precision", launch.precision, launch.precision_reason),
         ("base", base.value, base.reason),
         ("attention", *_chosen_attention(recipe, machine)),
-        ("launcher", launcher, f"{machine.count} device(s)"),
+        ("launcher", launcher, fewer or f"{machine.count} device(s)"),
     ]
 
 

@@ -39,6 +39,7 @@ from finetune import (
 from finetune.data import load, prepare
 from finetune.data.formats import Example
 from finetune.errors import Exit, Problem, UserError
+from finetune.hardware import Start
 from finetune.results import Measured
 
 if TYPE_CHECKING:
@@ -244,12 +245,14 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     return qat.prepare(model.load(section, setup, device).eval(), recipe.speed.qat).eval()
 
 
-def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> tuple[str, str]:
-    """The shipped config that shares the rows among all GPUs, none where one process needs them all; why."""
+def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
+    """The shipped config that shares the rows among all GPUs, none where one process needs them all."""
     recipe = run_folder.recipe_of(run, overrides)
     if too_large(recipe.model, setup_of(recipe)):
-        return "", f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
-    return "ddp_8", f"{machine.count} GPUs: each has the whole base and its share of the rows"
+        reason = f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
+        return Start("", reason, 1)
+    reason = f"{machine.count} GPUs: each has the whole base and its share of the rows"
+    return Start("ddp_8", reason, machine.count)
 
 
 def too_large(section: Model, setup: Setup) -> bool:

@@ -28,6 +28,15 @@ class Choice(NamedTuple):
     reason: str
 
 
+class Start(NamedTuple):
+    """How a command starts on a machine with several GPUs."""
+
+    config: str
+    """The name of a shipped accelerate config; empty: one process, in place."""
+    reason: str
+    processes: int
+
+
 @dataclass(frozen=True)
 class Hardware:
     device: str  # cuda | cpu

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import launch_config, launch_env, shipped
+from finetune.batch import most_processes
 from finetune.errors import Exit, Problem, UserError
-from finetune.hardware import default_precision, detect
+from finetune.hardware import Start, default_precision, detect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.hardware import Hardware
-
+    from finetune.sections import Train
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 KILLED_LATER = 20  # seconds; torch's launcher waits 30 before it kills who does not end when told to
@@ -37,8 +38,8 @@ def launched() -> bool:
 
 def if_needed(
     arguments: list[str],
+    choose: Callable[[Hardware], Start],
     config: str | None = None,
-    choose: Callable[[Hardware], tuple[str, str]] | None = None,
 ) -> None:
     """Replace this process by `accelerate launch` where a config was named or several GPUs are visible.
 
@@ -46,11 +47,12 @@ def if_needed(
 
     Args:
         arguments: of the `finetune` command, its name first.
+        choose: how to start on this machine; called where several GPUs are visible and no config was named.
         config: an accelerate config: a file, or the name of a shipped one.
-        choose: the name of a shipped config for this machine, empty for one process, and why; `None`: DDP.
 
     Raises:
-        UserError: no such config, or one that Accelerate would not follow as it is written (exit 2).
+        UserError: no such config, or one that Accelerate would not follow as it is written (exit 2); what
+            `choose` refuses.
     """
     if launched():
         return check_the_launchers()
@@ -59,21 +61,28 @@ def if_needed(
         machine = detect()
         if machine.count < 2:
             return
-        name, reason = (
-            choose(machine) if choose else ("ddp_8", f"{machine.count} GPUs: the whole base on each")
-        )
-        print(f"note: {reason}", flush=True)
-        if not name:
+        start = choose(machine)
+        print(f"note: {start.reason}", flush=True)
+        if not start.config:
             return
-        config = str(shipped.folder("accelerate_configs") / f"{name}.yaml")
-        extra = ["--num_processes", str(machine.count)]
+        config = str(shipped.folder("accelerate_configs") / f"{start.config}.yaml")
+        extra = ["--num_processes", str(start.processes)]
         extra += ["--mixed_precision", default_precision(machine).value]
+        if start.processes == 1:  # the Trainer would spread one process over all GPUs that it sees
+            extra += ["--gpu_ids", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]]
     config = str(find(config))
     launch_config.check(Path(config))
     command = ["--config_file", config, *extra, "-m", "finetune", *arguments]
     print(shlex.join(["accelerate", "launch", *command]), flush=True)
     os.environ |= launch_config.environment(Path(config))
     os.execv(sys.executable, [sys.executable, "-m", "finetune.launch", *command])
+
+
+def data_parallel(train: Train, machine: Hardware) -> Start:
+    """The whole base on each GPU, of as many as a step's rows can be split over."""
+    count, fewer = most_processes(train, machine.count)
+    config = "ddp_8" if count > 1 else "single_gpu"
+    return Start(config, fewer or f"{count} GPUs: the whole base on each", count)
 
 
 def check_the_launchers() -> None:

@@ -30,9 +30,9 @@ from finetune import (
     plan_rows,
     plan_time,
 )
-from finetune.batch import MARGIN, Batch, sizes, split_batch
+from finetune.batch import MARGIN, Batch, most_processes, sizes, split_batch
 from finetune.errors import Exit, Problem, UserError
-from finetune.hardware import Choice, Hardware
+from finetune.hardware import Choice, Hardware, Start
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 
 if TYPE_CHECKING:
@@ -138,30 +138,37 @@ def make(
 
     Args:
         cpu_rate: FLOP/s of a layer on the CPU, if it has been timed.
-        by: how the launch divides the training; `None`: as `finetune train` chooses it.
+        by: how the launch divides the training; `None`: as `finetune train` chooses it, over fewer processes
+            where the batch can't be split over all.
 
     Raises:
         UserError: what a run would refuse as well.
     """
     if by is not None or processes == 1:
         return under(recipe, machine, processes, by or ONE, cpu_rate)
+    processes, fewer = most_processes(recipe.train, processes)
+    if processes == 1:
+        alone = under(recipe, machine, 1, ONE, cpu_rate)
+        return replace(alone, choices={"launch": Choice("single_gpu", fewer), **alone.choices})
     whole = under(recipe, machine, processes, DDP, cpu_rate)
     split = None if whole.fits else under(recipe, machine, processes, FSDP2, cpu_rate)
     made, parts = split or whole, split.peak if split else None
     storage = made.choices["base"].value
     reason = plan_launch.reason(processes, machine.memory_gib, whole.peak, parts, made.usable, storage)
+    reason = f"{fewer}; {reason}" if fewer else reason
     launch = Choice(plan_launch.config_name(made.by, storage), reason)
     return replace(made, choices={"launch": launch, **made.choices})
 
 
-def launch_of(recipe: Recipe, machine: Hardware) -> Choice:
-    """The shipped accelerate config for all GPUs of this machine, and why: that of the plan.
+def launch_of(recipe: Recipe, machine: Hardware) -> Start:
+    """The shipped accelerate config for the GPUs of this machine, and why: that of the plan.
 
     Raises:
         UserError: what this machine or so many processes can't do with the recipe (exit 2 or 3).
     """
     check.setup_of(recipe)
-    return make(recipe, machine, machine.count).choices["launch"]
+    made = make(recipe, machine, machine.count)
+    return Start(*made.choices["launch"], made.processes)
 
 
 def under(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import check, checkpoint, hardware
-from finetune.batch import split_batch
+from finetune.batch import most_processes, split_batch
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def shortened(recipe: Recipe) -> list[str]:
     overrides = []
     if recipe.adapter.type == "adalora" and "tinit" not in recipe.adapter.model_fields_set:
         overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the proof
-    processes = max(1, hardware.detect().count)
+    processes, _ = most_processes(recipe.train, hardware.detect().count)
     batch = split_batch(recipe.train, processes)
     if batch.accumulation > 2 and recipe.train.per_device_train_batch_size != "auto":
         overrides.append(f"train.effective_batch_size={2 * batch.per_device * processes}")

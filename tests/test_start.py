@@ -1,0 +1,108 @@
+"""How many GPUs a command starts on."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from conftest import QUICKSTART, planned
+
+from finetune import cli, doctor, hardware, launch, prove, recipe
+from finetune.batch import most_processes
+from finetune.hardware import Hardware
+from finetune.sections import Train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def gpus(count: int) -> Hardware:
+    return Hardware("cuda", "NVIDIA H100 80GB HBM3", count, (9, 0), 79.6, 96)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], list[list[str]]]:
+    """`on(machine)`: as if on that machine; the launches that are started there."""
+
+    def make(machine: Hardware) -> list[list[str]]:
+        started: list[list[str]] = []
+        for module in (launch, hardware):
+            monkeypatch.setattr(module, "detect", lambda: machine)
+        monkeypatch.setattr("os.execv", lambda path, command: started.append(command) or sys.exit(0))
+        return started
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    return make
+
+
+@pytest.mark.parametrize(
+    ("devices", "train", "taken", "by"),
+    [
+        (3, {}, 2, "3"),
+        (5, {}, 4, "5"),
+        (6, {}, 4, "6"),
+        (7, {}, 4, "7"),
+        (8, {}, 8, ""),
+        (6, {"effective_batch_size": 48}, 6, ""),
+        (4, {"effective_batch_size": 7}, 1, "4"),
+        (8, {"per_device_train_batch_size": 8}, 4, "8 x 8 rows"),
+        (8, {"per_device_train_batch_size": "auto"}, 8, ""),
+    ],
+)
+def test_the_most_gpus_that_divide_the_batch(devices: int, train: dict, taken: int, by: str) -> None:
+    found, reason = most_processes(Train.model_validate(train), devices)
+    size = train.get("effective_batch_size", 32)
+    said = f"auto: {taken} of {devices} GPUs: effective_batch_size {size} does not divide by {by}"
+    assert (found, reason) == (taken, said if by else "")
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(("count", "taken"), [(3, 2), (6, 4), (8, 8)])
+def test_a_command_starts_on_the_gpus_that_its_batch_divides_by(
+    command: str, count: int, taken: int, on, capsys
+) -> None:
+    started = on(gpus(count))
+    more = ["--adapters", "lora,ia3"] if command == "compare" else []
+    with pytest.raises(SystemExit):
+        cli.main([command, str(QUICKSTART), "train.effective_batch_size=32", *more])
+    words, said = started[0], capsys.readouterr().out
+    assert words[words.index("--num_processes") + 1] == str(taken) and "--gpu_ids" not in words
+    assert said.count(f"auto: {taken} of {count} GPUs") == (taken < count)
+
+
+def test_one_process_of_several_gpus_sees_one(on, capsys, monkeypatch) -> None:
+    """The Trainer spreads a single process over all GPUs that it sees."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    started = on(gpus(3))
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(QUICKSTART), "train.effective_batch_size=7"])
+    words = started[0][started[0].index("--config_file") :]
+    given, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert words[1].endswith("single_gpu.yaml") and not given.multi_gpu and given.num_processes == 1
+    assert prepare_simple_launcher_cmd_env(given)[1]["CUDA_VISIBLE_DEVICES"] == "5"
+    assert "auto: 1 of 3 GPUs: effective_batch_size 7 does not divide by 3" in capsys.readouterr().out
+
+
+def test_plan_doctor_and_proofs_take_as_many(large, on, capsys) -> None:
+    given = ["train.effective_batch_size=32"]
+    made = planned(large, *given, gpu="h100-80gb", count=6)
+    assert made.processes == 4 and made.batch.effective == 32
+    assert made.choices["launch"].reason.startswith("auto: 4 of 6 GPUs")
+    assert "; 4 GPUs: training needs" in made.choices["launch"].reason
+    alone = planned(large, "train.effective_batch_size=7", gpu="h100-80gb", count=6)
+    assert (alone.processes, alone.choices["launch"].value) == (1, "single_gpu")
+    on(gpus(6))
+    loaded = recipe.load(QUICKSTART, given)
+    rows = {row[0]: row[2] for row in doctor._choices(loaded, gpus(6))}
+    assert rows["launcher"] == "auto: 4 of 6 GPUs: effective_batch_size 32 does not divide by 6"
+    assert "train.effective_batch_size=" not in "".join(prove.shortened(loaded))  # two passes as it is
+
+
+def test_a_number_of_processes_that_was_asked_for_stays(large, capsys) -> None:
+    asked = ["plan", str(large), "--gpu", "h100-80gb", "--gpus", "3"]
+    assert cli.main([*asked, "--accelerate", "ddp_4"]) == 2
+    assert "can't be split over 3 processes" in capsys.readouterr().err
