@@ -233,9 +233,8 @@ def evaluate(options: argparse.Namespace) -> None:
         tasks = [part for text in options.tasks if "=" not in text for part in text.split(",")]
         options.overrides += [text for text in options.tasks if "=" in text]
         options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
-    if not launch.launched():
-        again = ["evaluate", str(run.path), *options.overrides, *flags(options)]
-        launch.if_needed(again, functools.partial(processes_of, run, options.overrides))
+    again = ["evaluate", str(run.path), *options.overrides, *flags(options)]
+    launch.if_needed(again, functools.partial(processes_of, run, options.overrides))
     quieten_libraries()
     from finetune import evaluate as evaluation
     from finetune import report as reporting
@@ -300,9 +299,8 @@ def compare(options: argparse.Namespace) -> None:
     with located(recipe):
         from finetune import launch
 
-        if not launch.launched():
-            again = ["compare", *arguments.compare_again(options), *flags(options)]
-            launch.if_needed(again, functools.partial(launch.data_parallel, recipe.train))
+        again = ["compare", *arguments.compare_again(options), *flags(options)]
+        launch.if_needed(again, functools.partial(launch.data_parallel, recipe.train))
         quieten_libraries()
         from finetune import compare as comparing
 

@@ -153,11 +153,7 @@ def detect() -> Hardware:
     import torch
 
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in (
-        "true",
-        "1",
-    )  # the launch's word
-    if torch.cuda.is_available() and not on_cpu:
+    if torch.cuda.is_available() and not launch_env.on("ACCELERATE_USE_CPU"):  # the launch's word
         properties = torch.cuda.get_device_properties(0)
         capability = (properties.major, properties.minor)
         memory = properties.total_memory / 2**30

@@ -71,7 +71,7 @@ def if_needed(
         if start.processes == 1:  # the Trainer would spread one process over all GPUs that it sees
             extra += ["--gpu_ids", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]]
     config = str(find(config))
-    launch_config.check(Path(config))
+    check(Path(config))
     command = ["--config_file", config, *extra, "-m", "finetune", *arguments]
     print(shlex.join(["accelerate", "launch", *command]), flush=True)
     os.environ |= launch_config.environment(Path(config))
@@ -94,7 +94,31 @@ def check_the_launchers() -> None:
         named = [after for word, after in pairwise(words) if word == "--config_file"]
         for path in map(Path, named):
             if path.is_file():
-                launch_config.check(path)
+                check(path)
+
+
+def check(config: Path) -> None:
+    """Refuse a config that Accelerate would not follow as it is written, by what it says or what is here."""
+    launch_config.check(config)
+    check_device(config)
+
+
+def check_device(config: Path) -> None:
+    """Refuse a config for GPUs where there is none: Accelerate would take the CPU without a word.
+
+    DeepSpeed alone trains on CPUs by such a config (`launch_env.device_options`).
+
+    Raises:
+        UserError: there is no GPU, and nothing says that the CPU is meant (exit 3).
+    """
+    given = launch_config.read(config)
+    meant = given.get("use_cpu") is True or launch_env.on("ACCELERATE_USE_CPU")
+    if meant or given.get("distributed_type") == "DEEPSPEED" or detect().device == "cuda":
+        return
+    what = "this accelerate config is for GPUs, and no GPU is visible here"
+    fix = "accelerate_configs/cpu.yaml, or cpu_2.yaml for two processes"
+    problem = Problem(what, where=str(config), found="use_cpu: false", fix=fix)
+    raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def find(config: str) -> Path:

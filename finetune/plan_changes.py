@@ -50,7 +50,10 @@ def run(recipe: Recipe, overrides: list[str], screen: Screen, asked: Asked) -> t
     Raises:
         UserError: what the recipe or the command line has wrong, or a run would refuse.
     """
-    by, started = plan_launch.of_config(launch.find(asked.config)) if asked.config else (None, None)
+    config = launch.find(asked.config) if asked.config else None
+    if config and not asked.gpu:  # the machine is this one
+        launch.check_device(config)
+    by, started = plan_launch.of_config(config) if config else (None, None)
     machine, processes = plan.planned_machine(asked.gpu, asked.gpus or (started if asked.gpu else None))
     rate = plan.cpu_rate(recipe) if machine.device == "cpu" else None
     made = plan.make(recipe, machine, processes, rate, by)

@@ -1,4 +1,4 @@
-"""How many GPUs a command starts on."""
+"""How many GPUs a command starts on, and the launches that are refused where there is none."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import QUICKSTART, planned
+from conftest import QUICKSTART, ROOT, planned
 
-from finetune import cli, doctor, hardware, launch, prove, recipe
+from finetune import cli, doctor, hardware, launch, launch_config, prove, recipe
 from finetune.batch import most_processes
 from finetune.hardware import Hardware
 from finetune.sections import Train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
+CONFIGS = ROOT / "accelerate_configs"
 
 
 def gpus(count: int) -> Hardware:
@@ -106,3 +109,37 @@ def test_a_number_of_processes_that_was_asked_for_stays(large, capsys) -> None:
     asked = ["plan", str(large), "--gpu", "h100-80gb", "--gpus", "3"]
     assert cli.main([*asked, "--accelerate", "ddp_4"]) == 2
     assert "can't be split over 3 processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["single_gpu", "ddp_2", "8xh100_fp8", "fsdp2_8", "multi_node"])
+def test_a_config_for_gpus_is_refused_where_there_is_none(name: str, on, capsys, monkeypatch) -> None:
+    """Accelerate takes the CPU for them, without a word."""
+    monkeypatch.setattr(launch_config, "installed", lambda package: True)
+    started, asked = on(CPU), ["train", str(QUICKSTART), "--accelerate", name]
+    for command in (asked, [*asked, "--dry-run"]):
+        if name != "multi_node" or "--dry-run" not in command:  # which is not planned
+            assert cli.main(command) == 3 and not started
+            said = capsys.readouterr().err
+            assert "is for GPUs, and no GPU is visible here" in said and "cpu_2.yaml" in said
+    words = ["accelerate", "launch", "--config_file", str(CONFIGS / f"{name}.yaml"), "scripts/train.py"]
+    monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
+    with monkeypatch.context() as process:  # of plain `accelerate launch`
+        process.setenv("ACCELERATE_MIXED_PRECISION", "no")
+        assert cli.main(["train", str(QUICKSTART)]) == 3
+        assert f"{name}.yaml" in capsys.readouterr().err
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # it is meant
+    with pytest.raises(SystemExit):
+        cli.main(asked)
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"), [("cpu", CPU), ("cpu_2", CPU), ("zero2_8", CPU), ("ddp_2", gpus(2))]
+)
+def test_other_configs_are_started(name: str, machine: Hardware, on, monkeypatch) -> None:
+    """DeepSpeed trains on CPUs without `use_cpu`, under which it becomes DDP."""
+    monkeypatch.setattr(launch_config, "installed", lambda package: True)
+    started = on(machine)
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(QUICKSTART), "--accelerate", name])
+    assert len(started) == 1

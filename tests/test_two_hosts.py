@@ -68,6 +68,7 @@ def test_two_hosts_train_what_one_does(hosts, train, small, two_layers, tmp_path
     recipe += ["train.per_device_train_batch_size=4", "eval.max_new_tokens=8", "eval.general=false"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "FINETUNE_TIMEOUT_SECONDS": "120"}
+    environment["ACCELERATE_USE_CPU"] = "true"  # these configs are for GPUs
     environment |= {"GLOO_SOCKET_IFNAME": "ft0"} if hosts else {}
     started = [
         subprocess.Popen(
