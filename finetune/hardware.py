@@ -165,7 +165,7 @@ def launch(hardware: Hardware) -> Launch:
     """How this process was started: `accelerate launch` owns precision, else the hardware decides.
 
     Raises:
-        UserError: bf16 under a GPU that lacks it, fp8 where there are no fp8 GEMMs (exit 3).
+        UserError: bf16 under a GPU that lacks it, fp16 on the CPU, fp8 where there are no fp8 GEMMs (exit 3).
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -178,17 +178,22 @@ def launch(hardware: Hardware) -> Launch:
         if missing := fp8_missing(hardware, "bf16"):  # Accelerate would take fp16, with a warning in its log
             what, fix = "an fp8 launch needs fp8 GEMMs", "mixed_precision: bf16 in the accelerate config"
             raise UserError(Problem(what, found=missing, fix=fix), code=Exit.ENVIRONMENT)
-    if precision == "bf16" and hardware.device == "cuda" and hardware.capability < (8, 0):
-        found = f"{hardware.name}, compute capability {hardware.capability[0]}.{hardware.capability[1]}"
-        problem = Problem(
-            "this GPU has no bf16",
-            found=found,
-            fix="mixed_precision: fp16 in the accelerate config",
-        )
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+    check_precision(precision, hardware)
     by = "launch" if asked else "hardware"
     split = launch_env.sharded(), fp8.kind, launch_env.splitter()
     return Launch(launcher, processes, rank, precision, by, reason, *split)
+
+
+def check_precision(precision: str, machine: Hardware) -> None:
+    """Refuse what the machine does not compute in, or not with what training in it needs (exit 3)."""
+    if precision == "bf16" and machine.device == "cuda" and machine.capability < (8, 0):
+        found = f"{machine.name}, compute capability {machine.capability[0]}.{machine.capability[1]}"
+        fix = "mixed_precision: fp16 in the accelerate config"
+        raise UserError(Problem("this GPU has no bf16", found=found, fix=fix), code=Exit.ENVIRONMENT)
+    if precision == "fp16" and machine.device == "cpu":
+        what = "fp16 can't be trained in on the CPU: Accelerate has neither autocast nor a loss scaler for it"
+        fix = 'mixed_precision: "no" or bf16 in the accelerate config'
+        raise UserError(Problem(what, found="mixed_precision: fp16", fix=fix), code=Exit.ENVIRONMENT)
 
 
 def default_precision(hardware: Hardware) -> Choice:

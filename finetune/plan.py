@@ -178,8 +178,10 @@ def under(
     fits, by the rule of `batch_search`. What is recomputed is chosen for a single row, as in a run.
 
     Raises:
-        UserError: such a search where weights are split (exit 3); what a run would refuse.
+        UserError: such a search where weights are split, a precision that the machine has not (exit 3); what
+            a run would refuse.
     """
+    hardware.check_precision(by.precision, machine)
     refuse(recipe, machine, processes, by)
     if recipe.train.per_device_train_batch_size != "auto":
         return at_once(recipe, machine, processes, by, cpu_rate)

@@ -6,15 +6,18 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 from conftest import QUICKSTART, ROOT, planned
 
 from finetune import cli, doctor, hardware, launch, launch_config, prove, recipe
 from finetune.batch import most_processes
+from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.sections import Train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
 CONFIGS = ROOT / "accelerate_configs"
@@ -143,3 +146,22 @@ def test_other_configs_are_started(name: str, machine: Hardware, on, monkeypatch
     with pytest.raises(SystemExit):
         cli.main(["train", str(QUICKSTART), "--accelerate", name])
     assert len(started) == 1
+
+
+def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatch, capsys) -> None:
+    """Accelerate makes no scaler and no autocast there: what trained was fp16, its receipts of a scaler."""
+    from accelerate import Accelerator
+
+    config = tmp_path / "cpu_fp16.yaml"
+    given = yaml.safe_load((CONFIGS / "cpu.yaml").read_text())
+    config.write_text(yaml.safe_dump({**given, "mixed_precision": "fp16"}))
+    on(CPU)
+    assert cli.main(["plan", str(QUICKSTART), "--accelerate", str(config)]) == 3
+    assert "neither autocast nor a loss scaler" in capsys.readouterr().err
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    train(code=3)
+    with pytest.raises(UserError, match="fp16 can't be trained in on the CPU") as raised:
+        hardware.launch(CPU)
+    assert raised.value.code == 3 and 'mixed_precision: "no" or bf16' in raised.value.problems[0].fix
+    made = Accelerator(cpu=True, mixed_precision="fp16")
+    assert made.scaler is None and not made.native_amp, "it has both now"
