@@ -1,8 +1,9 @@
-"""Write README.md's tables of what was measured, each between its markers, from benchmarks/*.json.
+"""Write every table of what was measured, from benchmarks/*.json.
 
     python scripts/make_tables.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; tests/test_readme.py compares.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; ladder.md and reliability.md are made
+whole. tests/test_readme.py compares.
 """
 
 from __future__ import annotations
@@ -10,13 +11,33 @@ from __future__ import annotations
 import json
 import re
 import sys
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+from finetune import ablate_table
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks"
+PAGES = ("README.md", "benchmarks/README.md", "recipes/README.md", "docs/tune.md")
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
+TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, once that is measured
+    "ab": ("ab:table", "ab"),
+    "adapters": ("adapter_tables:guide_table", "adapters"),
+    "adapters_quality": ("adapter_tables:quality_table", "adapters"),
+    "adapters_shape": ("adapter_tables:shape_table", "adapters"),
+    "bars": ("bars:table", "gpu"),
+    "data": ("data:table", "data"),
+    "evaluation": ("evaluation:real_table", "evaluation"),
+    "evaluation_speed": ("evaluation:speed_table", "evaluation"),
+    "gpu": ("gpu:table", "gpu"),
+    "loss_parity": ("loss_parity:table", "loss_parity"),
+    "multi_gpu": ("multi_gpu:table", "multi_gpu"),
+    "plan": ("plan:table", "plan"),
+    "quickstart": ("quickstart:table", "quickstart"),
+    "reliability": ("reliability:page", "reliability"),
+    "tuning": ("tuning:table", "tuning"),
+}
 SPEED = {  # rows of gpu.json
     "lora-fp8": "LoRA, fp8 base",
     "lora-bf16": "LoRA, bf16 base",
@@ -37,29 +58,34 @@ RUNGS = (
 
 
 def main() -> None:
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in pages().items():
+        (ROOT / page).write_text(text, encoding="utf-8")
 
 
-def written(text: str) -> str:
-    """The page with its tables as they are measured now."""
-    made = tables()
+def pages() -> dict[str, str]:
+    """Each page as it is to be, with its tables as they are measured now."""
+    measured = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS.glob("*.json")}
+    made = tables(measured)
+    found = {page: written((ROOT / page).read_text(encoding="utf-8"), made) for page in PAGES}
+    for name in [name for name in measured if name.startswith("ladder")]:
+        text = ablate_table.markdown(measured[name])
+        found[f"benchmarks/{name}.md"] = text.replace("(ladder.svg)", f"({name}.svg)")
+    return found | {"benchmarks/reliability.md": made["reliability"]}
+
+
+def written(text: str, made: dict[str, str]) -> str:
+    """A page with these tables between its markers."""
     return BLOCK.sub(lambda f: f"<!-- table: {f[1]} -->\n{made[f[1]].strip()}\n<!-- end of table -->", text)
 
 
-def tables() -> dict[str, str]:
+def tables(measured: dict[str, Any]) -> dict[str, str]:
     """Each table by its name; those of a benchmark are its own."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(BENCHMARKS))
     try:
-        data, evaluation, quickstart = map(import_module, ("data", "evaluation", "quickstart"))
+        made = {name: resolve_name(by)(measured[of]) for name, (by, of) in TABLES.items() if of in measured}
     finally:
         sys.path.pop(0)
-    return {
-        "speed": speed(json.loads((ROOT / "benchmarks" / "gpu.json").read_text())),
-        "quickstart": quickstart.table(json.loads(quickstart.RESULTS.read_text())),
-        "ladder": ladder(json.loads((ROOT / "benchmarks" / "ladder.json").read_text())),
-        "data": data.table(json.loads(data.RESULTS.read_text())),
-        "evaluation": evaluation.real_table(json.loads(evaluation.RESULTS.read_text())),
-    }
+    return made | {"speed": speed(measured["gpu"]), "ladder": ladder(measured["ladder"])}
 
 
 def speed(measured: dict[str, dict[str, float]]) -> str:
