@@ -1,7 +1,6 @@
 """A recipe of recipes/gpus against the frozen baseline on 1, 2 and 4 GPUs, into ab.json:
 
     python benchmarks/ab.py --gpus 1,2 [--work /dev/shm/finetune]
-    python benchmarks/ab.py --table        # the tables of benchmarks/README.md, from ab.json
 
 Each is a call of scripts/validate_optimizations.py with both recipes as they are, but for a model of
 Llama-3.1-8B's shape with random weights and documents of real lengths (gpu_inputs.py: log-normal, 400 tokens
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).with_name("ab.json")
 BASELINE, OPTIMISED = "recipes/baselines/llama3_8b.yaml", "recipes/gpus/80gb_fastest.yaml"
 LIMITS = ["--min-speedup", "3", "--max-loss-delta", "0.5%"]
 DOCUMENTS = 160  # of a step of the baseline
@@ -37,12 +35,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
     parser.add_argument("--out", type=Path, default=Path("runs/ab"))
-    parser.add_argument("--table", action="store_true")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(RESULTS.read_text())))
-        return
     options.out.mkdir(parents=True, exist_ok=True)
     found = options.out / "ab.json"
     measured = json.loads(found.read_text()) if found.exists() else {}

@@ -14,10 +14,6 @@ def types(rows: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(row["type"] for row in rows))
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
-    return f"{quality_table(rows)}\n\n{shape_table(rows)}\n\n{guide_table(rows)}"
-
-
 def quality_table(rows: list[dict[str, Any]]) -> str:
     """Mean and standard deviation over seeds, on both tasks."""
     names = (

@@ -5,7 +5,6 @@
     python benchmarks/adapters.py --part quality       # three seeds of each type at the rate found
     python benchmarks/adapters.py --part shape         # seconds a step and peak memory, one run at a time
     python benchmarks/adapters.py --types lora dora --seeds 1 --jobs 16
-    python benchmarks/adapters.py --table              # the tables of benchmarks/README.md, from the JSON
 
 Each cell is one ordinary `finetune train`, in process, of `recipes/adapters/TYPE.yaml`, or of
 `recipes/quickstart.yaml` with `adapter.type=TYPE` where there is none. The JSON is written after each cell,
@@ -27,7 +26,7 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapter_tables import SHAPES, tables
+from adapter_tables import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "adapters.json"
@@ -251,9 +250,6 @@ def make_large(folder: Path) -> None:
 def main() -> None:
     options = parse()
     rows = json.loads(options.out.read_text()) if options.out.exists() else []
-    if options.table:
-        print(tables(rows))
-        return
     if "sms" in options.tasks and not (ASSETS / "ci-sms").exists():
         print("task sms is left out: FINETUNE_TEST_ASSETS names no folder with ci-sms and stories260K-eos-hf")
         options.tasks.remove("sms")
@@ -318,7 +314,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--short", nargs="*", default=[], help="overrides, to try this script out")
     parser.add_argument("--again", action="store_true", help="run what failed once more")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true")
     return parser.parse_args()
 
 

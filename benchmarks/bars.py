@@ -1,6 +1,6 @@
 """What was to be reached on one H200, and how near it came: a table from gpu.json.
 
-    python benchmarks/bars.py        # the table of benchmarks/README.md
+    python benchmarks/bars.py
 
 Bars and limits were set before the work: limits from the GEMMs' and memory's measured rates, others' figures
 from runs on the same kind of GPU (Unsloth's, MLPerf's and Liger's were measured or published elsewhere; the

@@ -1,7 +1,6 @@
 """Tokenise, mask and pack: tokens a second, here and by TRL's own path, in one run on the same rows.
 
     python benchmarks/data.py ASSETS                # -> benchmarks/data.json
-    python benchmarks/data.py --table               # the table of benchmarks/README.md, from the JSON
 
 ASSETS holds instruction data (rasbt, gsm8k, commonsense) and a Qwen2 tokenizer. Both sides train on the
 assistant's tokens alone and pack to 4,096 tokens; best of three. Ours is timed from a JSONL file to the last
@@ -135,17 +134,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("assets", nargs="?", type=Path)
+    parser.add_argument("assets", type=Path)
     parser.add_argument("--times", type=int, default=2, help="how often the rows are repeated")
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(RESULTS.read_text())))
-    elif options.assets is None:
-        parser.error("say where the assets are")
-    else:
-        sys.path.insert(0, str(ROOT))
-        RESULTS.write_text(json.dumps(measure(options.assets, options.times), indent=1) + "\n")
+    sys.path.insert(0, str(ROOT))
+    RESULTS.write_text(json.dumps(measure(options.assets, options.times), indent=1) + "\n")
 
 
 if __name__ == "__main__":

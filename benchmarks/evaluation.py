@@ -1,7 +1,6 @@
 """Evaluation: its verdicts, its speed against lm-eval's own command, and a real model on real data.
 
     python benchmarks/evaluation.py ASSETS [--part verdicts speed real] [--times 20] [--limit N]
-    python benchmarks/evaluation.py --table       # the tables of benchmarks/README.md, from the JSON
 
 verdicts  adapters trained on random letters, and adapters that were never trained, evaluated by the command
 speed     base and tuned on three multiple-choice sets: `finetune evaluate` once, `lm_eval run` twice
@@ -260,12 +259,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="questions of each set in the speed part")
     parser.add_argument("--keep", type=Path, help="a folder for the runs; default: a temporary one")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    if options.table:
-        results = json.loads(RESULTS.read_text(encoding="utf-8"))
-        print(real_table(results), speed_table(results), sep="\n\n")
-        return
     folder = options.keep or Path(tempfile.mkdtemp(prefix="finetune-evaluation-"))
     folder.mkdir(parents=True, exist_ok=True)
     results = json.loads(options.results.read_text()) if options.results.exists() else {}

@@ -1,7 +1,6 @@
 """Speed on one GPU: `finetune train` and its peers on LLaMA's shapes, side by side, into gpu.json.
 
     python benchmarks/gpu.py --rows lora-bf16,lora-fp8,dora-fp8,trl,trl+liger [--layers 32] [--out FOLDER]
-    python benchmarks/gpu.py --table        # the table of benchmarks/README.md, from benchmarks/gpu.json
 
 Random weights of Llama-3.1-8B's shape, made once in --work, and random words; unless a row says otherwise
 16,384 tokens a step in rows of 4,096, LoRA r=16 on all linear layers, AdamW. Each row is a process of its
@@ -171,13 +170,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
-    parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(RESULTS.read_text())))
-    elif options.one:
+    if options.one:
         job = plan(options.one, options)
         row = theirs(job) if job.name in PEERS else ours(job)
         (job.out / f"{job.name}.json").write_text(json.dumps(row))

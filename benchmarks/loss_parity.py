@@ -1,7 +1,6 @@
 """Does the fp8 base learn what bf16 does? `finetune train` on both, the same seed, a real model, real data.
 
     python benchmarks/loss_parity.py --assets FOLDER [--data questions,books]    # needs a GPU with fp8 GEMMs
-    python benchmarks/loss_parity.py --table       # the table of benchmarks/README.md, from loss_parity.json
 
 FOLDER holds books-16m (a LLaMA of 15.7 M parameters, pre-trained on books) and what it is tuned on: gsm8k
 (`questions`: school mathematics, which it has never seen) or text-books (`books`: more of what it knows).
@@ -48,11 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=25)
     parser.add_argument("--out", type=Path, default=RESULTS.parent, help="where JSON and curves go")
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(RESULTS.read_text())))
-        return
     options.out.mkdir(parents=True, exist_ok=True)
     results = {}
     for name in options.data.split(","):

@@ -2,7 +2,6 @@
 
     python benchmarks/multi_gpu.py --rows lora-bf16,lora-fp8 --gpus 1,2,4 [--layers 32] [--out FOLDER]
     python benchmarks/multi_gpu.py --rows 70b-fp8,70b-bf16-fsdp2 --gpus 4
-    python benchmarks/multi_gpu.py --table    # the table of benchmarks/README.md, from multi_gpu.json
 
 Models, data, recipe and settings are those of gpu.py. Each row is one launch of N processes; each process
 has as many rows a step as the row says, so work grows with the number of GPUs, and `x of one` is tokens/s
@@ -130,12 +129,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
     parser.add_argument("--out", type=Path, default=Path("runs/multi-gpu"))
-    parser.add_argument("--table", action="store_true")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.table:
-        print(table(json.loads(RESULTS.read_text())))
-        return
     from gpu_inputs import make_data, make_model
 
     for folder in (options.work, options.out):

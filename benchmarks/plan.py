@@ -1,7 +1,6 @@
 """`finetune plan` beside what runs measured: gpu.json, multi_gpu.json, and the 1.1B shape of adapters.json.
 
     python benchmarks/plan.py             # plans each row, writes plan.json, prints the table of README.md
-    python benchmarks/plan.py --table     # the table again, from plan.json
 
 No GPU is needed: rows are planned for the GPU that they were measured on. Rows of TRL and Unsloth are others'
 code; those whose run failed have no figures, but where memory ran out for what was planned to fit: a miss.
@@ -9,7 +8,6 @@ code; those whose run failed have no figures, but where memory ran out for what 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -44,13 +42,9 @@ NEAR = {"seconds": 0.15, "gib": 0.10}  # the bounds that a plan is to keep
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", action="store_true")
-    if not parser.parse_args().table:
-        RESULTS.write_text(json.dumps(compare(), indent=1) + "\n")
-    print(table(json.loads(RESULTS.read_text())))
+    rows = compare()
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
 
 
 def compare() -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
     python benchmarks/quickstart.py                    # all types -> benchmarks/quickstart.json
     python benchmarks/quickstart.py --types lora       # one type; its row is replaced
-    python benchmarks/quickstart.py --table            # the table of benchmarks/README.md, from the JSON
 
 Each row is one ordinary `finetune train recipes/quickstart.yaml adapter.type=... train.learning_rate=...`.
 """
@@ -75,15 +74,13 @@ def main() -> None:
     parser.add_argument("--types", nargs="*", default=list(LEARNING_RATES))
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     rows = json.loads(options.out.read_text()) if options.out.exists() else []
-    if not options.table:
-        for kind in options.types:
-            row = measure(kind, LEARNING_RATES[kind], options.seed)
-            same = ("type", "device", "seed")
-            rows = [r for r in rows if any(r[key] != row[key] for key in same)] + [row]
-            options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    for kind in options.types:
+        row = measure(kind, LEARNING_RATES[kind], options.seed)
+        same = ("type", "device", "seed")
+        rows = [r for r in rows if any(r[key] != row[key] for key in same)] + [row]
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 
