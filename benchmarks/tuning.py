@@ -1,6 +1,6 @@
 """`finetune tune` with trials that fail, a parent that is killed, and two workers on one PostgreSQL.
 
-    python benchmarks/tuning.py                  # all three; writes tuning.json and the table in docs/tune.md
+    python benchmarks/tuning.py                  # all three, into tuning.json
     python benchmarks/tuning.py --only failures
 
 Every trial is a real run of the embedded model. A fifth of them is ended by kill -9 while it trains, and the
@@ -27,8 +27,6 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "tuning.json"
-PAGE = ROOT / "docs" / "tune.md"
-MARKS = ("<!-- made by benchmarks/tuning.py -->", "<!-- end of tuning -->")
 TRIALS = 50
 KILLED = range(4, TRIALS, 5)  # trials that get a kill -9
 SPACE = """
@@ -201,7 +199,7 @@ def table(results: dict[str, Any]) -> str:
             f"| kill -9 of the study in trial 2, the same command again | exit {two['exit code']}:"
             f" {states}; run again as trial {', '.join(map(str, two['run again as']))} |"
         )
-    if three and "skipped" not in three:
+    if three:
         split = " + ".join(map(str, three["trials of each worker"]))
         lines += [
             f"| two workers, one PostgreSQL, `--trials 8` | exits {three['exit codes']}: {split} trials |",
@@ -214,20 +212,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["failures", "resumed", "workers"])
     given = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if given.only and RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name, scenario in (("failures", failures), ("resumed", resumed), ("workers", workers)):
         if given.only in (None, name):
             folder = Path(tempfile.mkdtemp(prefix="finetune-tune-"))
             try:
-                results[name] = scenario(folder)
-                print(json.dumps({name: results[name]}, indent=1), flush=True)
+                made = scenario(folder)
+                print(json.dumps({name: made}, indent=1), flush=True)
+                results |= {name: made} if "skipped" not in made else {}  # or as it was
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    if PAGE.exists():
-        head, _, rest = PAGE.read_text().partition(MARKS[0])
-        tail = rest.partition(MARKS[1])[2]
-        PAGE.write_text(f"{head}{MARKS[0]}\n{table(results)}\n{MARKS[1]}{tail}")
     print(table(results))
     return 0
 
