@@ -14,24 +14,36 @@ test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone' -n 2 --dist worksteal
 
 lint: .venv/installed-dev
-	$(BIN)/ruff format --check finetune scripts tests examples
-	$(BIN)/ruff check finetune scripts tests examples
+	$(BIN)/ruff format --check finetune scripts tests examples benchmarks
+	$(BIN)/ruff check finetune scripts tests examples benchmarks
 	$(BIN)/pyright
 
 soak: .venv/installed-dev
 	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --variants 20 --resume-matrix --rank-kills 20 --endurance 5000 --fuzz 10000 --seeded --saves --attacks
 	$(BIN)/python benchmarks/tuning.py
+	$(MAKE) schema
 
 # Nothing may pass in one and fail in another
 flakes: .venv/installed-dev
 	for time in 1 2 3; do $(MAKE) test || exit 1; done
 
-# What this machine can measure again; benchmarks/README.md names what else there is, and what needs data of its own
+# What this machine can measure again, and the pages made from it; benchmarks/README.md names what else there is.
+# ASSETS: a folder of real models and data, the tests' own; on a GPU other parts of evaluation.py than on a CPU
+ASSETS ?= $(or $(FINETUNE_TEST_ASSETS),../shared/assets)
+GPUS = $(filter-out 0,$(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count())'))
+WANT = @echo 'left out for want of ASSETS=FOLDER: $(firstword $1)'
+real = $(if $(wildcard $(ASSETS)/commonsense),$(BIN)/python benchmarks/$1,$(WANT))
+ROWS := lora-bf16,lora-fp8
 bench: .venv/installed-dev
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/ladder.py
 	$(BIN)/python benchmarks/quickstart.py --types lora
-	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.cuda.is_available())' || $(BIN)/python benchmarks/gpu.py --rows lora-bf16,lora-fp8
+	$(BIN)/python benchmarks/tuning.py
+	$(call real,data.py $(ASSETS) --times 3)
+	$(call real,evaluation.py $(ASSETS) --part $(if $(GPUS),verdicts real,speed --limit 150))
+	$(if $(GPUS),$(BIN)/python benchmarks/gpu.py --rows $(ROWS),@echo 'left out for want of a GPU: gpu.py')
+	$(if $(filter-out 1,$(GPUS)),$(BIN)/python benchmarks/multi_gpu.py --rows $(ROWS) --gpus $(GPUS))
+	$(MAKE) schema
 
 schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py
