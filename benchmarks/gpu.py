@@ -107,6 +107,7 @@ ROWS = {
     "70b-fp8": Row(("speed.base=fp8", *HALF, ATTENTION), "70b-fp8", length=8192, batch=1),
     "70b-fp8-auto": Row(("speed.base=fp8", "speed.compile=true", ATTENTION), "70b-fp8", length=8192, batch=1),
     "70b-fp8-int8": Row(("speed.base=fp8", *INT8, AWAY, ATTENTION), "70b-fp8", length=8192, batch=1),
+    "70b-fp8-half": Row(("speed.base=fp8", *INT8, f"{AWAY}:40", ATTENTION), "70b-fp8", length=8192, batch=1),
     "cap-24": Row(("speed.compile=true",), length=2048, batch=8, cap_gib=24),
     "cap-48": Row(("adapter.type=qlora", "speed.compile=true"), "70b-nf4", length=2048, batch=1, cap_gib=48),
 }

@@ -157,7 +157,7 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
     for rung in bench.ladder.rungs:
         row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what}
         row |= {"status": "", "why": ""}
-        stands = [rung, *map(bench.ladder.rung, rung.on)]
+        stands = [rung, *ladder.stands_on(bench.ladder, rung)]
         lacking = next(filter(None, (ladder.missing(each.needs, bench.machine) for each in stands)), "")
         status, why = rung.unmeasured
         if status:

@@ -86,10 +86,10 @@ def _offload(
     kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
 ) -> Found:
     """What moves to the CPU's memory must be there, and be what torchao can move."""
-    asked, optim = speed.get("offload"), train.get("optim", OFFLOADED[0])
+    asked, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
     found: Found = []
     again = str(speed.get("recompute"))
-    if asked in ("activations", "all") and (
+    if asked.startswith(("activations", "all")) and (
         again in ("none", "cheap") or again.startswith(("mlp:", "int8:"))
     ):
         what = "keeps in the CPU's memory what recomputed layers leave, and not all are recomputed"

@@ -55,10 +55,11 @@ class Memory(NamedTuple):
     layers: int
     kept: float  # until backward, if nothing is recomputed
     norms: float  # of that, what norms make, which is cheap to make again
-    entry: float  # of that, a layer's input: all that is kept of a recomputed one
+    entry: float  # of that, a layer's input: all that the GPU keeps of a recomputed one
     room: float  # for all of it
     mlps: float = 0.0  # of what is kept, gate and up of fused MLPs, which can be made again
     host: float = math.inf  # of the CPU's memory, for what leaves the GPU
+    away: float = 0.0  # share of the layers that leave what they keep in the CPU's memory
     rounding: float = math.inf  # time of keeping an MLP in int8 beside making it again; inf: not by `auto`
 
 
@@ -126,7 +127,7 @@ def choose_fused(
     return Choice("on", "auto")
 
 
-def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload: str = "none") -> Choice:
+def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
     """`none`, `cheap` (the norms of all layers), `mlp:8` (and gate and up of eight), `mlp` (of all), or how
     many layers are recomputed whole beside that of the others (`8 of 32`); `int8` and `int8:8`: gate and up
     are kept in int8, and made again of eight. `auto` takes the least that fits.
@@ -138,8 +139,8 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware, offload
     if str(asked).startswith(("mlp", "int8")) and not plan.mlps:
         what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
         raise UserError(Problem(what, "speed.recompute", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
-    if offload in ("activations", "all") and asked == "auto":
-        leaves = plan.kept - plan.norms - plan.mlps
+    if plan.away and asked == "auto":
+        leaves = (plan.kept - plan.norms - plan.mlps) * plan.away
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
             return Choice("mlp", f"auto: {leaves:.0f} GiB of what else layers keep go to the CPU's memory")
         return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
@@ -328,10 +329,11 @@ def activations(
     room = SPARE * free - passing - each * trained / GIB
     row = tokens * one.hidden * 2 / GIB
     kept = kept_gib(config, tokens, keeps) + extra
-    entry = 0.0 if offload in ("activations", "all") else row * (1 if keeps.adapted else 2)
+    gone = away(offload, one.layers)
+    entry = (1 - gone) * row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
     rounding = ROUNDING / one.hidden if keeps.fp8 and keeps.compiled else math.inf
-    return Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, rounding=rounding)
+    return Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone, rounding=rounding)
 
 
 def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
@@ -343,9 +345,7 @@ def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
     if recompute == "none":
         return plan.kept, plan.kept
     if recompute.startswith("int8"):
-        kept = plan.kept - plan.norms - plan.mlps
-        if not plan.entry:  # offloaded, as below
-            kept = min(kept, 3 * kept / layers)
+        kept = _stays(plan.kept - plan.norms - plan.mlps, plan)
         kept += INT8 * plan.mlps * (1 - split(recompute, layers)[1] / layers)
         return kept, kept + plan.norms / layers
     if recompute.startswith("mlp:"):  # the first layers: when they are made again, the last ones' are gone
@@ -353,9 +353,7 @@ def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
         return kept, kept + plan.norms / layers
     half = plan.norms + (0.0 if recompute == "cheap" else plan.mlps)  # of layers that are not whole
     if recompute in ("cheap", "mlp"):
-        kept = plan.kept - half
-        if not plan.entry:  # offloaded: of one layer that computes, one that leaves and one that comes
-            kept = min(kept, 3 * kept / layers)
+        kept = _stays(plan.kept - half, plan)
         return kept, kept + half / layers
     count = int(recompute.split()[0])
     each = (plan.kept - half) / layers if count < layers else plan.kept / layers
@@ -364,3 +362,15 @@ def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
         layers - 1 - (count - 1) * layers // count
     )  # layers after the last recomputed one: not needed any more
     return kept, max(kept, kept - gone * each + plan.kept / layers)
+
+
+def _stays(kept: float, plan: Memory) -> float:
+    """Of what layers keep, GiB on the GPU: of those that leave it one that computes, one that leaves and one
+    that comes."""
+    return kept * (1 - plan.away) + min(kept * plan.away, 3 * kept / plan.layers)
+
+
+def away(offload: str, layers: int) -> float:
+    """The share of the layers that leave what they keep in the CPU's memory."""
+    kind, _, some = offload.partition(":")
+    return 0.0 if kind not in ("activations", "all") else min(1.0, int(some) / layers) if some else 1.0

@@ -282,9 +282,17 @@ def keys(rung: Rung) -> list[str]:
 def below(ladder: Ladder, rung: Rung) -> Variant:
     """What a rung is measured against alone: the baseline, with the rungs it stands on."""
     variant = baseline(ladder)
-    for name in rung.on:
-        variant = add(variant, ladder.rung(name))
+    for one in stands_on(ladder, rung):
+        variant = add(variant, one)
     return variant
+
+
+def stands_on(ladder: Ladder, rung: Rung) -> list[Rung]:
+    """The rungs that a rung stands on, and those that these do."""
+    names = set(rung.on)
+    for one in reversed(ladder.rungs):  # it stands on earlier ones alone
+        names |= set(one.on) if one.name in names else set()
+    return [one for one in ladder.rungs if one.name in names]
 
 
 def missing(needs: Needs, machine: Hardware) -> str:

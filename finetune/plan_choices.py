@@ -69,7 +69,7 @@ def recomputed(
     """What would be made again, as a run chooses it."""
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
-    chosen = estimate.choose_recompute(speed.recompute, memory, machine, speed.offload)
+    chosen = estimate.choose_recompute(speed.recompute, memory, machine)
     if problem := estimate.against_graphs(speed.compile, chosen.value, by.name if by.weights else ""):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return chosen

@@ -201,7 +201,7 @@ def phases(
     )
     state += 12 * trained if has.allocates else 0.0
     entry = 2 * tokens * estimate.widths(config).hidden * (2 if full else 1) / GIB
-    gone = {"activations": leaving(plan, recompute, speed.offload, entry)}
+    gone = {"activations": leaving(plan, recompute, entry)}
     if speed.offload in ("optimizer", "all"):  # torchao keeps weights and gradients there too
         gone["optimizer"] = (8 + (8.0 if known is None else known)) * trained
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
@@ -214,7 +214,7 @@ def phases(
     at_loss, at_backward = estimate.at_once(plan, recompute)
     loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full)
     passing = estimate.backward_gib(config, tokens, kept)
-    if speed.offload in ("activations", "all"):  # a layer's input that leaves, and one that comes
+    if plan.away:  # a layer's input that leaves, and one that comes
         passing += 2 * tokens * estimate.widths(config).hidden * 2 / GIB
     some = 0.0 if full and batch.accumulation == 1 else gradients
     moments = [
@@ -239,18 +239,17 @@ def phases(
     return made
 
 
-def leaving(plan: estimate.Memory, recompute: str, offload: str, entry: float) -> float:
+def leaving(plan: estimate.Memory, recompute: str, entry: float) -> float:
     """GiB that a pass keeps in the CPU's memory: of layers that run again their inputs, of others whose norms
     and half MLPs do all else.
 
     Args:
         entry: GiB of a layer's input.
     """
-    if offload not in ("activations", "all"):
-        return 0.0
+    each = estimate.split(recompute, plan.layers)[0] * entry
     if recompute in ("mlp", "int8"):
-        return plan.kept - plan.norms - plan.mlps
-    return estimate.split(recompute, plan.layers)[0] * entry
+        each = plan.kept - plan.norms - plan.mlps
+    return plan.away * each
 
 
 def _evaluation(

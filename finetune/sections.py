@@ -216,11 +216,14 @@ class Speed(Section):
     that half is kept rounded, a third for a fiftieth more time, gradients a hundredth off (`int8:8`: and of
     eight layers made again); `all` layers, for a third more; or how many layers, beside that of the others.
     `auto` takes the least that fits, `int8` on an fp8 base alone."""
-    offload: Literal["none", "activations", "optimizer", "all"] = "none"
+    offload: (
+        Literal["none", "activations", "optimizer", "all"]
+        | Annotated[str, Field(pattern=r"^activations:[1-9]\d{0,3}$")]
+    ) = "none"
     """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `recompute: mlp`, which
     `recompute: auto` takes where the CPU has room for it, or the inputs of layers that are recomputed whole
-    (under `int8`: all but that); copied beside the layers. `optimizer`: AdamW's state, which steps on the
-    CPU; for `full`, as an adapter's is small."""
+    (under `int8`: all else); `activations:8`: of eight layers; copied beside the layers. `optimizer`: AdamW's
+    state, which steps on the CPU; for `full`, as an adapter's is small."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

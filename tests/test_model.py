@@ -123,10 +123,13 @@ def test_recompute_is_planned_from_memory() -> None:
     assert choose_recompute("mlp", fused, CPU).value == choose_recompute("mlp:32", fused, CPU).value == "mlp"
     assert choose_recompute("mlp:5", fused, CPU).value == "mlp:5"
     assert split("8 of 32", 32) == (8, 24) and split("mlp", 32) == (0, 32) and split("cheap", 32) == (0, 0)
-    leaving = fused._replace(entry=0.0)  # 18 GiB: of three of 32 layers at a time, and one's gate and up
-    assert choose_recompute("auto", leaving._replace(room=3.0), H100, "activations").value == "mlp"
+    leaving = fused._replace(
+        entry=0.0, away=1.0
+    )  # 18 GiB: of three of 32 layers at a time, and one's gate and up
+    assert choose_recompute("auto", leaving._replace(room=3.0), H100).value == "mlp"
     for short in ({"room": 2.5}, {"room": 3.0, "host": 17.0}, {"room": 3.0, "mlps": 0.0}):
-        assert choose_recompute("auto", leaving._replace(**short), H100, "all").value == "32 of 32"
+        assert choose_recompute("auto", leaving._replace(**short), H100).value == "32 of 32"
+    assert max(at_once(leaving._replace(away=0.5), "mlp")) == 9 + 3 * 18 / 32 + 36 / 32  # half of them leaves
     with pytest.raises(UserError, match="MLPs of this model are not fused"):
         choose_recompute("mlp", plan, H100)
 

@@ -53,10 +53,15 @@ def _products(t, rows, T, b_gate, b_up, R: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _compress(x, codes, scale, at, rows, block, count, T, ok):
-    """A tile in int8, one scale a row: NaN where the row holds NaN or infinity (`max` leaves NaN out)."""
-    step = tl.maximum(tl.max(tl.abs(x), 1) / 127, 1.1754943508222875e-38) + 0 * tl.sum(x, 1)
-    tl.store(codes + at, tl.floor(x / step[:, None] + 0.5).to(tl.int8), ok)
+    """A tile in int8, one scale a row."""
+    step = tl.maximum(tl.reduce(tl.abs(x), 1, _larger) / 127, 1e-35, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(codes + at, tl.floor(x * (1 / step)[:, None] + 0.5).to(tl.int8), ok)
     tl.store(scale + rows * count + block, step, rows < T)
 
 

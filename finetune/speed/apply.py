@@ -44,17 +44,18 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
-    recompute = choose_recompute(speed.recompute, plan, hardware, speed.offload)
+    recompute = choose_recompute(speed.recompute, plan, hardware)
     if problem := estimate.against_graphs(speed.compile, recompute.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
         count, mlps = estimate.split(recompute.value, len(layers))
         rounded = recompute.value.startswith("int8")
         add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
-    if speed.offload in ("activations", "all"):
+    if count := round(plan.away * len(layers)):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
         chosen = [one for one in layers if one.gradient_checkpointing or recompute.value in ("mlp", "int8")]
-        Activations(chosen, device)
+        count = min(count, len(chosen))
+        Activations([chosen[i * len(chosen) // count] for i in range(count)], device)
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
         torch._dynamo.utils.counters.clear()

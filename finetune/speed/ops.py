@@ -233,12 +233,11 @@ def compress(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         codes: [T, N] int8.
-        scale: [T, N / 128] float32; NaN for a block that holds NaN or infinity. (Where 128 does not divide
-            N / 2, blocks are of the largest power of two that does.)
+        scale: [T, N / 128] float32; a block that holds NaN or infinity comes back as NaN. (Where 128 does not
+            divide N / 2, blocks are of the largest power of two that does.)
     """
     values = x.float().view(len(x), -1, math.gcd(x.shape[1] // 2, BLOCK))
-    scale = (values.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    scale = scale + 0 * values.sum(-1)
+    scale = (values.abs().amax(-1) / 127).clamp(min=1e-35)
     codes = (values / scale[..., None] + 0.5).floor()
     return codes.nan_to_num().to(torch.int8).view(x.shape), scale
 

@@ -257,3 +257,15 @@ def test_fused_and_compiled_is_pefts(kind: str, stored: str) -> None:
     assert abs(compiled - loss) < 1e-2
     assert apart(compiled_gradients, gradients) < bound
     assert all(gradient.any() for gradient in compiled_gradients.values())
+
+
+def test_a_block_that_is_broken_comes_back_as_nan() -> None:
+    gu = random(5, 512)
+    gu[1, 3], gu[2, 300], gu[3, :128] = float("nan"), float("inf"), 0.0
+    _, _, codes, scale = ops.activate(gu.cuda(), None, None, None, "silu", False, True)
+    back = ops.expand(codes.cpu(), scale.cpu(), torch.float32).view(5, 4, 128)
+    broken = torch.zeros(5, 4, dtype=torch.bool)
+    broken[1, 0] = broken[2, 2] = True
+    assert back[broken].isnan().all() and back[~broken].isfinite().all() and not back[3, 0].any()
+    off = (back - gu.float().view(5, 4, 128)).abs().amax(-1)
+    assert (off <= gu.float().view(5, 4, 128).abs().amax(-1) / 254 * 1.001)[~broken].all()
