@@ -12,6 +12,7 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 *-recomputed   every layer recomputed, for little memory
 *-small        and their inputs kept in the CPU's memory
 *-mlp          norms and gate and up made again
+*-int8         norms made again, gate and up kept in int8
 *-mlp-small    and all else that layers keep in the CPU's memory
 *-graphs       the compiled layers as CUDA graphs
 1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
@@ -19,6 +20,7 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
 full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
 70b-fp8        Llama-3-70B's shape from an fp8 checkpoint (68 GiB in --work), rows of 8,192, attention alone
+70b-fp8-half   gate and up in int8, what else half of the layers keep in the CPU's memory (-int8: all of them)
 cap-24         8B LoRA, rows of 2,048, in 24 GiB of the allocator
 cap-48         70B qLoRA from an NF4 checkpoint (37 GiB in --work), rows of 2,048, in 48 GiB
 24gb_fastest   and each other recipe of recipes/gpus, in the memory of such a GPU: packed rows of 2,048

@@ -1,6 +1,7 @@
 """Does the fp8 base learn what bf16 does? `finetune train` on both, the same seed, a real model, real data.
 
     python benchmarks/loss_parity.py --assets FOLDER [--data questions,books]    # needs a GPU with fp8 GEMMs
+    python benchmarks/loss_parity.py --assets FOLDER --bases fp8,fp8-int8        # what MLPs keep in int8
 
 FOLDER holds books-16m (a LLaMA of 15.7 M parameters, pre-trained on books) and what it is tuned on: gsm8k
 (`questions`: school mathematics, which it has never seen) or text-books (`books`: more of what it knows).
@@ -30,7 +31,7 @@ RECIPE = """
 model: {{name: {model}}}
 data: {{name: {train}, validation: {held_out}, max_length: 512, train_on: {train_on}, too_long: drop}}
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
-speed: {{base: {base}}}
+speed: {{base: {base}, recompute: {recompute}}}
 train: {{max_steps: {steps}, effective_batch_size: 16, per_device_train_batch_size: 16, learning_rate: 1.0e-3,
   warmup_steps: 10, lr_scheduler_type: cosine, logging_steps: 1, seed: 42, output_dir: {folder}}}
 eval: {{general: false, samples: 0, every: {every}, keep_best: false}}
@@ -97,7 +98,9 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path) -> dict[
     run, recipe = folder / base, folder / f"{base}.yaml"
     shutil.rmtree(run, ignore_errors=True)
     settings = {"steps": options.steps, "every": options.every, "model": options.assets / "books-16m"}
-    recipe.write_text(RECIPE.format(base=base, folder=run, **settings, **files))
+    stored, _, recompute = base.partition("-")
+    settings |= {"base": stored, "recompute": recompute or "auto"}
+    recipe.write_text(RECIPE.format(folder=run, **settings, **files))
     if code := cli.main(["train", str(recipe), "--quiet"]):
         sys.exit(f"{base}: exit {code}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -91,6 +91,7 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
     recomputes = {
         "70b-fp8": "mlp",
         "70b-fp8-auto": "auto",
+        "70b-fp8-half": "int8",
         "cap-24": "auto",
         "cap-48": "auto",
         "lora-auto": "auto",
@@ -98,9 +99,11 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
     for name, row in gpu.ROWS.items():
         loaded = recipe.load(written, row.changes)
         assert loaded.data.packing == row.packed == name.endswith("-packed")
-        whole = "mlp" if "mlp" in name else "all" if "recomputed" in name or "small" in name else "none"
+        half = next((half for half in ("mlp", "int8") if half in name), "none")
+        whole = "all" if "recomputed" in name or ("small" in name and half == "none") else half
         assert loaded.speed.recompute == recomputes.get(name, whole)
-        assert loaded.speed.offload == ("activations" if "small" in name else "none")
+        away = {"70b-fp8-int8": "activations", "70b-fp8-half": "activations:40"}
+        assert loaded.speed.offload == away.get(name, "activations" if "small" in name else "none")
 
 
 def test_the_table_says_what_failed_and_what_packing_left_empty(tmp_path) -> None:
