@@ -59,7 +59,7 @@ def _larger(a, b):
 
 @triton.jit
 def _compress(x, codes, scale, at, rows, block, count, T, ok):
-    """A tile in int8, one scale a row. A float of 1.5 * 2^23 counts ones in its last bits: adding that rounds."""
+    """A tile in int8, one scale a row. Floats from 1.5 * 2^23 up are whole: adding that rounds."""
     step = tl.maximum(tl.reduce(tl.abs(x), 1, _larger) / 127, 1e-35, propagate_nan=tl.PropagateNan.ALL)
     counted = x * (1 / step)[:, None] + 12582912.0
     tl.store(codes + at, counted.to(tl.int32, bitcast=True).to(tl.int8), ok)
