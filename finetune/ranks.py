@@ -43,10 +43,13 @@ def watch() -> None:
     """Have Python say where each process is once they have nearly waited too long for each other.
 
     What the others know of one that hangs is only that it did not answer. To be called at every step; what
-    says it is a thread of C's, which needs nothing of the process that hangs.
+    says it is a thread of C's, which needs nothing of the process that hangs. One after another: the lines of
+    two that write at once to one terminal are mixed.
     """
     if PartialState().num_processes > 1 and sys.__stderr__:
-        faulthandler.dump_traceback_later(NEARLY * launch_env.timeout_seconds(), file=sys.__stderr__)
+        rank, count = (int(os.environ.get(name, "1")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        share = NEARLY + (1 - NEARLY) / 2 * rank / count
+        faulthandler.dump_traceback_later(share * launch_env.timeout_seconds(), file=sys.__stderr__)
 
 
 def given_up(seconds: float) -> bool:

@@ -104,6 +104,7 @@ def test_evaluate_wants_a_run(tmp_path, capsys) -> None:
 def test_several_processes_are_launched(monkeypatch) -> None:
     """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
     seen = []
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")  # which is set on the way, and set back here
     monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):
         cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
