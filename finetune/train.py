@@ -205,10 +205,12 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "save_strategy": "no",  # a whole run is saved at its end
     }
     try:
-        return SFTConfig(**{**decided, **length, **train.passed_on()})
+        made = SFTConfig(**{**decided, **length, **train.passed_on()})
     except (ValueError, ImportError) as error:
         said = " ".join(str(error).split())
         raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
+    made._n_gpu = min(made.n_gpu, 1)  # the Trainer would spread one process over all GPUs (DataParallel)
+    return made
 
 
 def train(

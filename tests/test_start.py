@@ -6,11 +6,12 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import yaml
 from conftest import QUICKSTART, ROOT, planned
 
-from finetune import cli, doctor, hardware, launch, launch_config, prove, recipe
-from finetune.batch import most_processes
+from finetune import cli, doctor, hardware, launch, launch_config, prove, recipe, train
+from finetune.batch import most_processes, split_batch
 from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.sections import Train
@@ -165,3 +166,12 @@ def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatc
     assert raised.value.code == 3 and 'mixed_precision: "no" or bf16' in raised.value.problems[0].fix
     made = Accelerator(cpu=True, mixed_precision="fp16")
     assert made.scaler is None and not made.native_amp, "it has both now"
+
+
+def test_one_process_computes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched by a config for one GPU where three are visible, it would be spread over them (DataParallel)."""
+    loaded, none = recipe.load(str(QUICKSTART), []), hardware.Choice("", "")
+    launched = hardware.launch(CPU)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    setup, batch = hardware.Setup(gpus(3), launched, none, none), split_batch(loaded.train, 1)
+    assert train.training_arguments(loaded.train, loaded.data, setup, batch).n_gpu == 1
