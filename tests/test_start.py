@@ -169,7 +169,7 @@ def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatc
 
 
 def test_one_process_computes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched by a config for one GPU where three are visible, it would be spread over them (DataParallel)."""
+    """Launched for one GPU where three are visible, it would be spread over them (DataParallel)."""
     loaded, none = recipe.load(str(QUICKSTART), []), hardware.Choice("", "")
     launched = hardware.launch(CPU)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
