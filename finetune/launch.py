@@ -68,8 +68,6 @@ def if_needed(
         config = str(shipped.folder("accelerate_configs") / f"{start.config}.yaml")
         extra = ["--num_processes", str(start.processes)]
         extra += ["--mixed_precision", default_precision(machine).value]
-        if start.processes == 1:  # the Trainer would spread one process over all GPUs that it sees
-            extra += ["--gpu_ids", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]]
     config = str(find(config))
     check(Path(config))
     command = ["--config_file", config, *extra, "-m", "finetune", *arguments]

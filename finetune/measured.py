@@ -171,9 +171,7 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool)
     signal that ended it)."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(trial.WARM if cpu else PRELOADED)
-    os.environ.setdefault(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # is_available() then asks no GPU (torch.cuda)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
     process = context.Process(target=_command, args=(words, log, environment))
     kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 2)  # what libraries say while they are imported

@@ -232,9 +232,7 @@ def passes(
             backward += share * 4 * every + 2 * outputs
         if step.storage == "fp8":
             forward, backward = forward + 3 * every, backward + 3 * (outside + 2 * wide)
-        forward += (
-            9 * wide * step.rounded
-        )  # measured: it writes a byte a number more, backward reads one less
+        forward += 9 * wide * step.rounded  # measured, and by its bytes alone nothing
         if kept.columns:
             forward, backward = forward + 4 * outside, backward + 8 * outside
         if not kept.compiled:  # norms, rope and residuals in many passes
