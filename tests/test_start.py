@@ -152,6 +152,16 @@ def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatc
     assert made.scaler is None and not made.native_amp, "it has both now"
 
 
+def test_a_batch_that_can_t_be_split_starts_on_one_gpu(on, capsys) -> None:
+    started = on(gpus(3))
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(QUICKSTART), "train.effective_batch_size=7"])
+    words = started[0]
+    assert words[words.index("--config_file") + 1].endswith("single_gpu.yaml")
+    assert words[words.index("--num_processes") + 1] == "1"
+    assert "auto: 1 of 3 GPUs: effective_batch_size 7 does not divide by 3" in capsys.readouterr().out
+
+
 def test_one_process_computes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched for one GPU where three are visible, it would be spread over them (DataParallel)."""
     loaded, none = recipe.load(str(QUICKSTART), []), hardware.Choice("", "")
