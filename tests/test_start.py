@@ -136,6 +136,7 @@ def test_other_configs_are_started(name: str, machine: Hardware, on, monkeypatch
 def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatch, capsys) -> None:
     """Accelerate makes no scaler and no autocast there: what trained was fp16, its receipts of a scaler."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     config = tmp_path / "cpu_fp16.yaml"
     given = yaml.safe_load((CONFIGS / "cpu.yaml").read_text())
@@ -148,7 +149,9 @@ def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatc
     with pytest.raises(UserError, match="fp16 can't be trained in on the CPU") as raised:
         hardware.launch(CPU)
     assert raised.value.code == 3 and 'mixed_precision: "no" or bf16' in raised.value.problems[0].fix
+    AcceleratorState._reset_state(reset_partial_state=True)  # another test of this process may have left one
     made = Accelerator(cpu=True, mixed_precision="fp16")
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert made.scaler is None and not made.native_amp, "it has both now"
 
 
