@@ -74,51 +74,43 @@ def test_recomputed_layers_leave_nothing_behind() -> None:
     assert len(seen) == 2 * len(layers) and not any(output() is not None for output in seen)
 
 
+def recomputed(kind: str, base: str, **how: Any) -> tuple[Any, int, list[Any], str]:
+    """Loss and gradients of a step, the bytes kept for backward, the layers, and the receipt's words."""
+    model, sizes = adapted(TYPES[kind](), dtype=torch.float32, base=base), dict[int, int]()
+    layers = decoder_layers(model)
+    assert Fused(model, layers).mlps == len(layers)
+    apply.add_recompute(model, layers, 0, ledger := Ledger(), **how)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = step(model)
+    return made, sum(sizes.values()), layers, str(ledger.receipts[-1].got)
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 @pytest.mark.parametrize("base", ["plain", "fp8", "nf4"])
 def test_an_mlp_s_first_half_made_again_changes_nothing(kind: str, base: str) -> None:
-    found, kept = [], []
-    for mlps in (False, True):
-        model = adapted(TYPES[kind](), dtype=torch.float32, base=base)
-        layers = decoder_layers(model)
-        assert Fused(model, layers).mlps == len(layers)
-        apply.add_recompute(model, layers, 0, Ledger(), mlps=len(layers) if mlps else 0)
-        sizes: dict[int, int] = {}
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t, sizes=sizes: (sizes.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
-        )
-        with hooks:
-            found.append(step(model))
-        kept.append(sum(sizes.values()))
-    (loss, gradients), (again, same) = found
+    (loss, gradients), whole, layers, _ = recomputed(kind, base)
+    (again, same), less, *_ = recomputed(kind, base, mlps=len(layers))
     assert loss == again and all(map(torch.equal, gradients.values(), same.values()))
     up = layers[0].mlp.up_proj
     more = up.in_features if kind == "ia3" else 0  # which keeps no input otherwise
-    assert kept[0] - kept[1] >= len(layers) * IDS.numel() * (2 * up.out_features - more) * 4
+    assert whole - less >= len(layers) * IDS.numel() * (2 * up.out_features - more) * 4
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 @pytest.mark.parametrize("base", ["plain", "fp8", "nf4"])
 def test_an_mlp_s_first_half_kept_in_int8(kind: str, base: str) -> None:
     """The same loss; gradients a hundredth off; half of the memory, and a 32nd of it for scales."""
-    found, kept = [], []
-    for rounded in (False, True):
-        model = adapted(TYPES[kind](), dtype=torch.float32, base=base)
-        layers = decoder_layers(model)
-        Fused(model, layers)
-        apply.add_recompute(model, layers, 0, ledger := Ledger(), rounded=rounded)
-        sizes: dict[int, int] = {}
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t, sizes=sizes: (sizes.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
-        )
-        with hooks:
-            found.append(step(model))
-        kept.append(sum(sizes.values()))
-    (loss, gradients), (same, rough) = found
+    (loss, gradients), whole, layers, _ = recomputed(kind, base)
+    (same, rough), less, _, said = recomputed(kind, base, rounded=True)
     assert loss == same and 1e-5 < worst(gradients, rough) < 0.02
-    assert f"those of {len(layers)} kept in int8" in str(ledger.receipts[-1].got)
+    assert f"those of {len(layers)} kept in int8" in said
     both = len(layers) * IDS.numel() * 2 * layers[0].mlp.up_proj.out_features  # blocks of 128, here of 32
-    assert kept[0] - kept[1] == both * (4 - 1 - 4 / math.gcd(layers[0].mlp.up_proj.out_features, 128))
+    assert whole - less == both * (4 - 1 - 4 / math.gcd(layers[0].mlp.up_proj.out_features, 128))
 
 
 def test_rounding_to_int8_and_back() -> None:

@@ -12,7 +12,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from finetune import cli, estimate, optimizers
-from finetune.hardware import Choice
+from finetune.hardware import Choice, Hardware
 from finetune.receipts import Ledger
 from finetune.sections import Speed
 from finetune.speed import apply, offload
@@ -94,6 +94,20 @@ def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
     passing = offload.Pass(layers[0], 1, None)
     assert all(passing.holds(weight) for weight in layers[0].parameters())
     assert not passing.holds(torch.ones(8, 8)) and passing.holds(torch.ones(8, 8)[:, :4])
+    made.add_receipt(2, ledger)
+    ledger.check()
+
+
+def test_some_layers_alone_may_leave_what_they_keep() -> None:
+    """`activations:1`, beside gate and up in int8."""
+    model = model_of("lora")
+    asked = Speed(fused=True, recompute="int8", offload="activations:1")
+    cpu = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+    chosen = apply.apply(model, asked, estimate.Work(64, 1e9), cpu, ledger := Ledger())
+    made = offload.of(model)
+    assert made and made.layers == apply.decoder_layers(model)[:1] and chosen["speed.offload"].value
+    gradients(model)
+    assert made.out == made.back == 2  # micro-batches
     made.add_receipt(2, ledger)
     ledger.check()
 

@@ -51,7 +51,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         count, mlps = estimate.split(recompute.value, len(layers))
         rounded = recompute.value.startswith("int8")
         add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
-    if count := round(plan.away * len(layers)):
+    if count := round(estimate.away(speed.offload, len(layers)) * len(layers)):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
         chosen = [one for one in layers if one.gradient_checkpointing or recompute.value in ("mlp", "int8")]
         count = min(count, len(chosen))
