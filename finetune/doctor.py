@@ -155,7 +155,9 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
 def _offload(asked: str, machine: Hardware) -> tuple[str, str]:
     if machine.device == "cpu":
         return "not possible", "there is no GPU whose memory it could spare"
-    return ("off", "costs time: for GPUs that are too small") if asked == "none" else ("active", asked)
+    if asked == "auto":
+        return "off", "auto: where a large fp8 model lacks memory, and copies cost no time"
+    return ("off", "asked for: none") if asked == "none" else ("active", asked)
 
 
 def _loss(speed: Speed, recipe: Recipe | None) -> Optimisation:

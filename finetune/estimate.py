@@ -31,6 +31,9 @@ INT8 = (1 + 4 / 128) / 2  # bytes of a number rounded to int8 and its part of a 
 # Over `hidden`: the time of keeping gate and up in int8 beside that of making them again, whose products go
 # with it. An 8B Llama on an H200 (hidden 4,096): 16 and 100 ms of a step.
 ROUNDING = 0.16 * 4096
+# Hidden size from which what an fp8 layer keeps reaches the CPU, at 54 GB/s, while the next one is computed
+COPIED = 7700
+IN_FLIGHT = 3  # layers of those that leave the GPU: one that computes, one that leaves and one that comes
 WHOLE_TILES = 256  # rows of a chunk are a multiple of it: the products' tiles are full
 
 
@@ -60,6 +63,9 @@ class Memory(NamedTuple):
     host: float = math.inf  # of the CPU's memory, for what leaves the GPU
     away: float = 0.0  # share of the layers that leave what they keep in the CPU's memory
     rounding: float = math.inf  # time of keeping an MLP in int8 beside making it again; inf: not by `auto`
+    beside: float = (
+        0.0  # share of the layers that `auto` may copy to the CPU: no slower than they are computed
+    )
 
 
 class Widths(NamedTuple):
@@ -166,6 +172,37 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
     saved = kept / layers - plan.entry
     count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
     return rounded or Choice(f"{count} of {layers}", text)
+
+
+def choose_kept(
+    recompute: str | int, offload: str, plan: Memory, hardware: Hardware
+) -> tuple[Choice, Choice, Memory]:
+    """What is recomputed, what a GPU keeps in the CPU's memory, and the plan with it.
+
+    Where both are `auto` and gate and up would be made again though they are kept in int8, what else as few
+    layers keep leaves as lets none be: if the CPU has room for it, and copies are no slower than the layers
+    they run beside.
+
+    Raises:
+        UserError: as `choose_recompute`.
+    """
+    again, layers = choose_recompute(recompute, plan, hardware), plan.layers
+    if offload != "auto":
+        return again, Choice(offload, "not asked for" if offload == "none" else "asked for"), plan
+    none = Choice("none", "auto: no GPU" if hardware.device == "cpu" else "auto: no need"), plan
+    cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("int8", plan)
+    if recompute != "auto" or cheap or again.value in ("none", "cheap", "int8"):
+        return again, *none
+    each = (plan.kept - plan.norms - plan.mlps) / layers
+    count = max(1, math.ceil((at_once(plan, "int8")[1] - plan.room) / each) + IN_FLIGHT)
+    if count > plan.beside * layers:
+        why = "copies would take longer than layers" if plan.beside else "not on this base"
+        return again, Choice("none", f"auto: {why}"), plan
+    if count * each > plan.host:
+        return again, Choice("none", f"auto: the CPU has no room for {count * each:.0f} GiB"), plan
+    half = Choice("int8", f"{again.reason}; no more, as {count} layers leave what else they keep to the CPU")
+    text = f"auto: {count * each:.0f} GiB on the CPU, so that no MLP is made again"
+    return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
 
 
 def _rounded(plan: Memory, text: str) -> Choice | None:
@@ -332,8 +369,10 @@ def activations(
     gone = away(offload, one.layers)
     entry = (1 - gone) * row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
-    rounding = ROUNDING / one.hidden if keeps.fp8 and keeps.compiled else math.inf
-    return Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone, rounding=rounding)
+    plan = Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone)
+    if not (keeps.fp8 and keeps.compiled):
+        return plan
+    return plan._replace(rounding=ROUNDING / one.hidden, beside=min(1.0, one.hidden / COPIED))
 
 
 def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
@@ -365,9 +404,8 @@ def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
 
 
 def _stays(kept: float, plan: Memory) -> float:
-    """Of what layers keep, GiB on the GPU: of those that leave it one that computes, one that leaves and one
-    that comes."""
-    return kept * (1 - plan.away) + min(kept * plan.away, 3 * kept / plan.layers)
+    """Of what layers keep, GiB on the GPU."""
+    return kept * (1 - plan.away) + min(kept * plan.away, IN_FLIGHT * kept / plan.layers)
 
 
 def away(offload: str, layers: int) -> float:

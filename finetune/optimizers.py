@@ -70,7 +70,7 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
     optim, launch = asked(train), setup.launch
     problems = missing_packages(optim, speed)
     cpu, offload = setup.hardware.device == "cpu", speed.offload
-    if offload != "none" and cpu:
+    if offload not in ("auto", "none") and cpu:
         what = "there is no GPU here to take memory off: everything is in the CPU's memory already"
         problems.append(Problem(what, "speed.offload", found=offload, fix="speed.offload: none"))
     elif offload in ("optimizer", "all"):

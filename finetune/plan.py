@@ -190,23 +190,26 @@ def under(
         problem = Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
-    def of(rows: int, recompute: str | int) -> Plan:
+    def of(rows: int, recompute: str | int, offload: str) -> Plan:
         train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
-        speed = recipe.speed.model_copy(update={"recompute": recompute})
+        speed = recipe.speed.model_copy(update={"recompute": recompute, "offload": offload})
         asked = recipe.model_copy(update={"train": train, "speed": speed})
         return at_once(asked, machine, processes, by, cpu_rate)
 
-    chosen = of(1, recipe.speed.recompute)
-    recompute = chosen.choices["recompute"]
+    chosen = of(1, recipe.speed.recompute, recipe.speed.offload)
+    recompute, offload = chosen.choices["recompute"], chosen.choices["offload"]
     usable = MARGIN * (machine.memory_gib - (plan_choices.CONTEXT_GIB if machine.device == "cuda" else 0.0))
     again = int(recompute.value.split()[0]) if " of " in recompute.value else recompute.value
     for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
-        made = of(rows, again)
+        made = of(rows, again, offload.value)
         if made.peak > usable:
             break
         chosen = made
     note = plan_notes.searched(chosen.batch.per_device, recipe.data.max_length, MARGIN)
-    choices, usable = {**chosen.choices, "recompute": recompute}, min(usable, chosen.usable)
+    choices, usable = (
+        {**chosen.choices, "recompute": recompute, "offload": offload},
+        min(usable, chosen.usable),
+    )
     return replace(chosen, choices=choices, usable=usable, notes=(*chosen.notes, note))
 
 
@@ -254,7 +257,7 @@ def at_once(
     room_of = partial(plan_choices.room, recipe, machine, found, has, **stored)
     kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
     memory, usable = room_of(kept)
-    recompute = plan_choices.recomputed(recipe.speed, memory, machine, processes, by)
+    recompute, offload, memory = plan_choices.recomputed(recipe.speed, memory, machine, processes, by)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
@@ -278,7 +281,7 @@ def at_once(
     return Plan(
         machine=machine,
         processes=processes,
-        choices={**choices, "compile": compile, "recompute": recompute},
+        choices={**choices, "compile": compile, "recompute": recompute, "offload": offload},
         batch=batch,
         tokens=tokens,
         steps=steps,

@@ -110,7 +110,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less.append(("adapter.lora_dropout=0.0", "no dropout"))
     if now.choices["recompute"].value == "none" or speed.recompute not in ("auto", "all"):
         less += [("speed.recompute=auto", "the same numbers"), ("speed.recompute=all", "the same numbers")]
-    if speed.offload == "none" and now.machine.device == "cuda":
+    if speed.offload in ("auto", "none") and now.machine.device == "cuda":
         less.append(("speed.offload=activations", "the same numbers; memory of the CPU"))
     for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():
         less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
@@ -153,8 +153,8 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
         yield "speed.compile=true", f"about {plan.COMPILE_SECONDS} s more at the start"
     if speed.fused is False:
         yield "speed.fused=auto", "the same numbers"
-    if speed.offload != "none":
-        yield "speed.offload=none", "the same numbers"
+    if speed.offload not in ("auto", "none"):
+        yield "speed.offload=auto", "the same numbers"
     if not recipe.data.packing and not recipe.data.streaming and now.machine.device == "cuda":
         yield "data.packing=true", "several rows in one, so fewer and fuller steps"
     if _may_split(recipe, now) and now.batch.effective // now.processes % (2 * per_device) == 0:

@@ -65,14 +65,14 @@ def compiled(
 
 def recomputed(
     speed: Speed, memory: estimate.Memory, machine: Hardware, processes: int, by: Sharding
-) -> Choice:
-    """What would be made again, as a run chooses it."""
+) -> tuple[Choice, Choice, estimate.Memory]:
+    """What would be made again and what would leave the GPU, as a run chooses it, and the memory plan so."""
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
-    chosen = estimate.choose_recompute(speed.recompute, memory, machine)
-    if problem := estimate.against_graphs(speed.compile, chosen.value, by.name if by.weights else ""):
+    again, offload, memory = estimate.choose_kept(speed.recompute, speed.offload, memory, machine)
+    if problem := estimate.against_graphs(speed.compile, again.value, by.name if by.weights else ""):
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return chosen
+    return again, offload, memory
 
 
 def room(

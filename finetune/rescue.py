@@ -116,7 +116,6 @@ def of(
 
 def needed(
     length: int,
-    offload: str,
     setup: Setup,
     chosen: dict[str, Choice],
     moments: int,
@@ -133,7 +132,7 @@ def needed(
         return ""
     fused, compiled = (chosen[f"speed.{name}"].value == "on" for name in ("fused", "compile"))
     tokens, adapted = rows * length, hasattr(model, "peft_config")
-    how = {"fused": fused, "compiled": compiled, "offload": offload}
+    how = {"fused": fused, "compiled": compiled, "offload": chosen["speed.offload"].value}
     at_loss, at_backward = estimate.at_once(
         apply.memory(model, tokens, setup.hardware, **how), chosen["speed.recompute"].value
     )

@@ -217,13 +217,15 @@ class Speed(Section):
     eight layers made again); `all` layers, for a third more; or how many layers, beside that of the others.
     `auto` takes the least that fits, `int8` on an fp8 base alone."""
     offload: (
-        Literal["none", "activations", "optimizer", "all"]
+        Literal["auto", "none", "activations", "optimizer", "all"]
         | Annotated[str, Field(pattern=r"^activations:[1-9]\d{0,3}$")]
-    ) = "none"
+    ) = "auto"
     """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `recompute: mlp`, which
     `recompute: auto` takes where the CPU has room for it, or the inputs of layers that are recomputed whole
     (under `int8`: all else); `activations:8`: of eight layers; copied beside the layers. `optimizer`: AdamW's
-    state, which steps on the CPU; for `full`, as an adapter's is small."""
+    state, which steps on the CPU; for `full`, as an adapter's is small. `auto`: on an fp8 base,
+    where int8 is not enough, activations of as many layers as let none be made again, if copies take no
+    longer than what they run beside."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

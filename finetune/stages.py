@@ -143,8 +143,7 @@ def micro_batches(
     """Those of the run, which know what to say where memory runs out."""
     made = rescue.of(recipe.speed, recipe.adapter, recipe.data, batch, screen, ledger)
     moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
-    length, offload = recipe.data.max_length, recipe.speed.offload
-    made.needs = partial(rescue.needed, length, offload, setup, fast, moments)
+    made.needs = partial(rescue.needed, recipe.data.max_length, setup, fast, moments)
     return made
 
 

@@ -103,7 +103,7 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
         whole = "all" if "recomputed" in name or ("small" in name and half == "none") else half
         assert loaded.speed.recompute == recomputes.get(name, whole)
         away = {"70b-fp8-int8": "activations", "70b-fp8-half": "activations:40"}
-        assert loaded.speed.offload == away.get(name, "activations" if "small" in name else "none")
+        assert loaded.speed.offload == away.get(name, "activations" if "small" in name else "auto")
 
 
 def test_the_table_says_what_failed_and_what_packing_left_empty(tmp_path) -> None:

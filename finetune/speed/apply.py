@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune import adapter_types, estimate, qat, shards
 from finetune.errors import Exit, Problem, UserError
-from finetune.estimate import Keeps, Memory, Work, choose_compile, choose_recompute
+from finetune.estimate import Keeps, Memory, Work, choose_compile, choose_kept
 from finetune.hardware import Choice
 from finetune.speed.fp8 import Fp8Linear
 from finetune.speed.offload import Activations
@@ -44,14 +44,14 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
-    recompute = choose_recompute(speed.recompute, plan, hardware)
+    recompute, offload, _ = choose_kept(speed.recompute, speed.offload, plan, hardware)
     if problem := estimate.against_graphs(speed.compile, recompute.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
         count, mlps = estimate.split(recompute.value, len(layers))
         rounded = recompute.value.startswith("int8")
         add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
-    if count := round(estimate.away(speed.offload, len(layers)) * len(layers)):
+    if count := round(estimate.away(offload.value, len(layers)) * len(layers)):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
         chosen = [one for one in layers if one.gradient_checkpointing or recompute.value in ("mlp", "int8")]
         count = min(count, len(chosen))
@@ -73,7 +73,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         how = "layers with a compiled call"
         ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
     chosen = {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
-    return {**chosen, "speed.offload": choose_offload(speed.offload, model)}
+    return {**chosen, "speed.offload": worth(offload, model)}
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
@@ -99,7 +99,8 @@ def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
     made = {f"speed.{name}": Choice("off", reason) for name in options[:2]}
     made["speed.recompute"] = Choice("none", reason)
-    return {**made, "speed.offload": choose_offload(speed.offload, model)}
+    offload = speed.offload if speed.offload != "auto" else "none"
+    return {**made, "speed.offload": worth(Choice(offload, reason), model)}
 
 
 def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str = "") -> Choice:
@@ -209,13 +210,13 @@ def norms_of(layer: Any) -> list[Any]:
     return [m for m in layer.children() if "Norm" in type(m).__name__ and not list(m.children())]
 
 
-def choose_offload(asked: str, model: Any) -> Choice:
-    """As asked, with what there is to gain from the optimizer's part."""
-    if asked not in ("optimizer", "all"):
-        return Choice(asked, "not asked for" if asked == "none" else "asked for")
+def worth(offload: Choice, model: Any) -> Choice:
+    """The choice, with what there is to gain from the optimizer's part."""
+    if offload.value not in ("optimizer", "all"):
+        return offload
     state = 8 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**30
     little = ", which is little: an adapter's" if hasattr(model, "peft_config") else ""
-    return Choice(asked, f"AdamW's state takes {state:.2g} GiB{little}")
+    return Choice(offload.value, f"AdamW's state takes {state:.2g} GiB{little}")
 
 
 def decoder_layers(model: Any) -> list[Any]:

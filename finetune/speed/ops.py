@@ -238,7 +238,8 @@ def compress(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     values = x.float().view(len(x), -1, math.gcd(x.shape[1] // 2, BLOCK))
     scale = (values.abs().amax(-1) / 127).clamp(min=1e-35)
-    codes = (values / scale[..., None] + 0.5).floor()
+    scale = scale + scale * 0  # NaN where it is infinite
+    codes = (values / scale[..., None]).round()
     return codes.nan_to_num().to(torch.int8).view(x.shape), scale
 
 
