@@ -1,5 +1,8 @@
 """Fingerprints see every change; receipts stop a run; hardware choices have reasons."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -132,6 +135,34 @@ def test_recompute_is_planned_from_memory() -> None:
     assert max(at_once(leaving._replace(away=0.5), "mlp")) == 9 + 3 * 18 / 32 + 36 / 32  # half of them leaves
     with pytest.raises(UserError, match="MLPs of this model are not fused"):
         choose_recompute("mlp", plan, H100)
+
+
+def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
+    """Only where int8 is not enough, where the CPU has room, and as far as copies are hidden."""
+    from finetune.estimate import Memory, at_once, away, choose_kept
+
+    plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0, mlps=28.0)
+    plan = plan._replace(rounding=0.25, beside=0.5)  # what else a layer keeps: 18 / 32 GiB
+
+    def chosen(recompute: str = "auto", offload: str = "auto", at: Hardware = H100, **other: float) -> Any:
+        again, leaves, made = choose_kept(recompute, offload, plan._replace(**other), at)
+        assert made.away == away(leaves.value, 32) * (offload == "auto")
+        return again.value, leaves.value, leaves.reason
+
+    for room, again in ((60.0, "none"), (46.0, "cheap"), (45.0, "mlp:2"), (33.0, "int8")):
+        assert chosen(room=room) == (again, "none", "auto: no need")
+    count = math.ceil((18 + 28 * 33 / 64 + 0.25 - 30) / (18 / 32)) + 3
+    again, leaves, reason = chosen(room=30.0)
+    assert (again, leaves) == ("int8", f"activations:{count}")
+    assert reason == f"auto: {count * 18 / 32:.0f} GiB on the CPU, so that no MLP is made again"
+    assert max(at_once(plan._replace(away=count / 32), "int8")) <= 30.0
+    assert max(at_once(plan._replace(away=(count - 1) / 32), "int8")) > 30.0
+    assert chosen(room=30.0, host=2.0) == ("int8:6", "none", "auto: the CPU has no room for 4 GiB")
+    assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would take longer than layers")
+    assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", "auto: not on this base")
+    assert chosen(room=30.0, at=CPU) == ("none", "none", "auto: no GPU")
+    assert chosen("int8:6", room=30.0) == ("int8:6", "none", "auto: no need")
+    assert chosen(offload="none", room=30.0) == ("int8:6", "none", "not asked for")
 
 
 def test_a_process_without_weights_has_all_but_these(two_layers, untied) -> None:

@@ -1,5 +1,6 @@
 """A run that is stopped and resumed is the run itself: every adapter, every way to feed it, every step."""
 
+import contextlib
 import json
 import os
 import re
@@ -221,7 +222,7 @@ MUST = {
     "data.": "columns format max_length packing padding_free reasoning role_map shuffle_buffer split "
     "streaming too_long train_on",
     "model.": "add_tokens attention",
-    "speed.": "base compile fused loss offload recompute",
+    "speed.": "base compile fused loss recompute",
     "train.": "effective_batch_size learning_rate lr_scheduler_type max_steps seed warmup_steps",
     "": "precision device processes steps rows accumulation tokenizer",
 }
@@ -229,6 +230,7 @@ MAY = {
     "data.": "expect name validation",
     "eval.": "general samples tasks",
     "model.": "name",
+    "speed.": "offload",
     "train.": "logging_steps save_strategy skip_nonfinite",
     "versions.": "torch python",
 }
@@ -255,6 +257,16 @@ def test_no_difference_is_silent(straight) -> None:
     must |= {"chat template", "data: content", "storage of the base"}
     assert must <= refused and may <= named and not refused & named
     assert len(refused | named) > 60
+
+
+def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
+    moves = [("none", "auto"), ("auto", "activations"), ("activations:4", "none")]
+    for then, now in [*moves, ("none", "optimizer"), ("all", "activations"), ("all", "optimizer")]:
+        both = [{"recipe": {"speed.offload": one}, "facts": {}, "chosen": {}} for one in (then, now)]
+        refused = contextlib.nullcontext() if (then, now) in moves else pytest.raises(UserError)
+        with refused as why:
+            why = resume.compare(both[0], both[1], Path("step-3"))
+        assert "speed.offload" in str(why)
 
 
 def test_a_kept_checkpoint_of_format_1_goes_on(train, two_layers, tmp_path) -> None:
