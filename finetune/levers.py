@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from finetune import adapter_conflicts, hardware, launch_env
 from finetune.adapter_types import QUANTISED
 from finetune.batch import split_batch
+from finetune.operations import COPIES
 
 if TYPE_CHECKING:
     from finetune.hardware import Hardware
@@ -42,6 +43,7 @@ def judge(
         "padding": padding * busy,
         "attention": found["attention"] * (0.67 if masked else 0.0),
         "communication": found["communication"],
+        "copies": found.get(COPIES, 0.0),
         "memory": found["memory-bound"] * 0.3 * gpu,
     }
     worst = max(gains, key=lambda name: gains[name])
@@ -67,6 +69,12 @@ def judge(
         "communication": (
             f"sums between processes take {found['communication']:.0%} of the step",
             "train.effective_batch_size: larger, so that they are rarer",
+        ),
+        "copies": (
+            f"copies to the CPU's memory and back take {found.get(COPIES, 0.0):.0%} of the step",
+            "what reads results back in each step"
+            if whole.speed.offload in ("auto", "none")
+            else "speed.offload: auto",
         ),
         "memory": (
             f"passes over memory take {found['memory-bound']:.0%} of the step",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from bisect import bisect_right
 from collections import defaultdict, deque
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+COPIES = "to the CPU and back"
 # Kinds by the names of kernels and of operations; the first that is found is it
 KINDS = {
+    COPIES: r"memcpy (dtoh|htod)",
     "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter|c10d::|gloo",
     "attention": (
         r"flash|fmha|sdpa|attention|attn|scaled_dot_product|aten::bmm|aten::baddbmm"
@@ -30,6 +33,8 @@ KINDS = {
     ),
 }
 KINDS_AROUND = ("communication", "attention")  # which an operation has from one that it is part of
+COMPUTED: tuple[str, ...] = ("products", "attention", "memory-bound")
+BESIDE: tuple[str, ...] = ("communication", COPIES)  # which run beside what is computed
 SOFTMAX = ("aten::_softmax", "aten::_softmax_backward_data")
 # Where the first of two factors stands among an operation's inputs
 FACTORS = {"aten::mm": 0, "aten::_scaled_mm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1}
@@ -43,10 +48,18 @@ class Ran(NamedTuple):
 
     name: str
     kind: str
-    """communication, attention, products, memory-bound."""
+    """communication, to the CPU and back, attention, products, memory-bound."""
     seconds: float
     operation: Any
     """Itself, or what launched it; `None`: not known."""
+    begun: float | None = None
+    """When a kernel began, in seconds; `None`: operations of the CPU, of which only their own time counts."""
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From when to when a kernel ran; empty for the CPU's operations."""
+        begun = self.begun or 0.0
+        return begun, begun + (self.seconds if self.begun is not None else 0.0)
 
 
 def computed(events: Iterable[Any], *, cuda: bool) -> list[Ran]:
@@ -55,12 +68,48 @@ def computed(events: Iterable[Any], *, cuda: bool) -> list[Ran]:
     scores = score_shapes(events)
     found = _kernels(events) if cuda else _on_cpu(events)
     return [
-        Ran(name, kind_of(name, operation, scores), seconds, operation) for name, operation, seconds in found
+        Ran(name, kind_of(name, operation, scores), seconds, operation, begun)
+        for name, operation, seconds, begun in found
     ]
 
 
-def _kernels(events: list[Any]) -> Iterator[tuple[str, Any, float]]:
-    """Each kernel with the operation that launched it, which lists it by name and length."""
+def spent(ran: list[Ran]) -> dict[str, float]:
+    """Seconds of each kind: of communication and copies those in which a GPU computes nothing."""
+    found: dict[str, float] = dict.fromkeys((*COMPUTED, *BESIDE), 0.0)
+    covered = list[tuple[float, float]]()  # apart from one another, in order
+    for kinds in (COMPUTED, *((kind,) for kind in BESIDE)):
+        mine = [each for each in ran if each.kind in kinds]
+        for each in mine:
+            hidden = _within(each, covered) if kinds != COMPUTED else 0.0
+            found[each.kind] += each.seconds - hidden
+        covered = _union([*covered, *(each.span for each in mine if each.begun is not None)])
+    return found
+
+
+def _within(each: Ran, covered: list[tuple[float, float]]) -> float:
+    """Seconds of a kernel in which one of those that cover ran."""
+    begun, end = each.span
+    hidden = 0.0
+    for start, stop in covered[max(0, bisect_right(covered, (begun, math.inf)) - 1) :]:
+        if start >= end:
+            break
+        hidden += max(0.0, min(stop, end) - max(start, begun))
+    return hidden
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time in spans that do not meet, in order."""
+    found = list[tuple[float, float]]()
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _kernels(events: list[Any]) -> Iterator[tuple[str, Any, float, float]]:
+    """Each kernel, the operation that launched it, which lists it by name and length, and when it began."""
     owners: dict[tuple[str, float], deque[Any]] = defaultdict(deque)
     for event in events:
         for kernel in event.kernels:
@@ -69,10 +118,11 @@ def _kernels(events: list[Any]) -> Iterator[tuple[str, Any, float]]:
         # ranges of the host are on the GPU's line too, and span all that runs in them
         if str(event.device_type).endswith("CUDA") and not event.is_user_annotation:
             by = owners[event.name, event.time_range.elapsed_us()]
-            yield event.name, by.popleft() if by else None, event.self_device_time_total / 1e6
+            begun = event.time_range.start / 1e6
+            yield event.name, by.popleft() if by else None, event.self_device_time_total / 1e6, begun
 
 
-def _on_cpu(events: list[Any]) -> Iterator[tuple[str, Any, float]]:
+def _on_cpu(events: list[Any]) -> Iterator[tuple[str, Any, float, None]]:
     """The CPU's profiler gives times of the clock. One of an operation that took far longer than others of
     its name and about its shapes held a wait for the CPU, which another process had: theirs is taken.
     """
@@ -86,7 +136,7 @@ def _on_cpu(events: list[Any]) -> Iterator[tuple[str, Any, float]]:
         usual = statistics.median_low(seconds for _, seconds in times)
         for event, seconds in times:
             own = usual if seconds > 3 * usual + INTERRUPTED else seconds
-            yield event.name, event, max(0.0, own - OVERHEAD)
+            yield event.name, event, max(0.0, own - OVERHEAD), None
 
 
 def score_shapes(events: Iterable[Any]) -> set[tuple[int, ...]]:
@@ -107,6 +157,8 @@ def score_shapes(events: Iterable[Any]) -> set[tuple[int, ...]]:
 
 def kind_of(name: str, operation: Any, scores: set[tuple[int, ...]]) -> str:
     """The kind of a kernel, or of an operation under its own name."""
+    if named(name) == COPIES:  # of what attention keeps, too
+        return COPIES
     around, each = {named(name)}, operation
     while each is not None:
         around.add(named(each.name))

@@ -64,7 +64,8 @@ class Profile(NamedTuple):
     seconds: float
     """Of a timed step, from the end of the one before it."""
     shares: dict[str, float]
-    """Of that: products, attention, memory-bound, communication, data wait, launch gaps."""
+    """Of that: products, attention, memory-bound, communication, on a GPU copies to the CPU and back, data
+    wait, launch gaps."""
     padding: float
     """Share of the batch's tokens."""
     attention: str
@@ -284,11 +285,12 @@ def peaks(machine: Hardware, one: estimate.Widths) -> tuple[float, float | None,
 
 
 def shares(trace: Trace, ran: list[Ran]) -> dict[str, float]:
-    """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed."""
+    """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed.
+    Of communication and copies what is not hidden behind computing."""
     waited = statistics.median(trace.waits) / statistics.median(trace.steps)
-    spent: dict[str, float] = dict.fromkeys(("products", "attention", "memory-bound", "communication"), 0.0)
-    for each in ran:
-        spent[each.kind] += each.seconds
+    spent = operations.spent(ran)
+    if not trace.cuda:
+        del spent[operations.COPIES]
     rest = 1 - waited
     found = {name: rest * seconds / trace.traced for name, seconds in spent.items()}
     over = max(1.0, sum(found.values()) / rest)  # kernels of several streams run at once

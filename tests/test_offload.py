@@ -106,8 +106,13 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
     chosen = apply.apply(model, asked, estimate.Work(64, 1e9), cpu, ledger := Ledger())
     made = offload.of(model)
     assert made and made.layers == apply.decoder_layers(model)[:1] and chosen["speed.offload"].value
+    order = list[str]()
+    fetch, last = made.fetch, apply.decoder_layers(model)[-1].mlp.down_proj.lora_A["default"].weight
+    made.fetch = lambda owner: (order.append("fetch"), fetch(owner))[1]
+    last.register_post_accumulate_grad_hook(lambda _: order.append("last layer's gradient"))
     gradients(model)
     assert made.out == made.back == 2  # micro-batches
+    assert order == 2 * ["fetch", "last layer's gradient"]  # it comes while that layer is computed
     made.add_receipt(2, ledger)
     ledger.check()
 

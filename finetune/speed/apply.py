@@ -55,7 +55,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
         chosen = [one for one in layers if one.gradient_checkpointing or recompute.value in ("mlp", "int8")]
         count = min(count, len(chosen))
-        Activations([chosen[i * len(chosen) // count] for i in range(count)], device)
+        Activations([chosen[i * len(chosen) // count] for i in range(count)], device, layers[-1])
     if compile.value == "on":
         torch._dynamo.reset()  # of a run before in this process
         torch._dynamo.utils.counters.clear()

@@ -71,17 +71,19 @@ class Activations:
     `offload: none`.
 
     In backward what the layer that comes next needs is fetched while a layer is computed: that of two layers
-    is on the GPU at a time, whatever their number.
+    is on the GPU at a time, whatever their number. Backward begins with `last`: where that one stays, the
+    first fetch runs beside it.
     """
 
-    def __init__(self, layers: list[Any], device: torch.device) -> None:
+    def __init__(self, layers: list[Any], device: torch.device, last: Any = None) -> None:
         self.layers, self.gpu = layers, torch.get_device_module(device)
         self.stream = self.gpu.Stream()
         self.restart()
-        for layer in layers:
+        for layer in layers if last is None or last in layers else [*layers, last]:
             own = layer._gradient_checkpointing_func if layer.gradient_checkpointing else _straight
             layer.gradient_checkpointing = True  # transformers calls the layer through what follows
-            layer._gradient_checkpointing_func = partial(self.run, own, layer)
+            around = partial(self.run, own, layer) if layer in layers else partial(self.ahead, own)
+            layer._gradient_checkpointing_func = around
 
     def restart(self) -> None:
         """Count from here on, and let go of what a pass that failed has left."""
@@ -104,6 +106,14 @@ class Activations:
                 self.last = weakref.ref(self.current)
                 self.leaving.append(self.current)
             self.current = None
+
+    def ahead(self, around: Callable[..., Any], call: Callable[..., Any], *inputs: Any) -> Any:
+        """The call of a layer that stays, in whose backward the first fetch begins."""
+        made, owner = around(call, *inputs), self.last() if self.last else None
+        hidden = made[0] if isinstance(made, tuple) else made
+        if owner and hidden.requires_grad:
+            hidden.register_hook(lambda _: self.fetch(owner))
+        return made
 
     def keep(self, tensor: Tensor) -> Tensor | Kept:
         """Start to copy what a layer keeps into CPU memory; weights, masks and what is small stay."""
