@@ -191,12 +191,8 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool)
 
 
 def _command(words: list[str], log: str, environment: dict[str, str]) -> None:
-    os.setsid()  # Ctrl-C is for the command that makes runs
-    trial.tie()
+    trial.begin(log)
     os.environ.update(environment)
-    with open(log, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     import torch
 
     if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew, it takes longer

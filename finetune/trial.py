@@ -151,13 +151,20 @@ def start(words: list[str], log: Path, warm: bool) -> Any:
 
 def train(words: list[str], log: str) -> None:
     """The same in a forked process."""
-    os.setsid()
+    begin(log)
+    sys.argv = ["finetune", "train", *words, "--quiet"]
+    runpy.run_module("finetune", run_name="__main__")  # which exits
+
+
+def begin(log: str) -> None:
+    """What a forked run begins with: a session of its own, its log, and Python's own way to start workers: it
+    would have its server's, by which each worker of a data loader imports everything anew (13 s)."""
+    os.setsid()  # Ctrl-C is for the command that makes runs
     tie()
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(sink, number)
-    sys.argv = ["finetune", "train", *words, "--quiet"]
-    runpy.run_module("finetune", run_name="__main__")  # which exits
+    multiprocessing.set_start_method(None, force=True)
 
 
 def tie() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import multiprocessing
 import re
 import shutil
 import signal
@@ -115,6 +116,17 @@ def test_what_runs_on_gpus_are_forked_from_asks_for_none() -> None:
     code = f"import sys, {', '.join(measured.PRELOADED)}; {asks}"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"
+
+
+def test_workers_of_a_forked_run_start_as_those_of_any_run(tmp_path) -> None:
+    """By the server's method each imported everything anew, which a data loader's first batch waited for."""
+    log = tmp_path / "log"
+    code = f"import multiprocessing\nfrom finetune import trial\ntrial.begin({str(log)!r})\n"
+    code += "print(multiprocessing.get_start_method(), flush=True)"
+    process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code,))
+    process.start()
+    process.join()
+    assert log.read_text().split() == multiprocessing.get_all_start_methods()[:1]
 
 
 def test_page_and_picture_need_nothing_else(climbed: Climbed) -> None:
