@@ -13,13 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = {
-    "ROWS": 512,
-    "BT": 16,
-    "BN": 128,
-    "STAGES": 3,
-    "WARPS": 4,
-}  # H200, F = 14336, R = 16
+TILE = {"ROWS": 512, "BT": 16, "BN": 128, "STAGES": 3, "WARPS": 4}  # H200, F = 14336, R = 16
+PLAIN_TILE = {**TILE, "ROWS": 128, "BT": 8}  # without adapters; H200, F = 28672
 THIN_RANK = 32  # of the adapters whose gradients are summed where the activation's are made
 
 
@@ -194,16 +189,17 @@ def _activate_backward(
 def activate(gu, t, b, column, act, largest, rounded):
     """h, amax, codes and scale (empty if not asked for); a tile is as wide as a block (`ops.BLOCK`)."""
     tokens, size = gu.shape[0], gu.shape[1] // 2
+    tile = TILE if t is not None else PLAIN_TILE
     h = torch.empty(tokens, size, device=gu.device, dtype=gu.dtype)
-    grid = (triton.cdiv(size, TILE["BN"]), triton.cdiv(tokens, TILE["ROWS"]))
+    grid = (triton.cdiv(size, tile["BN"]), triton.cdiv(tokens, tile["ROWS"]))
     parts = torch.empty(grid[0], tokens, device=gu.device) if largest else None
     codes = torch.empty_like(gu, dtype=torch.int8) if rounded else None
     scale = torch.empty(tokens, 2 * grid[0], device=gu.device) if rounded else None
     rank = t.shape[1] // 2 if t is not None else 16
     _activate[grid](
         gu, t, b, column, h, parts, codes, scale, tokens, size, rank, t is not None, column is not None,
-        largest, rounded, act == "gelu_tanh", TILE["ROWS"], TILE["BT"], TILE["BN"], TILE["STAGES"],
-        num_warps=TILE["WARPS"],
+        largest, rounded, act == "gelu_tanh", tile["ROWS"], tile["BT"], tile["BN"], tile["STAGES"],
+        num_warps=tile["WARPS"],
     )  # fmt: skip
     return h, parts.amax(0) if parts is not None else torch.empty(0, device=gu.device), codes, scale
 
@@ -211,7 +207,8 @@ def activate(gu, t, b, column, act, largest, rounded):
 def activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale, scale=None):
     """dgu, h (if not summed), amax, dcolumn, the two blocks of db and da_down (if summed on the way)."""
     tokens, size = dh.shape
-    grid = (triton.cdiv(size, TILE["BN"]), triton.cdiv(tokens, TILE["ROWS"]))
+    tile = TILE if t is not None or dt_down is not None else PLAIN_TILE
+    grid = (triton.cdiv(size, tile["BN"]), triton.cdiv(tokens, tile["ROWS"]))
     dgu, h, db, da_down = torch.empty_like(gu, dtype=dh.dtype), None, None, None
     largest = torch.empty(grid[0], tokens, device=gu.device) if weight_scale is not None else None
     parts = torch.empty(grid[1], 2 * size, device=gu.device) if column is not None else None
@@ -227,8 +224,8 @@ def activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale, 
     _activate_backward[grid](
         gu, scale, t, b, column, dh, dt_down, a_down, weight_scale, dgu, h, largest, parts, db, da_down,
         tokens, size, scale is not None, rank, t is not None, rank_down, dt_down is not None,
-        column is not None, weight_scale is not None, sums, act == "gelu_tanh", TILE["ROWS"], TILE["BT"],
-        TILE["BN"], TILE["STAGES"], num_warps=TILE["WARPS"],
+        column is not None, weight_scale is not None, sums, act == "gelu_tanh", tile["ROWS"], tile["BT"],
+        tile["BN"], tile["STAGES"], num_warps=tile["WARPS"],
     )  # fmt: skip
     empty = torch.empty(0, device=gu.device)
     amax = largest.amax(0) if largest is not None else empty
