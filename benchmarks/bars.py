@@ -45,7 +45,7 @@ BARS = [
     Bar("lora-fp8-mlp-small", "small memory, fp8", 18_000, "", 14, "13,449 at 13.2 (Unsloth)", "21,400"),
     Bar("lora-bf16-packed", "packed documents, bf16: 0.95 of full rows", 0.95, "lora-bf16"),
     Bar("lora-fp8-packed", "packed documents, fp8: the same", 0.95, "lora-fp8"),
-    Bar("70b-fp8-half", "70B, rows of 8,192", 2_900, others="2,649 (MLPerf, 8 x H200)", limit="about 3,800"),
+    Bar("70b-fp8-auto", "70B, rows of 8,192", 2_900, others="2,649 (MLPerf, 8 x H200)", limit="about 3,800"),
     Bar("cap-24", "8B in 24 GiB", 1, peak=24, others="Unsloth claims it"),
     Bar("cap-48", "70B qLoRA in 48 GiB", 1, peak=48, others="Unsloth claims it"),
     Bar("full-bf16", "full fine-tuning, 8 layers: TRL + Liger in fp32", 1, "trl-full-fp32+liger"),

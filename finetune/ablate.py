@@ -229,33 +229,36 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
         raise not_comparable(bench, first["machine"]["hardware"], f"{here.count} x {here.name}")
     length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
     bench.rows = max(1, round(first["tokens"] / length))
-    jobs = [("baseline", "baseline", base), ("as_is", "recipe", Variant(None, {}))]
+    jobs = [("baseline", "baseline", "baseline", base), ("as_is", "recipe", "alone", Variant(None, {}))]
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
-            variant = ladder.add(ladder.below(bench.ladder, rung), rung, bench.rows)
-            jobs.append((rung.name, rung.kind, variant))
+            under = ladder.below(bench.ladder, rung, bench.rows)
+            if key(under) not in [key(job[-1]) for job in jobs]:  # no rung alone is what it stands on
+                jobs.append((rung.name, rung.kind, "under", under))
+            jobs.append((rung.name, rung.kind, "alone", ladder.add(under, rung, bench.rows)))
     for number in range(1, bench.ladder.measure.repeats + 1):
-        for name, kind, variant in jobs:
-            if len(bench.of(variant)) < number and (number == 1 or open_yet(bench, name, kind, variant)):
-                measure(bench, name, kind, "alone" if kind != "baseline" else "baseline", variant)
+        for name, kind, stage, variant in jobs:
+            if len(bench.of(variant)) < number and (number == 1 or open_yet(bench, name, kind)):
+                measure(bench, name, kind, stage, variant)
     if len(bench.of(base)) < 2:  # else nothing would be known of noise
         measure(bench, "baseline", "baseline", "baseline", base)
     bench.choose_rate()
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
-            under = ladder.below(bench.ladder, rung)
+            under = ladder.below(bench.ladder, rung, bench.rows)
             runs = bench.of(ladder.add(under, rung, bench.rows))
             row["alone"] = ablate_judge.judge(bench.scale, rung, runs, bench.of(under), bench.of(base))
 
 
-def open_yet(bench: Bench, name: str, kind: str, variant: Variant) -> bool:
-    """Whether another run alone could change what becomes of a rung."""
+def open_yet(bench: Bench, name: str, kind: str) -> bool:
+    """Whether another run alone, or of what it stands on, could change what becomes of a rung."""
     if kind in ("baseline", "recipe"):
         return kind == "baseline"
     rung, scale = bench.ladder.rung(name), bench.scale
-    runs, under = bench.of(variant), bench.of(ladder.below(bench.ladder, rung))
+    below = ladder.below(bench.ladder, rung, bench.rows)
+    runs, under = bench.of(ladder.add(below, rung, bench.rows)), bench.of(below)
     gate = bench.of(ladder.baseline(bench.ladder))
     if ablate_judge.judge(scale, rung, runs, under, gate)["verdict"] in ("error", "failed"):
         return False
@@ -276,7 +279,7 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
             row |= {"status": "dropped", "why": "the stack has it already"}
             continue
         runs, before = bench.of(variant), bench.of(current)
-        if not runs:  # else it stands on the baseline, and took turns with it
+        if not runs or current != base:  # else it stands on the baseline, and took turns with it
             runs, before = beside(bench, rung, variant, current, last)
         gate = bench.of(current if others else base)
         found = row["stacked"] = ablate_judge.judge(bench.scale, rung, runs, before, gate)

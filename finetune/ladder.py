@@ -279,11 +279,11 @@ def keys(rung: Rung) -> list[str]:
     return [*rung.set, *(BATCH if rung.same_tokens else ())]
 
 
-def below(ladder: Ladder, rung: Rung) -> Variant:
-    """What a rung is measured against alone: the baseline, with the rungs it stands on."""
+def below(ladder: Ladder, rung: Rung, rows: int | None = None) -> Variant:
+    """What a rung is measured against alone: the baseline, with the rungs it stands on (rows: see `add`)."""
     variant = baseline(ladder)
     for one in stands_on(ladder, rung):
-        variant = add(variant, one)
+        variant = add(variant, one, rows)
     return variant
 
 

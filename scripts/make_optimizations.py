@@ -20,14 +20,17 @@ Made by `scripts/make_optimizations.py` from [recipes/ladder.yaml](../recipes/la
 measured. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped, and
 writes the recipe with what did.
 
-**On a CPU**: {cpu}.
-Alone: times the {unit} of a baseline in fp32 with everything off, ± what noise explains; one run's noise
-was {noise} ([all of it](../benchmarks/ladder.md)). **On a GPU**: between rows of
-[benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
-{device}); the ladder itself has not run on a GPU yet.
+**On a CPU**: `finetune ablate recipes/quickstart.yaml`, {cpu}.
+Alone: times the {unit} of a baseline in fp32 with everything off (or of that with the rungs that one stands
+on), ± what noise explains; one run's noise was {noise} ([all of it](../benchmarks/ladder.md)).
 
-| | what it does | CPU: alone | verdict | GPU | cost | off |
-|---|---|---|---|---|---|---|
+**On a GPU**: the same on four layers of an 8B Llama's widths, {gpu}
+([all of it](../benchmarks/ladder_gpu.md)). **Whole model**: between rows of
+[benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
+{device}).
+
+| | what it does | CPU: alone | verdict | GPU: alone | verdict | whole model, GPU | cost | off |
+|---|---|---|---|---|---|---|---|---|
 """
 NAMED = {
     "elsewhere": """
@@ -50,14 +53,17 @@ def page() -> str:
     rungs = ladder.read(ROOT / "recipes" / "ladder.yaml").rungs
     cpu = json.loads((ROOT / "benchmarks" / "ladder.json").read_text(encoding="utf-8"))
     gpu = json.loads((ROOT / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
-    rows = {row["name"]: row for row in cpu["rungs"]}
-    said = f"`{cpu['command']}`, {cpu['machine']['hardware']}, {cpu['date']}"
+    climbed = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text(encoding="utf-8"))
+    on_each = [{row["name"]: row for row in found["rungs"]} for found in (cpu, climbed)]
+    said = [f"{one['machine']['hardware']}, {one['date']}" for one in (cpu, climbed)]
     unit, noise = measured.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
-    text = HEAD.format(cpu=said, unit=unit, noise=noise, device=gpu["lora-bf16"]["gpu"])
+    device = gpu["lora-bf16"]["gpu"]
+    text = HEAD.format(cpu=said[0], gpu=said[1], unit=unit, noise=noise, device=device)
     for rung in rungs:
         if not rung.unmeasured[0]:
-            found = rows.get(rung.name, {"status": "not measured", "why": "newer than these figures"})
-            cells = [rung.name, rung.what, *on_cpu(found), on_gpu(rung, gpu), rung.cost or "-"]
+            newer = {"status": "not measured", "why": "newer than these figures"}
+            found = [cell for rows in on_each for cell in alone(rows.get(rung.name, newer))]
+            cells = [rung.name, rung.what, *found, whole(rung, gpu), rung.cost or "-"]
             text += f"| {' | '.join([*cells, f'`{rung.off}`'])} |\n"
     for status, head in NAMED.items():
         text += head
@@ -66,19 +72,19 @@ def page() -> str:
     return text
 
 
-def on_cpu(row: dict[str, Any]) -> list[str]:
+def alone(row: dict[str, Any]) -> list[str]:
     """What it was worth alone, and what became of it."""
-    alone = row.get("alone", {})
-    if "speedup" not in alone:
-        return ["not measured", f"{row['status']}: {row['why']}"]
-    memory = f", {alone['memory_ratio'] - 1:+.0%} memory" if abs(alone["memory_ratio"] - 1) > 0.02 else ""
-    return [f"{alone['speedup']:.2f} ±{alone['noise']:.2f}{memory}", f"{row['status']}: {row['why']}"]
+    found, verdict = row.get("alone", {}), f"{row['status']}: {row['why']}".replace("elsewhere: ", "")
+    if "speedup" not in found:
+        return ["not measured", verdict]
+    memory = f", {found['memory_ratio'] - 1:+.0%} memory" if abs(found["memory_ratio"] - 1) > 0.02 else ""
+    return [f"{found['speedup']:.2f} ±{found['noise']:.2f}{memory}", verdict]
 
 
-def on_gpu(rung: Rung, gpu: dict[str, Any]) -> str:
+def whole(rung: Rung, gpu: dict[str, Any]) -> str:
     """Times the tokens/s, and the peak memory, of the row without it."""
     if rung.gpu is None:
-        return "not measured on a GPU yet"
+        return "-"
     on, off = gpu[rung.gpu.on], gpu[rung.gpu.off]
     speed = off["step_seconds"] / on["step_seconds"]
     return f"{speed:.2f} times as fast, {off['peak_gib']:.1f} to {on['peak_gib']:.1f} GiB"

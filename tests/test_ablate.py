@@ -336,9 +336,10 @@ rungs:
   - {name: c, kind: x, what: it, set: {data.packing: true}}
   - {name: d, kind: x, what: it, set: {speed.recompute: none}}
   - {name: e, kind: x, what: it, set: {speed.fused: true}}
+  - {name: f, kind: x, what: it, set: {train.adam_beta1: 0.8}, on: [a, b]}
 """
 GAINS = {"data.padding_free": 1.5, "speed.loss": 1.3, "data.packing": 0.5, "speed.recompute": 1.3}
-GAINS |= {"speed.fused": 0.97}
+GAINS |= {"speed.fused": 0.97, "train.adam_beta1": 1.25}
 
 
 def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, monkeypatch) -> None:
@@ -364,15 +365,23 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
     rows = ablate.begin(one)
     ablate.alone(one, rows)
     first = [folder.name.removeprefix("quickstart-") for folder in made]
-    assert first == ["baseline-1", *["alone-1"] * 6, "baseline-2", "alone-2"]  # of e: the others are clear
+    once = [
+        "baseline-1",
+        *["alone-1"] * 6,
+        "under-1",
+        "alone-1",
+    ]  # of a and b no rung is alone, on which f is
+    assert first == [*once, "baseline-2", "alone-2", "alone-2"]  # of d and e: the others are clear
+    assert rows[5]["alone"]["speedup"] == pytest.approx(1.25 * 0.99)
     kept = ablate.stack(one, rows)[1]
     names = [f"{folder.parent.name} {folder.name.removeprefix('quickstart-')}" for folder in made]
-    turns = ["a again-2", "b stacked-1", "b stacked-2", "a again-3"]
-    turns += ["b again-3", "d stacked-1", "d stacked-2", "b again-4", "d again-3", "e stacked-1"]
-    assert names[len(first) :] == turns and kept == ["a", "b", "d"]
-    for row in (rows[1], rows[3]):
-        assert row["stacked"]["speedup"] == pytest.approx(1.3, rel=1e-3)
-    assert [row["status"] for row in rows] == ["kept", "kept", "dropped", "kept", "dropped"]
+    turns = ["a again-2", "b stacked-2", "b stacked-3", "a again-3", "b again-4", "d stacked-1"]
+    turns += ["d stacked-2", "b again-5", "d again-3", "e stacked-1"]
+    turns += ["d again-4", "f stacked-1", "f stacked-2", "d again-5"]
+    assert names[len(first) :] == turns and kept == ["a", "b", "d", "f"]
+    for index, gain in ((1, 1.3), (3, 1.3), (5, 1.25)):
+        assert rows[index]["stacked"]["speedup"] == pytest.approx(gain, rel=1e-3)
+    assert [row["status"] for row in rows] == ["kept", "kept", "dropped", "kept", "dropped", "kept"]
     assert rows[2]["why"].startswith("alone: ")
 
 
