@@ -370,7 +370,7 @@ def activations(
     entry = (1 - gone) * row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
     plan = Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone)
-    if not (keeps.fp8 and keeps.compiled):
+    if not (keeps.fp8 and keeps.compiled and keeps.fused):
         return plan
     return plan._replace(rounding=ROUNDING / one.hidden, beside=min(1.0, one.hidden / COPIED))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from finetune import hardware, model
 from finetune.errors import Exit, UserError
@@ -15,6 +15,7 @@ from finetune.receipts import Ledger
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80, 64)
+LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15, 4)
 
 
@@ -87,15 +88,10 @@ def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str)
 
 
 def test_recompute_is_planned_from_memory() -> None:
-    from transformers import LlamaConfig
-
     from finetune.estimate import Keeps, Memory, at_once, choose_recompute, kept_gib, split
 
-    llama_8b = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8
-    )
-    assert kept_gib(llama_8b, 16384, Keeps(fused=False)) == pytest.approx(60, rel=0.1)  # measured
-    assert kept_gib(llama_8b, 16384, Keeps(fused=True)) == pytest.approx(54, rel=0.1)  # measured
+    assert kept_gib(LLAMA_8B, 16384, Keeps(fused=False)) == pytest.approx(60, rel=0.1)  # measured
+    assert kept_gib(LLAMA_8B, 16384, Keeps(fused=True)) == pytest.approx(54, rel=0.1)  # measured
     plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0)
     assert choose_recompute("auto", plan, H100).value == "none"
     assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "cheap"
@@ -139,7 +135,7 @@ def test_recompute_is_planned_from_memory() -> None:
 
 def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     """Only where int8 is not enough, where the CPU has room, and as far as copies are hidden."""
-    from finetune.estimate import Memory, at_once, away, choose_kept
+    from finetune.estimate import Keeps, Memory, activations, at_once, away, choose_kept
 
     plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0, mlps=28.0)
     plan = plan._replace(rounding=0.25, beside=0.5)  # what else a layer keeps: 18 / 32 GiB
@@ -161,6 +157,11 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would take longer than layers")
     assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", "auto: not on this base")
     assert chosen(room=30.0, at=CPU) == ("none", "none", "auto: no GPU")
+    given = {"free": 30.0, "trained": 0, "offload": "auto"}
+    for fused, share in ((True, 4096 / 7700), (False, 0.0)):  # FSDP2 splits what would be fused
+        made = activations(LLAMA_8B, 16384, Keeps(fused, fp8=True), **given)
+        assert made.beside == share and (made.rounding == math.inf) == (not fused)
+        assert choose_kept("auto", "auto", made, H100)[0].value.startswith("int8") == fused
     assert chosen("int8:6", room=30.0) == ("int8:6", "none", "auto: no need")
     assert chosen(offload="none", room=30.0) == ("int8:6", "none", "not asked for")
 
