@@ -50,14 +50,14 @@ def main() -> None:
         recipe = str(prepare(options.shape, options.layers, options.work))
     measure = {"steps": options.steps, "repeats": options.repeats}
     steps = changed(options.ladder, options.work, options.without.split(","), measure)
-    found = ablate.run(ablate.Asked(recipe, [], steps, options.out))
+    made = ablate.run(ablate.Asked(recipe, [], steps, options.out))
     made_by = shlex.join(["python", "benchmarks/ladder.py", *sys.argv[1:]]) if options.shape else ""
     name = "ladder_gpu" if torch.cuda.is_available() else "ladder"
     for ending in ("json", "md", "svg"):
         found = options.out / Path(recipe).stem / f"ladder.{ending}"
         text = found.read_text(encoding="utf-8").replace("(ladder.svg)", f"({name}.svg)")
         text = text.replace(f"{HERE.parent}/", "")  # places of this checkout
-        text = text.replace(found["command"], made_by or found["command"])
+        text = text.replace(made["command"], made_by or made["command"])
         (HERE / f"{name}.{ending}").write_text(text, encoding="utf-8")
     shutil.copy(options.out / Path(recipe).stem / "ladder.html", options.out / f"{name}.html")
 

@@ -2,6 +2,7 @@
 `finetune ablate RECIPE --ladder FILE`.
 
 results/<kind>/<rung>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`measured.py`)
+                                      -under-1    of what it stands on, where no rung alone is that
 results/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablate_table.py`)
 results/<recipe>/best.yaml                        the recipe with what helped
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -155,7 +157,7 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
     """A row for each rung; those that can't be measured here have their reason already."""
     rows = []
     for rung in bench.ladder.rungs:
-        row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what}
+        row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what, "on": rung.on}
         row |= {"status": "", "why": ""}
         stands = [rung, *ladder.stands_on(bench.ladder, rung)]
         lacking = next(filter(None, (ladder.missing(each.needs, bench.machine) for each in stands)), "")
@@ -230,6 +232,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
     bench.rows = max(1, round(first["tokens"] / length))
     jobs = [("baseline", "baseline", "baseline", base), ("as_is", "recipe", "alone", Variant(None, {}))]
+    standing = defaultdict[str, list[tuple[str, str]]](list)  # rungs, by what they stand on
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
@@ -237,9 +240,13 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
             if key(under) not in [key(job[-1]) for job in jobs]:  # no rung alone is what it stands on
                 jobs.append((rung.name, rung.kind, "under", under))
             jobs.append((rung.name, rung.kind, "alone", ladder.add(under, rung, bench.rows)))
+            standing[key(under)].append((rung.name, rung.kind))
     for number in range(1, bench.ladder.measure.repeats + 1):
         for name, kind, stage, variant in jobs:
-            if len(bench.of(variant)) < number and (number == 1 or open_yet(bench, name, kind)):
+            those = [(name, kind), *standing[key(variant)]]
+            if len(bench.of(variant)) < number and (
+                number == 1 or any(open_yet(bench, *one) for one in those)
+            ):
                 measure(bench, name, kind, stage, variant)
     if len(bench.of(base)) < 2:  # else nothing would be known of noise
         measure(bench, "baseline", "baseline", "baseline", base)
@@ -249,7 +256,15 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
             rung = bench.ladder.rung(row["name"])
             under = ladder.below(bench.ladder, rung, bench.rows)
             runs = bench.of(ladder.add(under, rung, bench.rows))
-            row["alone"] = ablate_judge.judge(bench.scale, rung, runs, bench.of(under), bench.of(base))
+            row["alone"] = ablate_judge.judge(bench.scale, rung, runs, bench.of(under), gate_of(bench, rung))
+
+
+def gate_of(bench: Bench, rung: Rung) -> list[dict[str, Any]]:
+    """Runs whose losses are the measure of a rung alone: the baseline's, or, where other rows meet in its
+    batches because of a rung that it stands on, those of what it stands on."""
+    others = any(one.gate == "held_out" for one in ladder.stands_on(bench.ladder, rung))
+    below = ladder.below(bench.ladder, rung, bench.rows)
+    return bench.of(below if others else ladder.baseline(bench.ladder))
 
 
 def open_yet(bench: Bench, name: str, kind: str) -> bool:
@@ -259,8 +274,7 @@ def open_yet(bench: Bench, name: str, kind: str) -> bool:
     rung, scale = bench.ladder.rung(name), bench.scale
     below = ladder.below(bench.ladder, rung, bench.rows)
     runs, under = bench.of(ladder.add(below, rung, bench.rows)), bench.of(below)
-    gate = bench.of(ladder.baseline(bench.ladder))
-    if ablate_judge.judge(scale, rung, runs, under, gate)["verdict"] in ("error", "failed"):
+    if ablate_judge.judge(scale, rung, runs, under, gate_of(bench, rung))["verdict"] in ("error", "failed"):
         return False
     return not ablate_judge.clear(scale, runs[0], under[0])
 

@@ -1,4 +1,4 @@
-"""What training takes of memory, and what is therefore recomputed and compiled.
+"""What training takes of memory, whether adapters are fused and layers compiled.
 
 No torch is imported: a run and `finetune plan` ask the same functions, the one with the model in its hands,
 the other with its config.
@@ -63,9 +63,8 @@ class Memory(NamedTuple):
     host: float = math.inf  # of the CPU's memory, for what leaves the GPU
     away: float = 0.0  # share of the layers that leave what they keep in the CPU's memory
     rounding: float = math.inf  # time of keeping an MLP in int8 beside making it again; inf: not by `auto`
-    beside: float = (
-        0.0  # share of the layers that `auto` may copy to the CPU: no slower than they are computed
-    )
+    beside: float = 0.0  # share of the layers that `auto` may copy to the CPU: no slower than they compute
+    pinned: float = 1.0  # of the CPU's memory for one that leaves: torch takes powers of two
 
 
 class Widths(NamedTuple):
@@ -130,96 +129,6 @@ def choose_fused(
     if rounding:
         return Choice("off", "auto: quantisation-aware training has forwards of its own")
     return Choice("on", "auto")
-
-
-def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
-    """`none`, `cheap` (the norms of all layers), `mlp:8` (and gate and up of eight), `mlp` (of all), or how
-    many layers are recomputed whole beside that of the others (`8 of 32`); `int8` and `int8:8`: gate and up
-    are kept in int8, and made again of eight. `auto` takes the least that fits.
-
-    Raises:
-        UserError: `mlp` or `int8` where MLPs are not fused (exit 3).
-    """
-    layers = plan.layers
-    if str(asked).startswith(("mlp", "int8")) and not plan.mlps:
-        what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
-        raise UserError(Problem(what, "speed.recompute", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
-    if plan.away and asked == "auto":
-        leaves = (plan.kept - plan.norms - plan.mlps) * plan.away
-        if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
-            return Choice("mlp", f"auto: {leaves:.0f} GiB of what else layers keep go to the CPU's memory")
-        return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
-    if asked in ("none", "cheap", "mlp", "int8", "all"):
-        return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
-    if isinstance(asked, int):
-        return Choice(f"{min(asked, layers)} of {layers}", "asked for")
-    if asked != "auto":
-        return Choice(asked if int(asked.partition(":")[2]) < layers else "mlp", "asked for")
-    if hardware.device == "cpu":
-        return Choice("none", "auto: on the CPU memory is not what is short")
-    text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
-    if plan.kept <= plan.room:
-        return Choice("none", text)
-    kept = plan.kept - plan.norms
-    if kept <= plan.room:
-        return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
-    rounded, one = _rounded(plan, text), plan.norms / layers  # of a layer that computes
-    if plan.mlps and (count := math.ceil((kept + one - plan.room) / plan.mlps * layers)) < layers:
-        kept -= count * plan.mlps / layers
-        again = Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
-        return rounded if rounded and _cost(rounded.value, plan) < _cost(again.value, plan) else again
-    kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
-    saved = kept / layers - plan.entry
-    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
-    return rounded or Choice(f"{count} of {layers}", text)
-
-
-def choose_kept(
-    recompute: str | int, offload: str, plan: Memory, hardware: Hardware
-) -> tuple[Choice, Choice, Memory]:
-    """What is recomputed, what a GPU keeps in the CPU's memory, and the plan with it.
-
-    Where both are `auto` and gate and up would be made again though they are kept in int8, what else as few
-    layers keep leaves as lets none be: if the CPU has room for it, and copies are no slower than the layers
-    they run beside.
-
-    Raises:
-        UserError: as `choose_recompute`.
-    """
-    again, layers = choose_recompute(recompute, plan, hardware), plan.layers
-    if offload != "auto":
-        return again, Choice(offload, "not asked for" if offload == "none" else "asked for"), plan
-    none = Choice("none", "auto: no GPU" if hardware.device == "cpu" else "auto: no need"), plan
-    cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("int8", plan)
-    if recompute != "auto" or cheap or again.value in ("none", "cheap", "int8"):
-        return again, *none
-    each = (plan.kept - plan.norms - plan.mlps) / layers
-    count = max(1, math.ceil((at_once(plan, "int8")[1] - plan.room) / each) + IN_FLIGHT)
-    if count > plan.beside * layers:
-        why = "copies would take longer than layers" if plan.beside else "not on this base"
-        return again, Choice("none", f"auto: {why}"), plan
-    if count * each > plan.host:
-        return again, Choice("none", f"auto: the CPU has no room for {count * each:.0f} GiB"), plan
-    half = Choice("int8", f"{again.reason}; no more, as {count} layers leave what else they keep to the CPU")
-    text = f"auto: {count * each:.0f} GiB on the CPU, so that no MLP is made again"
-    return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
-
-
-def _rounded(plan: Memory, text: str) -> Choice | None:
-    """Gate and up kept in int8, as few as need be made again; `None`: not by `auto`, or it is not enough."""
-    kept, one = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers
-    over = kept + plan.norms / plan.layers - plan.room
-    count = max(0, math.ceil(over / (INT8 * one))) if one else plan.layers
-    if count >= plan.layers or plan.rounding == math.inf:
-        return None
-    value = f"int8:{count}" if count else "int8"
-    text += f"; with gate and up in int8 {kept - count * INT8 * one:.0f} GiB"
-    return Choice(value, text + f", those of {count} made again" * bool(count))
-
-
-def _cost(recompute: str, plan: Memory) -> float:
-    """Time, of making gate and up of one MLP again."""
-    return split(recompute, plan.layers)[1] + plan.rounding * plan.layers * recompute.startswith("int8")
 
 
 def split(recompute: str, layers: int) -> tuple[int, int]:
@@ -369,7 +278,8 @@ def activations(
     gone = away(offload, one.layers)
     entry = (1 - gone) * row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
-    plan = Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone)
+    pinned = 2 ** math.ceil(math.log2(row)) / row
+    plan = Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone, pinned=pinned)
     if not (keeps.fp8 and keeps.compiled and keeps.fused):
         return plan
     return plan._replace(rounding=ROUNDING / one.hidden, beside=min(1.0, one.hidden / COPIED))

@@ -72,9 +72,7 @@ def judge(
         ),
         "copies": (
             f"copies to the CPU's memory and back take {found.get(COPIES, 0.0):.0%} of the step",
-            "what reads results back in each step"
-            if whole.speed.offload in ("auto", "none")
-            else "speed.offload: auto",
+            fewer_copies(whole, made),
         ),
         "memory": (
             f"passes over memory take {found['memory-bound']:.0%} of the step",
@@ -82,6 +80,15 @@ def judge(
         ),
     }
     return said[worst]
+
+
+def fewer_copies(whole: Recipe, made: Plan) -> str:
+    """Less on the CPU, if the recipe or `auto` has put something there."""
+    if whole.speed.offload not in ("auto", "none"):
+        return "speed.offload: auto"
+    if made.choices["offload"].value != "none":
+        return "speed.offload: none"
+    return "what moves tensors in each step: an offload of the accelerate config, a callback"
 
 
 def loader(whole: Recipe, machine: Hardware) -> str:

@@ -6,7 +6,7 @@ import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, attention_choice, check, estimate, hardware, plan_memory
+from finetune import adapter_types, attention_choice, check, estimate, hardware, keeping, plan_memory
 from finetune.errors import Exit, UserError
 from finetune.hardware import Choice
 
@@ -69,7 +69,7 @@ def recomputed(
     """What would be made again and what would leave the GPU, as a run chooses it, and the memory plan so."""
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
-    again, offload, memory = estimate.choose_kept(speed.recompute, speed.offload, memory, machine)
+    again, offload, memory = keeping.choose(speed.recompute, speed.offload, memory, machine)
     if problem := estimate.against_graphs(speed.compile, again.value, by.name if by.weights else ""):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return again, offload, memory

@@ -227,10 +227,20 @@ def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     then, today, asked = kept["chosen"], now["chosen"], now["recipe"]
     both = sorted(then.keys() & today.keys() - set(IGNORED))
     return [
-        f"{key}: chosen as {_short(then[key])} then, {_short(today[key])} now; sums may run in another order"
+        f"{key}: chosen as {_short(then[key])} then, {_short(today[key])} now{_consequence(key, then, today)}"
         for key in both
         if then[key] != today[key] and (kept["recipe"].get(key) == asked.get(key))
     ]
+
+
+def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
+    """Of what `auto` became another thing."""
+    if key == "speed.offload":
+        return "; what comes back is what left"
+    rounded = [str(one[key]).startswith("int8") for one in (then, today)]
+    if key == "speed.recompute" and rounded[0] != rounded[1]:
+        return "; gate and up are rounded in one of them, gradients a hundredth apart"
+    return "; sums may run in another order"
 
 
 def rewind(folder: RunFolder, step: int) -> int:
@@ -268,7 +278,8 @@ def _among(key: str, names: tuple[str, ...]) -> bool:
 
 def _moved(key: str, then: Any, now: Any) -> bool:
     """Whether all that differs is where activations wait for backward: they come back bit for bit."""
-    return key == "speed.offload" and not {then, now} & {"optimizer", "all"}
+    optimizer = [value in ("optimizer", "all") for value in (then, now)]
+    return key == "speed.offload" and optimizer[0] == optimizer[1]
 
 
 def _short(value: Any) -> str:

@@ -62,7 +62,7 @@ def page() -> str:
     for rung in rungs:
         if not rung.unmeasured[0]:
             newer = {"status": "not measured", "why": "newer than these figures"}
-            found = [cell for rows in on_each for cell in alone(rows.get(rung.name, newer))]
+            found = [cell for rows in on_each for cell in alone(rows.get(rung.name, newer), rung)]
             cells = [rung.name, rung.what, *found, whole(rung, gpu), rung.cost or "-"]
             text += f"| {' | '.join([*cells, f'`{rung.off}`'])} |\n"
     for status, head in NAMED.items():
@@ -72,11 +72,14 @@ def page() -> str:
     return text
 
 
-def alone(row: dict[str, Any]) -> list[str]:
+def alone(row: dict[str, Any], rung: Rung) -> list[str]:
     """What it was worth alone, and what became of it."""
     found, verdict = row.get("alone", {}), f"{row['status']}: {row['why']}".replace("elsewhere: ", "")
     if "speedup" not in found:
         return ["not measured", verdict]
+    if (then := row.get("on", rung.on)) != rung.on:
+        stood = " and ".join(then) or "the baseline"
+        verdict += f"; measured on {stood}, it now stands on {' and '.join(rung.on)}"
     memory = f", {found['memory_ratio'] - 1:+.0%} memory" if abs(found["memory_ratio"] - 1) > 0.02 else ""
     return [f"{found['speedup']:.2f} ±{found['noise']:.2f}{memory}", verdict]
 

@@ -333,27 +333,29 @@ baseline: {set: {train.optim: adamw_torch}}
 rungs:
   - {name: a, kind: x, what: it, set: {data.padding_free: true}}
   - {name: b, kind: x, what: it, set: {speed.loss: chunked}}
-  - {name: c, kind: x, what: it, set: {data.packing: true}}
+  - {name: c, kind: x, what: it, set: {data.packing: true}, gate: held_out}
   - {name: d, kind: x, what: it, set: {speed.recompute: none}}
   - {name: e, kind: x, what: it, set: {speed.fused: true}}
   - {name: f, kind: x, what: it, set: {train.adam_beta1: 0.8}, on: [a, b]}
+  - {name: g, kind: x, what: it, set: {train.adam_beta2: 0.9}, on: [c]}
 """
 GAINS = {"data.padding_free": 1.5, "speed.loss": 1.3, "data.packing": 0.5, "speed.recompute": 1.3}
-GAINS |= {"speed.fused": 0.97, "train.adam_beta1": 1.25}
+GAINS |= {"speed.fused": 0.97, "train.adam_beta1": 1.25, "train.adam_beta2": 1.5}
 
 
 def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, monkeypatch) -> None:
     """On a machine that slows down from run to run, by 1 %: on the stack gains are what they are."""
-    made: dict[Path, float] = {}
+    made, losses = dict[Path, float](), dict[Path, float]()
 
     def make(job: measured.Job, *, cpu: bool) -> bool:
         keys = {text.partition("=")[0] for text in job.overrides}
         gains = [gain for key, gain in GAINS.items() if key in keys]
         made[job.folder] = 100 * 0.99 ** len(made) * math.prod(gains)
+        losses[job.folder] = 1.04 if "data.packing" in keys else 1.0  # other rows meet
         return True
 
     def figures(folder: Path, warm_up: int) -> dict[str, Any]:
-        one, here = runs(1.0)[0], f"1 x {hardware.detect().name}"
+        one, here = runs(1.0, loss=losses[folder])[0], f"1 x {hardware.detect().name}"
         one |= {"tokens_per_second": made[folder], "tokens_per_cpu_second": None, "tokens": 1000.0}
         return one | {"machine": {"hardware": here}, "seconds": 1.0, "date": "2026-01-01"}
 
@@ -370,9 +372,13 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
         *["alone-1"] * 6,
         "under-1",
         "alone-1",
-    ]  # of a and b no rung is alone, on which f is
-    assert first == [*once, "baseline-2", "alone-2", "alone-2"]  # of d and e: the others are clear
+        "alone-1",
+    ]  # no rung is a and b, where f stands
+    assert first == [*once, "baseline-2", *["alone-2"] * 3]  # of b, d and e: the others are clear
     assert rows[5]["alone"]["speedup"] == pytest.approx(1.25 * 0.99)
+    assert (
+        rows[6]["alone"]["verdict"] == "kept"
+    )  # its losses are those of what it stands on, not the baseline's
     kept = ablate.stack(one, rows)[1]
     names = [f"{folder.parent.name} {folder.name.removeprefix('quickstart-')}" for folder in made]
     turns = ["a again-2", "b stacked-2", "b stacked-3", "a again-3", "b again-4", "d stacked-1"]
@@ -381,8 +387,11 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
     assert names[len(first) :] == turns and kept == ["a", "b", "d", "f"]
     for index, gain in ((1, 1.3), (3, 1.3), (5, 1.25)):
         assert rows[index]["stacked"]["speedup"] == pytest.approx(gain, rel=1e-3)
-    assert [row["status"] for row in rows] == ["kept", "kept", "dropped", "kept", "dropped", "kept"]
-    assert rows[2]["why"].startswith("alone: ")
+    assert [row["status"] for row in rows] == [
+        *["kept", "kept", "dropped", "kept"],
+        *["dropped", "kept", "dropped"],
+    ]
+    assert rows[2]["why"].startswith("alone: ") and "stands on c" in rows[6]["why"]
 
 
 def test_noise_is_pooled_over_repeats() -> None:

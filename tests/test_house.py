@@ -37,7 +37,7 @@ LAYERS = (
         "untrusted",
     ),
     ("ladder", "run_folder", "screen", "adapter_source", "plots", "estimate", "shapes", "checkpoint"),
-    ("architecture",),
+    ("architecture", "keeping"),
     ("speed",),
     (
         "data",

@@ -88,7 +88,8 @@ def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str)
 
 
 def test_recompute_is_planned_from_memory() -> None:
-    from finetune.estimate import Keeps, Memory, at_once, choose_recompute, kept_gib, split
+    from finetune.estimate import Keeps, Memory, at_once, kept_gib, split
+    from finetune.keeping import choose_recompute
 
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=False)) == pytest.approx(60, rel=0.1)  # measured
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=True)) == pytest.approx(54, rel=0.1)  # measured
@@ -135,34 +136,40 @@ def test_recompute_is_planned_from_memory() -> None:
 
 def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     """Only where int8 is not enough, where the CPU has room, and as far as copies are hidden."""
-    from finetune.estimate import Keeps, Memory, activations, at_once, away, choose_kept
+    from finetune import keeping
+    from finetune.estimate import Keeps, Memory, activations, at_once, away
 
     plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0, mlps=28.0)
     plan = plan._replace(rounding=0.25, beside=0.5)  # what else a layer keeps: 18 / 32 GiB
 
     def chosen(recompute: str = "auto", offload: str = "auto", at: Hardware = H100, **other: float) -> Any:
-        again, leaves, made = choose_kept(recompute, offload, plan._replace(**other), at)
+        again, leaves, made = keeping.choose(recompute, offload, plan._replace(**other), at)
         assert made.away == away(leaves.value, 32) * (offload == "auto")
         return again.value, leaves.value, leaves.reason
 
-    for room, again in ((60.0, "none"), (46.0, "cheap"), (45.0, "mlp:2"), (33.0, "int8")):
+    only = "auto: only beside compiled layers with fused MLPs on fp8"
+    assert chosen(room=45.0) == ("mlp:2", "none", "auto: less is made again than int8 would cost")
+    for room, again in ((60.0, "none"), (46.0, "cheap"), (33.0, "int8")):
         assert chosen(room=room) == (again, "none", "auto: no need")
-    count = math.ceil((18 + 28 * 33 / 64 + 0.25 - 30) / (18 / 32)) + 3
+    count = math.ceil((18 + 28 * 33 / 64 + 2 * 0.25 - 30) / (18 / 32)) + 3  # each tensor of 1 / 8 GiB
     again, leaves, reason = chosen(room=30.0)
     assert (again, leaves) == ("int8", f"activations:{count}")
     assert reason == f"auto: {count * 18 / 32:.0f} GiB on the CPU, so that no MLP is made again"
-    assert max(at_once(plan._replace(away=count / 32), "int8")) <= 30.0
-    assert max(at_once(plan._replace(away=(count - 1) / 32), "int8")) > 30.0
-    assert chosen(room=30.0, host=2.0) == ("int8:6", "none", "auto: the CPU has no room for 4 GiB")
+    assert max(at_once(plan._replace(away=count / 32), "int8")) <= 29.75
+    assert max(at_once(plan._replace(away=(count - 1) / 32), "int8")) > 29.75
+    assert chosen(room=30.0, host=2.0) == ("int8:6", "none", "auto: the CPU has no room for 5 GiB")
     assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would take longer than layers")
-    assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", "auto: not on this base")
+    assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", only)
     assert chosen(room=30.0, at=CPU) == ("none", "none", "auto: no GPU")
     given = {"free": 30.0, "trained": 0, "offload": "auto"}
     for fused, share in ((True, 4096 / 7700), (False, 0.0)):  # FSDP2 splits what would be fused
         made = activations(LLAMA_8B, 16384, Keeps(fused, fp8=True), **given)
         assert made.beside == share and (made.rounding == math.inf) == (not fused)
-        assert choose_kept("auto", "auto", made, H100)[0].value.startswith("int8") == fused
-    assert chosen("int8:6", room=30.0) == ("int8:6", "none", "auto: no need")
+        assert keeping.choose("auto", "auto", made, H100)[0].value.startswith("int8") == fused
+    assert chosen("int8:6", room=30.0) == ("int8:6", "none", "auto: speed.recompute is asked for")
+    assert chosen(room=15.0) == ("10 of 32", "none", "auto: all layers would not be enough")
+    assert chosen(room=30.0, host=5.1) == ("int8", "activations:9", reason)
+    assert chosen(room=30.0, host=5.1, pinned=1.6)[2] == "auto: the CPU has no room for 8 GiB"
     assert chosen(offload="none", room=30.0) == ("int8:6", "none", "not asked for")
 
 

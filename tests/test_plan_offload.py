@@ -34,6 +34,22 @@ def test_copies_wait_for_what_computing_does_not_cover() -> None:
     assert plan_time.copied(stepped, number, 1.0, 1.0, 50e9) == pytest.approx(update)
 
 
+def test_auto_offloads_what_would_be_made_again(large) -> None:
+    rows = ("train.per_device_train_batch_size=8", "train.effective_batch_size=8")
+    given = ["speed.base=fp8", "speed.compile=true", *rows]
+    machine, _ = plan.planned_machine("h100-80gb", 1)
+    much, little = (
+        plan.make(recipe.load(large, given), replace(machine, host_gib=room), 1) for room in (64.0, 4.0)
+    )
+    kind, _, count = much.choices["offload"].value.partition(":")
+    assert much.choices["recompute"].value == "int8" and kind == "activations" and 0 < int(count) < 32
+    assert much.fits and much.host == pytest.approx(int(count) * 8 * 4096 * (3 * 4096 + 6144) * 2 / 2**30)
+    assert much.parts["to the CPU and back"] == 0
+    assert little.choices["offload"].value == "none" and little.choices["recompute"].value.startswith("int8:")
+    assert "no room" in little.choices["offload"].reason and little.host == 0
+    assert (little.tokens_per_second or 0) < (much.tokens_per_second or 0)
+
+
 def test_activations_go_to_the_cpu_as_far_as_it_has_room(large) -> None:
     """As in a run: `mlp` where half of what is free holds it, else layers' inputs alone."""
     offloaded = recipe.load(large, ["speed.base=fp8", "speed.offload=activations", "speed.compile=true"])

@@ -14,9 +14,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import adapter_types, estimate, qat, shards
+from finetune import adapter_types, estimate, keeping, qat, shards
 from finetune.errors import Exit, Problem, UserError
-from finetune.estimate import Keeps, Memory, Work, choose_compile, choose_kept
+from finetune.estimate import Keeps, Memory, Work, choose_compile
 from finetune.hardware import Choice
 from finetune.speed.fp8 import Fp8Linear
 from finetune.speed.offload import Activations
@@ -44,7 +44,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
-    recompute, offload, _ = choose_kept(speed.recompute, speed.offload, plan, hardware)
+    recompute, offload, _ = keeping.choose(speed.recompute, speed.offload, plan, hardware)
     if problem := estimate.against_graphs(speed.compile, recompute.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
