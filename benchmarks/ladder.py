@@ -17,6 +17,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_inputs
 import torch
@@ -51,15 +52,21 @@ def main() -> None:
     measure = {"steps": options.steps, "repeats": options.repeats}
     steps = changed(options.ladder, options.work, options.without.split(","), measure)
     made = ablate.run(ablate.Asked(recipe, [], steps, options.out))
-    made_by = shlex.join(["python", "benchmarks/ladder.py", *sys.argv[1:]]) if options.shape else ""
+    command = shlex.join(["python", "benchmarks/ladder.py", *sys.argv[1:]])
+    publish(made, options.out / Path(recipe).stem, command if options.shape else made["command"])
+    shutil.copy(options.out / Path(recipe).stem / "ladder.html", options.out)
+
+
+def publish(made: dict[str, Any], place: Path, command: str) -> None:
+    """A ladder's table and picture beside this file, with the command that measured it."""
     name = "ladder_gpu" if torch.cuda.is_available() else "ladder"
     for ending in ("json", "md", "svg"):
-        found = options.out / Path(recipe).stem / f"ladder.{ending}"
-        text = found.read_text(encoding="utf-8").replace("(ladder.svg)", f"({name}.svg)")
+        text = (
+            (place / f"ladder.{ending}").read_text(encoding="utf-8").replace("(ladder.svg)", f"({name}.svg)")
+        )
+        text = text.replace(made["command"], command)
         text = text.replace(f"{HERE.parent}/", "")  # places of this checkout
-        text = text.replace(made["command"], made_by or made["command"])
         (HERE / f"{name}.{ending}").write_text(text, encoding="utf-8")
-    shutil.copy(options.out / Path(recipe).stem / "ladder.html", options.out / f"{name}.html")
 
 
 def prepare(shape: str, layers: int | None, work: Path) -> Path:
@@ -79,7 +86,7 @@ def changed(ladder: Path, work: Path, without: list[str], measure: dict[str, int
     if not given and without == [""]:
         return ladder
     values = strict_yaml.parse(ladder.read_text(encoding="utf-8"), str(ladder)).value  # `on` is a name here
-    values["measure"] |= given
+    values["measure"] = {**values.get("measure", {}), **given}
     for rung in values["rungs"]:
         if rung["name"] in without:
             rung["elsewhere"] = "left out of this measurement (--without)"

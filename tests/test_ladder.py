@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, module_of
 
-from finetune import check, cli, ladder, measured, recipe, stages, train, tune_space
+from finetune import ablate_table, check, cli, ladder, measured, recipe, stages, train, tune_space
 from finetune.batch import split_batch
 from finetune.errors import UserError
 from finetune.receipts import Ledger
@@ -173,6 +173,21 @@ def test_switched_off_alone_a_rung_does_nothing(name: str, small, two_layers, mo
 def test_the_page_of_optimisations_is_current() -> None:
     script = module_of("scripts", "make_optimizations")
     assert (ROOT / "docs" / "optimizations.md").read_text() == script.page(), "scripts/make_optimizations.py"
+
+
+def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:
+    script, place = module_of("benchmarks", "ladder"), tmp_path / "8b"
+    place.mkdir()
+    measured_there = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text())
+    made = {**measured_there, "command": f"finetune ablate {tmp_path}/8b.yaml"}
+    (place / "ladder.json").write_text(json.dumps(made))
+    ablate_table.write(place, made)
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr(script, "HERE", tmp_path / "benchmarks")
+    script.publish(made, place, f"python benchmarks/ladder.py --work {tmp_path}/work")
+    written = {path.suffix: path.read_text() for path in (tmp_path / "benchmarks").iterdir()}
+    assert json.loads(written[".json"])["command"] == "python benchmarks/ladder.py --work work"
+    assert "`python benchmarks/ladder.py --work work`" in written[".md"] and "<svg" in written[".svg"]
 
 
 FROZEN = {
