@@ -79,9 +79,8 @@ def choose(
         return again, Choice("none", f"auto: {why}"), plan
     cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("int8", plan)
     each = (plan.kept - plan.norms - plan.mlps) / layers
-    over = (
-        at_once(plan, "int8")[1] + plan.norms / layers - plan.room
-    )  # with a tensor that leaves, and one that comes
+    passing = plan.norms / layers  # a tensor that leaves, and one that comes
+    over = at_once(plan, "int8")[1] + passing - plan.room
     count = max(1, math.ceil(over / each) + IN_FLIGHT)
     if again.value in ("none", "cheap", "int8"):
         why = "no need"
