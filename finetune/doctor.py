@@ -156,7 +156,7 @@ def _offload(asked: str, machine: Hardware) -> tuple[str, str]:
     if machine.device == "cpu":
         return "not possible", "there is no GPU whose memory it could spare"
     if asked == "auto":
-        return "off", "auto: where a large fp8 model lacks memory, and copies cost no time"
+        return "off", "auto: decided when the model is loaded; where a large fp8 model lacks memory"
     return ("off", "asked for: none") if asked == "none" else ("active", asked)
 
 

@@ -45,7 +45,7 @@ class Hardware:
     capability: tuple[int, int]  # (0, 0) on the CPU
     memory_gib: float  # of one device
     cpu_cores: int
-    host_gib: float | None = None  # that may leave GPUs for the CPU's memory, where it was asked for
+    host_gib: float | None = None  # that may leave GPUs for the CPU's memory
 
     @property
     def peak_flops(self) -> float | None:

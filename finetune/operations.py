@@ -76,19 +76,19 @@ def computed(events: Iterable[Any], *, cuda: bool) -> list[Ran]:
 def spent(ran: list[Ran]) -> dict[str, float]:
     """Seconds of each kind: of communication and copies those in which a GPU computes nothing."""
     found: dict[str, float] = dict.fromkeys((*COMPUTED, *BESIDE), 0.0)
-    covered = list[tuple[float, float]]()  # apart from one another, in order
-    for kinds in (COMPUTED, *((kind,) for kind in BESIDE)):
-        mine = [each for each in ran if each.kind in kinds]
-        for each in mine:
-            hidden = _within(each, covered) if kinds != COMPUTED else 0.0
-            found[each.kind] += each.seconds - hidden
-        covered = _union([*covered, *(each.span for each in mine if each.begun is not None)])
+    for each in ran:
+        if each.kind in COMPUTED or each.begun is None:
+            found[each.kind] += each.seconds
+    covered = _union([each.span for each in ran if each.kind in COMPUTED])
+    for kind in BESIDE:
+        spans = _union([each.span for each in ran if each.kind == kind])
+        found[kind] += sum(end - begun - _within(begun, end, covered) for begun, end in spans)
+        covered = _union([*covered, *spans])
     return found
 
 
-def _within(each: Ran, covered: list[tuple[float, float]]) -> float:
-    """Seconds of a kernel in which one of those that cover ran."""
-    begun, end = each.span
+def _within(begun: float, end: float, covered: list[tuple[float, float]]) -> float:
+    """Seconds of a span in which one of those that cover ran."""
     hidden = 0.0
     for start, stop in covered[max(0, bisect_right(covered, (begun, math.inf)) - 1) :]:
         if start >= end:
