@@ -18,8 +18,9 @@ from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from finetune.checkpoint import Found
-    from finetune.hardware import Setup
+    from finetune.hardware import Hardware, Setup
     from finetune.screen import Screen
+    from finetune.sections import Speed
 
 # Keys of a recipe, and facts, that a resumed run takes as they are now; a dot at the end: all that follow
 MAY_CHANGE = (
@@ -100,11 +101,16 @@ def contract(
         "device": hardware.device,
         "storage of the base": setup.storage.value,
         "attention": setup.attention.value,
-        "hardware": hardware.name or platform.processor(),
+        "hardware": known_as(hardware),
         **{f"versions.{name}": found for name, found in run_folder.packages().items() if found},
         "versions.python": platform.python_version(),
     }
     return {"recipe": _keys(recipe), "facts": facts, "chosen": {}}
+
+
+def known_as(hardware: Hardware) -> str:
+    """The GPU's name, or the processor's."""
+    return hardware.name or platform.processor()
 
 
 def compare(
@@ -220,6 +226,24 @@ def begin(
     notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
     for note in notes:
         screen.say(f"note: {note}")
+
+
+def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:
+    """What the checkpoint's run recomputed and kept on the CPU, where `auto` would look at the memory that is
+    free today: where gate and up are rounded to int8, other layers would be, and other gradients come out.
+
+    Args:
+        hardware: this machine's, as `contract` has it. On another one the choice is made anew.
+
+    Returns:
+        The section, and the keys of it that are the checkpoint's.
+    """
+    if not found or found.contract["facts"].get("hardware") != hardware:
+        return asked, set()
+    chosen = found.contract["chosen"]
+    auto = [key for key in ("recompute", "offload") if getattr(asked, key) == "auto"]
+    kept = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
+    return asked.model_copy(update=kept), set(kept)
 
 
 def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:

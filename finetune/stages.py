@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from finetune.screen import Screen
     from finetune.sections import Model, Speed, Train
 
+AS_BEFORE = "as in the checkpoint's run"
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
 
@@ -64,14 +65,22 @@ def adapted_model(
 
 
 def make_fast(
-    adapted: Any, recipe: Recipe, setup: Setup, arguments: SFTConfig, work: speed.Work, ledger: Ledger
+    adapted: Any,
+    recipe: Recipe,
+    setup: Setup,
+    arguments: SFTConfig,
+    work: speed.Work,
+    found: Found | None,
+    ledger: Ledger,
 ) -> dict[str, hardware.Choice]:
     """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
     proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
         attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
-    fast = speed.apply(adapted, recipe.speed, work, setup.hardware, ledger)
+    section, before = resume.as_chosen(recipe.speed, found, resume.known_as(setup.hardware))
+    fast = speed.apply(adapted, section, work, setup.hardware, ledger)
+    fast |= {f"speed.{key}": fast[f"speed.{key}"]._replace(reason=AS_BEFORE) for key in before}
     fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))
     if flat:
         with precision(setup):

@@ -119,7 +119,7 @@ def _run(
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
     tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
     work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
-    fast = stages.make_fast(adapted, recipe, setup, arguments, work, ledger)
+    fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
     contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before

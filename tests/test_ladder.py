@@ -134,7 +134,7 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     tokenizer, prepared = check.prepare_data(one)
     model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
     work = stages.work_of(model, setup, 64, 1.0)
-    fast = stages.make_fast(model, one, setup, arguments, work, ledger)
+    fast = stages.make_fast(model, one, setup, arguments, work, None, ledger)
     return {
         "attention": model.config._attn_implementation,
         "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),

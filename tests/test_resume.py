@@ -1,7 +1,5 @@
 """A run that is stopped and resumed is the run itself: every adapter, every way to feed it, every step."""
 
-import contextlib
-import json
 import os
 import re
 import shutil
@@ -11,11 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import DATA, QUICKSTART, ROOT, metrics, receipts
+from conftest import DATA, ROOT, metrics, receipts
 
-from finetune import check, checkpoint, cli, nested, prove, recipe, resume, state
-from finetune import train as training
-from finetune.batch import split_batch
+from finetune import checkpoint, cli, nested, prove, resume, state
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 
@@ -259,15 +255,6 @@ def test_no_difference_is_silent(straight) -> None:
     assert len(refused | named) > 60
 
 
-def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
-    moves = [("none", "auto"), ("activations:4", "none"), ("all", "optimizer")]
-    for then, now in [*moves, ("none", "optimizer"), ("all", "activations")]:
-        both = [{"recipe": {"speed.offload": one}, "facts": {}, "chosen": {}} for one in (then, now)]
-        refused = pytest.raises(UserError, match=r"speed\.offload")
-        with contextlib.nullcontext() if (then, now) in moves else refused:
-            assert "speed.offload" in resume.compare(both[0], both[1], Path("step-3"))[0]
-
-
 def test_a_kept_checkpoint_of_format_1_goes_on(train, two_layers, tmp_path) -> None:
     """Made when format 1 was the only one (AdaLoRA, while it prunes): later formats still read it."""
     kept, folder = ROOT / "tests" / "golden" / "format-1", tmp_path / "kept"
@@ -293,62 +280,6 @@ def test_another_base_is_refused_before_anything_is_changed(
     train(*given[:-1], "--resume=step-3", f"model.name={untied}", code=4)
     assert "the base is not the checkpoint's" in capsys.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
-def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None:
-    """Another mix of the same files, or another order, is another training."""
-    rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)
-    for name, part in (("a", rows[:4]), ("b", rows[4:8]), ("moved", rows[4:8])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(part))
-
-    def contract(*names: Any) -> dict[str, Any]:
-        sources = [{"name": f"{tmp_path}/{name}.jsonl", "weight": weight} for name, weight in names]
-        found = recipe.load(QUICKSTART, [f"data.name={json.dumps(sources)}", "data.validation=null"])
-        setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
-        return resume.contract(found.model_dump(mode="json"), setup, {}, tokenizer, prepared.content)
-
-    kept = {**contract(("a", 1), ("b", 2)), "chosen": {}}
-    for other in ([("a", 2), ("b", 1)], [("b", 2), ("a", 1)]):
-        with pytest.raises(UserError, match="data: content") as raised:
-            resume.compare(kept, contract(*other), tmp_path)
-        assert raised.value.code == 4
-    (note,) = resume.compare(kept, contract(("a", 1), ("moved", 2)), tmp_path)
-    assert note.startswith("data.name: ")
-
-
-def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
-    """Each reads its own shards, so that their number decides on the order of rows."""
-    more = ["data.streaming=true", "data.validation=null", "train.max_steps=2"]
-    found = recipe.load(QUICKSTART, more)
-    setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
-
-    def contract(workers: int) -> dict[str, Any]:
-        given: Any = SimpleNamespace(dataloader_num_workers=workers)
-        batch = split_batch(found.train, 1)
-        return {**training.contract_of(found, setup, batch, 2, tokenizer, prepared, given), "chosen": {}}
-
-    assert not resume.compare(contract(1), contract(1), tmp_path)
-    with pytest.raises(UserError, match=r"train\.dataloader_num_workers +1 +2"):
-        resume.compare(contract(1), contract(2), tmp_path)
-
-
-def test_what_auto_became_is_compared() -> None:
-    def run(**chosen: Any) -> dict[str, Any]:
-        return {"recipe": {"speed.loss": "auto"}, "facts": {}, "chosen": {"speed.compile": True, **chosen}}
-
-    one = run(**{"speed.loss": "chunked", "speed.recompute": "int8:6"})
-    other = run(**{"speed.loss": "fused", "data.name": "x", "speed.recompute": "int8"})
-    note, rounded = resume.chosen_anew(one, other)
-    assert 'speed.loss: chosen as "chunked" then, "fused" now' in note and "a hundredth apart" in rounded
-    other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
-    assert resume.chosen_anew(one, other) == [rounded]
-
-
-def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:
-    """A run that came to its end by it would stay ended."""
-    one, other = ({"recipe": {"eval.patience": n}, "facts": {}, "chosen": {}} for n in (2, 5))
-    with pytest.raises(UserError, match=r"eval\.patience"):
-        resume.compare(one, other, tmp_path)
 
 
 def test_memory_is_the_container_s(tmp_path) -> None:

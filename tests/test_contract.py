@@ -1,0 +1,106 @@
+"""What a checkpoint holds the run to that goes on from it, and what it hands on."""
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import DATA, QUICKSTART
+
+from finetune import check, hardware, recipe, resume, stages
+from finetune import train as training
+from finetune.batch import split_batch
+from finetune.errors import UserError
+from finetune.receipts import Ledger
+from finetune.speed import apply
+
+
+def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
+    moves = [("none", "auto"), ("activations:4", "none"), ("all", "optimizer")]
+    for then, now in [*moves, ("none", "optimizer"), ("all", "activations")]:
+        both = [{"recipe": {"speed.offload": one}, "facts": {}, "chosen": {}} for one in (then, now)]
+        refused = pytest.raises(UserError, match=r"speed\.offload")
+        with contextlib.nullcontext() if (then, now) in moves else refused:
+            assert "speed.offload" in resume.compare(both[0], both[1], Path("step-3"))[0]
+
+
+def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None:
+    """Another mix of the same files, or another order, is another training."""
+    rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("a", rows[:4]), ("b", rows[4:8]), ("moved", rows[4:8])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+
+    def contract(*names: Any) -> dict[str, Any]:
+        sources = [{"name": f"{tmp_path}/{name}.jsonl", "weight": weight} for name, weight in names]
+        found = recipe.load(QUICKSTART, [f"data.name={json.dumps(sources)}", "data.validation=null"])
+        setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
+        return resume.contract(found.model_dump(mode="json"), setup, {}, tokenizer, prepared.content)
+
+    kept = {**contract(("a", 1), ("b", 2)), "chosen": {}}
+    for other in ([("a", 2), ("b", 1)], [("b", 2), ("a", 1)]):
+        with pytest.raises(UserError, match="data: content") as raised:
+            resume.compare(kept, contract(*other), tmp_path)
+        assert raised.value.code == 4
+    (note,) = resume.compare(kept, contract(("a", 1), ("moved", 2)), tmp_path)
+    assert note.startswith("data.name: ")
+
+
+def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
+    """Each reads its own shards, so that their number decides on the order of rows."""
+    more = ["data.streaming=true", "data.validation=null", "train.max_steps=2"]
+    found = recipe.load(QUICKSTART, more)
+    setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
+
+    def contract(workers: int) -> dict[str, Any]:
+        given: Any = SimpleNamespace(dataloader_num_workers=workers)
+        batch = split_batch(found.train, 1)
+        return {**training.contract_of(found, setup, batch, 2, tokenizer, prepared, given), "chosen": {}}
+
+    assert not resume.compare(contract(1), contract(1), tmp_path)
+    with pytest.raises(UserError, match=r"train\.dataloader_num_workers +1 +2"):
+        resume.compare(contract(1), contract(2), tmp_path)
+
+
+def test_what_auto_became_is_compared() -> None:
+    def run(**chosen: Any) -> dict[str, Any]:
+        return {"recipe": {"speed.loss": "auto"}, "facts": {}, "chosen": {"speed.compile": True, **chosen}}
+
+    one = run(**{"speed.loss": "chunked", "speed.recompute": "int8:6"})
+    other = run(**{"speed.loss": "fused", "data.name": "x", "speed.recompute": "int8"})
+    note, rounded = resume.chosen_anew(one, other)
+    assert 'speed.loss: chosen as "chunked" then, "fused" now' in note and "a hundredth apart" in rounded
+    other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
+    assert resume.chosen_anew(one, other) == [rounded]
+
+
+def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:
+    """A run that came to its end by it would stay ended."""
+    one, other = ({"recipe": {"eval.patience": n}, "facts": {}, "chosen": {}} for n in (2, 5))
+    with pytest.raises(UserError, match=r"eval\.patience"):
+        resume.compare(one, other, tmp_path)
+
+
+def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
+    """The memory that is free today is not asked: other layers would be rounded."""
+    one = recipe.load(QUICKSTART, ["speed.compile=false"])
+    setup, ledger = check.setup_of(one), Ledger()
+    arguments = training.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
+    tokenizer, prepared = check.prepare_data(one)
+    chosen = {"speed.recompute": 3, "speed.offload": "none"}
+
+    def resumed(name: str) -> tuple[int, hardware.Choice]:
+        found: Any = SimpleNamespace(contract={"facts": {"hardware": name}, "chosen": chosen})
+        model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+        work = stages.work_of(model, setup, 64, 1.0)
+        fast = stages.make_fast(model, one, setup, arguments, work, found, ledger)
+        count = sum(layer.gradient_checkpointing for layer in apply.decoder_layers(model))
+        return count, fast["speed.recompute"]
+
+    assert resumed(resume.known_as(setup.hardware)) == (3, hardware.Choice("3 of 6", stages.AS_BEFORE))
+    assert resumed("another GPU")[0] == 0, "its memory is another"
+    asked = one.speed.model_copy(update={"recompute": "none"})
+    found: Any = SimpleNamespace(contract={"facts": {"hardware": "x"}, "chosen": chosen})
+    assert resume.as_chosen(asked, found, "x") == (asked.model_copy(update={"offload": "none"}), {"offload"})
+    assert resume.as_chosen(asked, None, "x") == (asked, set())
