@@ -12,7 +12,7 @@ masked triplet goes on learning and may win its rank back at a later allocation 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import TrainerCallback
@@ -68,8 +68,9 @@ def allocate(
 ) -> None:
     """Update importances and masks after optimizer step `step` (from 1), as `update_and_allocate` does.
 
-    The same numbers bit for bit, but faster: PEFT asks the device once a module, and walks the model. The
-    last allocation is at step total_step - tfinal, whatever deltaT is.
+    The same numbers bit for bit, but faster: PEFT asks the device once a module, and walks the model; here it
+    is asked by who wants to know (`ranks`, `allocation_state`). The last allocation is at step
+    total_step - tfinal, whatever deltaT is.
 
     Args:
         named: of `tensors`, with their gradients.
@@ -98,7 +99,7 @@ def allocate(
             allocator.update_ipt(adalora.model)  # DeepSpeed keeps gradients itself; PEFT asks it for them
     budget, due = allocator.budget_schedule(step)
     if step == last or due:  # after tinit the budget is below init_r's: there is always a rank to take
-        config.rank_pattern = mask_to_budget(allocator, named, budget)
+        allocator.masked = mask_to_budget(allocator, named, budget)
     if step == last:
         allocator.reset_ipt()
         used, budget = ranks(model)
@@ -142,34 +143,40 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
 @torch.no_grad()
 def mask_to_budget(
     allocator: Any, named: dict[str, torch.nn.Parameter], budget: int
-) -> dict[str, list[bool]]:
+) -> tuple[list[str], Tensor]:
     """Mask the triplets of least importance, bit for bit as PEFT's method of this name.
 
     Returns:
-        Which ranks are in use, by the names of E.
+        The names of E, and which of all their ranks, one after another, are masked: on their device.
     """
-    scores: list[Tensor] = []
+    foreach: Any = torch
     diagonals = [name for name in named if "lora_E" in name]
-    for name in diagonals:
-        e, q, p = (
-            allocator.exp_avg_ipt[n] * allocator.exp_avg_unc[n]
-            for n in (name, name.replace("lora_E", "lora_A"), name.replace("lora_E", "lora_B"))
-        )
-        scores.append(e.view(-1) + (q.mean(1) + p.mean(0)))  # of a triplet (eq. 7)
-    score = torch.cat(scores)
+    means: list[Tensor] = []
+    for vectors, over in (("lora_A", 1), ("lora_B", 0)):
+        names = [name.replace("lora_E", vectors) for name in diagonals]
+        for start in range(0, len(names), AT_ONCE):
+            some = names[start : start + AT_ONCE]
+            pairs = ([kind[n] for n in some] for kind in (allocator.exp_avg_ipt, allocator.exp_avg_unc))
+            means += [product.mean(over) for product in foreach._foreach_mul(*pairs)]
+    average, uncertainty = (
+        torch.cat([kind[name].view(-1) for name in diagonals])
+        for kind in (allocator.exp_avg_ipt, allocator.exp_avg_unc)
+    )
+    q, p = torch.cat(means).chunk(2)
+    score = average * uncertainty + (q + p)  # of all triplets (eq. 7)
     masked = score <= torch.kthvalue(score, allocator.init_bgt - budget)[0]
-    sizes = [len(one) for one in scores]
-    for name, mask in zip(diagonals, masked.split(sizes), strict=True):
-        named[name].masked_fill_(mask[:, None], 0.0)
-    kept = (~masked).cpu().split(sizes)  # the one question to the device
-    return {name: flags.tolist() for name, flags in zip(diagonals, kept, strict=True)}
+    values = [named[name].view(-1) for name in diagonals]
+    sizes = [len(one) for one in values]
+    foreach._foreach_copy_(values, torch.cat(values).masked_fill_(masked, 0.0).split(sizes))
+    return diagonals, masked
 
 
 def ranks(model: PeftModel) -> tuple[int, int]:
     """Ranks in use (rows of E that are not masked), and the budget they must sum to."""
     config: Any = model.peft_config["default"]
-    modules = sum("lora_E" in name for name, _ in model.named_parameters())
-    return sum(map(sum, (config.rank_pattern or {}).values())), config.target_r * modules
+    diagonals = _diagonals(model)
+    kept = _pattern(cast("Any", model.base_model).rankallocator, diagonals)
+    return sum(map(sum, kept.values())), config.target_r * len(diagonals)
 
 
 def drop_masked_ranks(model: PeftModel) -> None:
@@ -265,7 +272,15 @@ def allocation_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
-    """The ranks in use by the names of E; empty before the first allocation."""
+    """The ranks in use by the names of E; empty before the first allocation. PEFT's config then has them too.
+
+    The device is asked here, not at each allocation, after which a GPU would wait for Python.
+    """
+    if masked := vars(allocator).pop("masked", None):
+        diagonals, flags = masked[0], (~masked[1]).cpu()
+        kept = flags.split([len(named[name]) for name in diagonals])
+        pairs = zip(diagonals, kept, strict=True)
+        allocator.peft_config.rank_pattern = {name: some.tolist() for name, some in pairs}
     pattern = allocator.peft_config.rank_pattern or {}
     names = [name for name in named if "lora_E" in name] if pattern else []
     # PEFT's save drops the adapter's name from the keys of the live config, and takes either afterwards
@@ -308,6 +323,7 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
         memory = {n: state[f"{kind}.{n}"].to(p.device, copy=True) for n, p in named.items()}
         setattr(allocator, kind, memory)
     masks = {n: state[f"mask.{n}"].tolist() for n in diagonals} if "mask" in kinds else None
+    vars(allocator).pop("masked", None)
     allocator.peft_config.rank_pattern = masks
 
 

@@ -73,7 +73,6 @@ class NonFinite(TrainerCallback):
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         parts = isinstance(norm, DTensor)  # under FSDP
         norm = norm.full_tensor() if parts else norm
-        allocates = hasattr(self.trainer, "singular_vectors")  # AdaLoRA, which would remember such gradients
         fused = (
             getattr(inner, "_step_supports_amp_scaling", False) and norm.device == self.device and not parts
         )
@@ -83,7 +82,7 @@ class NonFinite(TrainerCallback):
         self.copied = torch.cuda.Event() if norm.is_cuda else None
         if self.copied is not None:
             self.copied.record()
-        if self.copied is None or self.allowed or allocates or not fused:
+        if self.copied is None or self.allowed or not fused:
             left_out = self.check()
             optimizer._is_overflow = (
                 left_out  # so that the schedule and AdaLoRA wait, as after fp16's overflow

@@ -105,6 +105,18 @@ def test_allocation_is_peft_s_bit_for_bit() -> None:
     assert same(adalora.allocation_state(ours), adalora.allocation_state(theirs))
 
 
+def test_ranks_in_use_are_asked_for_by_who_wants_to_know() -> None:
+    """And not at each allocation, after which a GPU would wait for Python."""
+    model, _ = tiny()
+    learn(model, adamw(model), range(1, 6))
+    config = model.peft_config["default"]
+    assert config.rank_pattern is None
+    used, budget = adalora.ranks(model)
+    kept = sum(map(sum, config.rank_pattern.values()))
+    zeros = sum(int((p == 0).sum()) for n, p in model.named_parameters() if "lora_E" in n)
+    assert used == kept == 6 * 14 - zeros and 3 * 14 == budget < used < 6 * 14
+
+
 @pytest.mark.parametrize("steps", [6, 12])
 @pytest.mark.parametrize("every", [1, 4, 5])
 def test_ranks_reach_the_budget(steps: int, every: int) -> None:

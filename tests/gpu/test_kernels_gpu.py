@@ -101,7 +101,7 @@ CASES = [
     (shape, act, rank, scaled)
     for shape in ((48, 128), (600, 352))
     for act in ("silu", "gelu_tanh")
-    for rank in (0, 16, 32, 64)
+    for rank in (0, 16, 32, 64, 128)
     for scaled in (False, True)
 ]
 

@@ -1,0 +1,51 @@
+"""AdaLoRA on a GPU: between two steps nothing is asked of it, and a broken step still ends the run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_adalora import STEPS, adamw, tiny
+
+from finetune import adalora, faults
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def test_allocating_asks_the_device_nothing_and_is_pefts() -> None:
+    given = {"init_r": 24, "target_r": 16, "tinit": 1, "tfinal": 4}
+    ours: Any = tiny(**given)[0].cuda()
+    theirs: Any = copy.deepcopy(ours)
+    named, vectors, masks = adalora.tensors(ours), adalora.singular_vectors(ours), {}
+    optimizers = [adamw(model) for model in (ours, theirs)]
+    for step in range(1, STEPS - 3):
+        ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step)).cuda()
+        loss = ours.base_model.model(input_ids=ids, labels=ids).loss + 0.5 * adalora.orthogonality(vectors)
+        loss.backward()
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for mine, same in zip(ours.parameters(), model.parameters(), strict=True):
+                same.grad = mine.grad
+            optimizer.step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step < STEPS - 4 else "default")
+        try:
+            adalora.allocate(ours, step, named, masks)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        theirs.base_model.update_and_allocate(step)
+        ours.zero_grad()
+    found, expected = adalora.allocation_state(ours), adalora.allocation_state(theirs)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("step", [3, 7])  # of 12: while ranks are taken away, and the last time
+def test_a_step_that_is_not_finite_ends_the_run(step: int, train, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(faults.VARIABLE, f"step:{step}:nan")
+    given = ["adapter.type=adalora", "adapter.tinit=1", "adapter.tfinal=5", "train.max_steps=12"]
+    run = train(*given, "train.logging_steps=10", "train.save_steps=1", code=5)
+    assert f"gradients of step {step} are not finite" in capsys.readouterr().err
+    assert (run.path / f"nonfinite-step-{step}" / "finding.json").exists()
+    assert max(int(one.name[5:]) for one in run.checkpoints.glob("step-*")) == step - 1
