@@ -92,27 +92,22 @@ def unsloth(job: Job, words: set[str]) -> tuple[Any, Any, None]:
 
 
 def make_clock() -> Any:
-    """A callback that keeps the seconds of each step, the device's work included, and the last loss."""
-    import torch
+    """A callback that keeps the seconds of each step and the last loss, as `finetune train` counts them: from
+    one logged loss, for which the device was waited, to the next; so with all that lies between two steps."""
     from transformers import TrainerCallback
-
-    def now() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
             self.seconds: list[float] = []
             self.loss = float("nan")
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun = now()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.seconds.append(now() - self.begun)
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.logged = time.perf_counter()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            self.loss = logs.get("loss", self.loss)
+            if "loss" in logs:
+                now = time.perf_counter()
+                self.seconds.append(now - self.logged)
+                self.logged, self.loss = now, logs["loss"]
 
     return Clock()

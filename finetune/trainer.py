@@ -35,6 +35,7 @@ from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.speed import attention, head, loss, offload
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from datasets import Dataset
@@ -73,6 +74,9 @@ class Trainer(SFTTrainer):
     """Bytes of gradients in the last step, where we exchange them."""
     ends_step = False
     """Whether this forward is the last of its step."""
+    walked: Any = None
+    """The model, as it is wrapped, whose `modules` these are."""
+    modules: list[torch.nn.Module]
 
     timed: list[callbacks.Metrics]
     """Told when a step's end is over."""
@@ -133,7 +137,8 @@ class Trainer(SFTTrainer):
             for number, inputs in enumerate(divided, start=1):
                 self.ends_step = last and number == len(divided)
                 apart = exchange.ours(model) or last != self.ends_step
-                with self.accelerator.no_sync(model) if apart else contextlib.nullcontext():
+                unsynced = self.accelerator.no_sync(model) if apart else contextlib.nullcontext()
+                with unsynced, self.in_training(model):
                     total = total + super().training_step(model, inputs, items)
                 faults.in_backward(self.state.global_step + 1, parts.rows_of(inputs), parts.struck)
         except torch.OutOfMemoryError as error:
@@ -143,6 +148,23 @@ class Trainer(SFTTrainer):
         if parts.error:
             rescue.free()
         return total
+
+    @contextlib.contextmanager
+    def in_training(self, model: Any) -> Iterator[None]:
+        """`model.train()`, which upstream calls before every forward, does nothing where nothing is to do: it
+        walks all modules, 12 ms of Python for 32 layers with LoRA, in which a GPU stands still."""
+        if self.walked is not model:
+            self.walked, self.modules = model, list(model.modules())
+
+        def train(mode: bool = True) -> Any:
+            still = mode and all(module.training for module in self.modules)
+            return model if still else type(model).train(model, mode)
+
+        model.train = train
+        try:
+            yield
+        finally:
+            del model.train
 
     def repeats(self, model: Any, items: Any) -> bool:
         """Whether a step can be made again, in parts: no other process waits in the middle of it, for its

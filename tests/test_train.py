@@ -13,6 +13,7 @@ import two_ranks
 import yaml
 from conftest import MODEL, QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
+from test_loss import trainer_of
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from finetune import cli, evaluate, recipe, scoring
@@ -134,6 +135,28 @@ def test_recomputing_layers_changes_nothing_but_time(train) -> None:
             receipts(again)["speed.recompute"]["got"] == f"0 of 2, and 4 norms, gate and up of {count} MLPs"
         )
         assert recipe.load(again.recipe).speed.recompute == asked
+
+
+def test_modules_are_put_into_training_where_they_are_not(small, two_layers, tmp_path) -> None:
+    """And not all of them before every forward, which upstream does."""
+    walks, modes = [], []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            self.layer = model.get_submodule("base_model.model.model.layers.1")
+            own = self.layer.train
+            self.layer.train = lambda mode=True: walks.append(mode) or own(mode)
+            self.layer.register_forward_hook(lambda layer, *_: modes.append(layer.mlp.training))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                self.layer.mlp.eval()
+
+    more = ["train.max_steps=6", "train.per_device_train_batch_size=4"]
+    trainer = trainer_of(two_layers, tmp_path, "chunked", small[0], *more)
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert modes == [True] * 12 and len(walks) <= 2
 
 
 def test_the_trained_model_is_gone_when_it_is_opened_again(small, two_layers, tmp_path, monkeypatch) -> None:
