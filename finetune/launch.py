@@ -84,7 +84,8 @@ def data_parallel(train: Train, machine: Hardware) -> Start:
 
 
 def check_the_launchers() -> None:
-    """Refuse a config that `accelerate launch`, which started this process, passed over parts of."""
+    """Refuse a config that `accelerate launch`, which started this process, passed over parts of, and its
+    `--multi_gpu` where there is none."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -93,6 +94,8 @@ def check_the_launchers() -> None:
         for path in map(Path, named):
             if path.is_file():
                 check(path)
+        if "--multi_gpu" in words and not launch_env.on("ACCELERATE_USE_CPU"):
+            check_gpu("accelerate launch", "--multi_gpu")
 
 
 def check(config: Path) -> None:
@@ -111,12 +114,16 @@ def check_device(config: Path) -> None:
     """
     given = launch_config.read(config)
     meant = given.get("use_cpu") is True or launch_env.on("ACCELERATE_USE_CPU")
-    if meant or given.get("distributed_type") == "DEEPSPEED" or detect().device == "cuda":
-        return
-    what = "this accelerate config is for GPUs, and no GPU is visible here"
-    fix = "accelerate_configs/cpu.yaml, or cpu_2.yaml for two processes"
-    problem = Problem(what, where=str(config), found="use_cpu: false", fix=fix)
-    raise UserError(problem, code=Exit.ENVIRONMENT)
+    if not meant and given.get("distributed_type") != "DEEPSPEED":
+        check_gpu(str(config), "use_cpu: false")
+
+
+def check_gpu(where: str, found: str) -> None:
+    """What asks for GPUs needs one (exit 3)."""
+    if detect().device != "cuda":
+        what = "this launch is for GPUs, and no GPU is visible here"
+        fix = "accelerate_configs/cpu.yaml, or cpu_2.yaml for two processes"
+        raise UserError(Problem(what, where=where, found=found, fix=fix), code=Exit.ENVIRONMENT)
 
 
 def find(config: str) -> Path:

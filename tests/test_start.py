@@ -121,6 +121,16 @@ def test_a_config_for_gpus_is_refused_where_there_is_none(name: str, on, capsys,
     assert len(started) == 1
 
 
+def test_a_launcher_s_flag_for_gpus_is_refused_where_there_is_none(on, capsys, monkeypatch) -> None:
+    words = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "scripts/train.py"]
+    monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    on(CPU)
+    assert cli.main(["train", str(QUICKSTART)]) == 3
+    said = capsys.readouterr().err
+    assert "this launch is for GPUs, and no GPU is visible here" in said and "--multi_gpu" in said
+
+
 @pytest.mark.parametrize(
     ("name", "machine"), [("cpu", CPU), ("cpu_2", CPU), ("zero2_8", CPU), ("ddp_2", gpus(2))]
 )
