@@ -50,9 +50,8 @@ LAUNCH = {
     "full": 6.1e-3,
     "offloaded": 5.0e-3,  # beside the others: hooks and copies (24gb_smallest, in passes of one row)
 }
-# Seconds of a step and linear layer for AdaLoRA's regulariser and importances: 0.95e-3 on the 1.1B shape
-# (adapters.json, when allocation asked the GPU once a layer), 0.33e-3 on the 8B one since (gpu.json)
-ALLOCATION = 0.7e-3
+# Seconds of a step and linear layer for AdaLoRA's regulariser and importances (gpu.json's 8B, 224 layers)
+ALLOCATION = 0.25e-3
 REST = 0.5e-3  # seconds a layer: small kernels and waits in LOG.md's profile (22 ms of 32 layers)
 
 

@@ -11,7 +11,11 @@ from test_adalora import STEPS, adamw, tiny
 
 from finetune import adalora, faults
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 
 def test_allocating_asks_the_device_nothing_and_is_pefts() -> None:
@@ -29,8 +33,8 @@ def test_allocating_asks_the_device_nothing_and_is_pefts() -> None:
                 same.grad = mine.grad
             optimizer.step()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if step < STEPS - 4 else "default")
         try:
+            torch.cuda.set_sync_debug_mode("error" if step < STEPS - 4 else "default")
             adalora.allocate(ours, step, named, masks)
         finally:
             torch.cuda.set_sync_debug_mode("default")

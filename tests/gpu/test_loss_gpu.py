@@ -11,6 +11,7 @@ from finetune.speed import loss
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
 ROWS, HIDDEN, VOCABULARY = 3000, 1024, 32003  # a vocabulary that no tile divides
