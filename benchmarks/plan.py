@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 RESULTS = HERE / "plan.json"
 QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
-# Types whose parts a plan counts; the 1.1B rows are older than fused forwards, and attended with a mask. Without
-# AdaLoRA: there its allocation asked the GPU once a layer
+# Types whose parts a plan counts; the 1.1B rows are older than fused forwards, and attended with a mask.
+# Without AdaLoRA: there its allocation asked the GPU once a layer
 COUNTED = ("lora", "rslora", "dora", "ia3", "full", "qlora", "qdora")
 EAGER = ("speed.fused=false", "speed.compile=false", "speed.recompute=none", "model.attention=sdpa")
 LARGE = 2048, 8192, 18, 32, 8, 4096  # adapters.py: hidden, intermediate, layers, heads, kv heads, vocabulary

@@ -69,8 +69,8 @@ def allocate(
     """Update importances and masks after optimizer step `step` (from 1), as `update_and_allocate` does.
 
     The same numbers bit for bit, but faster: PEFT asks the device once a module, and walks the model; here it
-    is asked by who wants to know (`ranks`, `allocation_state`). The last allocation is at step
-    total_step - tfinal, whatever deltaT is.
+    is asked by who wants to know (`ranks`, `allocation_state`), and PEFT's `rank_pattern` is behind until
+    then. The last allocation is at step total_step - tfinal, whatever deltaT is.
 
     Args:
         named: of `tensors`, with their gradients.

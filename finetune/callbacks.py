@@ -6,10 +6,10 @@ import contextlib
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerCallback
 
 from finetune import attention_choice, optimizers, qat
@@ -180,7 +180,7 @@ class FirstStep(TrainerCallback):
         self.graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
-        self.seen_dtype, self.saw_linear = "none seen", False
+        self.seen_dtype = "none seen"
         # TransformerEngine's products are not torch's
         self.own_fp8 = setup.storage.value == "fp8"
         self.fp8 = (self.own_fp8 or setup.launch.fp8 == "AO") and setup.hardware.device == "cuda"
@@ -193,7 +193,8 @@ class FirstStep(TrainerCallback):
     def watch(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
         """Count a micro-batch of this process, and see which operations the first one runs.
 
-        The profiler only looks on; a dispatch mode would keep compiled attention from being compiled.
+        The profiler only looks on; a dispatch mode would keep compiled attention from being compiled, and
+        hooks that are gone after the first forward would have every layer compiled again.
         """
         self.micro_batches += 1
         self.rows += len(inputs["input_ids"])
@@ -202,8 +203,6 @@ class FirstStep(TrainerCallback):
         if self.micro_batches > 1:
             yield
             return
-        layers = [m for m in model.modules() if isinstance(m, (torch.nn.Linear, BaseTunerLayer))]
-        hooks = [layer.register_forward_hook(self._saw) for layer in layers]
         self.rounding = qat.Watch(model)
         cpu = [torch.profiler.ProfilerActivity.CPU]
         # one cycle alone; without `acc_events` torch 2.11 warns that there might be more
@@ -211,8 +210,9 @@ class FirstStep(TrainerCallback):
             with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profile:
                 yield
         finally:
-            for hook in [*hooks, *self.rounding.hooks]:
+            for hook in self.rounding.hooks:
                 hook.remove()
+        self.seen_dtype = product_dtype(profile)
         events = profile.events() or ()
         self.operations = {event.name: event.input_shapes for event in events}
         self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
@@ -238,7 +238,7 @@ class FirstStep(TrainerCallback):
         add("train.effective_batch_size", self.batch, rows, how, ok=ok)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
         add(f"loss tokens in {step}", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
-        how, code = "the first linear layer's output in training", Exit.ENVIRONMENT
+        how, code = "what most FLOPs of the first forward's matrix products are in", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
         ran = attention_that_ran(self.operations)
         how = "profile of the first forward"
@@ -280,12 +280,20 @@ class FirstStep(TrainerCallback):
                 "graphs compiled after the first step", "as few as can be", f"{graphs}", how, ok=True
             )
 
-    def _saw(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        own = isinstance(
-            module, torch.nn.Linear
-        )  # an adapter's layer tells only where no linear one is called
-        if self.seen_dtype == "none seen" or (own and not self.saw_linear):
-            self.seen_dtype, self.saw_linear = str(output.dtype).removeprefix("torch."), own
+
+# The kernels of matrix products, and which of their inputs is the left one; fp8 GEMMs are counted apart
+PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+DTYPES = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16"}
+
+
+def product_dtype(profile: torch.profiler.profile) -> str:
+    """The dtype in which most FLOPs of the profiled matrix products are."""
+    flops: Counter[str] = Counter()
+    for event in cast("Any", profile.profiler).kineto_results.events():
+        if (left := PRODUCTS.get(event.name())) is not None:
+            shapes = event.shapes()
+            flops[event.dtypes()[left]] += math.prod(shapes[left]) * shapes[left + 1][-1]
+    return DTYPES.get(found := max(flops, key=flops.__getitem__, default="none seen"), found)
 
 
 class Ran(NamedTuple):

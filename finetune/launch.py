@@ -12,7 +12,6 @@ import os
 import shlex
 import signal
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +88,13 @@ def check_the_launchers() -> None:
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()
-        named = [after for word, after in pairwise(words) if word == "--config_file"]
+        given = [part for word in psutil.Process(os.getppid()).cmdline() for part in word.split("=", 1)]
+        words = [word.replace("-", "_") for word in given]  # Accelerate takes either
+        named = [after for word, after in zip(words, given[1:], strict=False) if word == "__config_file"]
         for path in map(Path, named):
             if path.is_file():
                 check(path)
-        if "--multi_gpu" in words and not launch_env.on("ACCELERATE_USE_CPU"):
+        if "__multi_gpu" in words and not launch_env.on("ACCELERATE_USE_CPU"):
             check_gpu("accelerate launch", "--multi_gpu")
 
 

@@ -39,7 +39,8 @@ class NonFinite(TrainerCallback):
     exchange takes the others with it. A GPU is not asked at once, for it would stand still until the next
     step is queued: a fused optimizer leaves its update out by itself (`found_inf`, as a loss scaler tells
     it), and the norm is read one step later, or when the step is logged, evaluated or saved. Where steps may
-    be left out, or the optimizer can't, it is asked at once.
+    be left out, or the optimizer can't, it is asked at once. AdaLoRA has then masked ranks by such gradients
+    already: of a run that ends here, where only the look at the step again meets them.
     """
 
     trainer: Any = None

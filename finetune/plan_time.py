@@ -50,7 +50,8 @@ LAUNCH = {
     "full": 6.1e-3,
     "offloaded": 5.0e-3,  # beside the others: hooks and copies (24gb_smallest, in passes of one row)
 }
-# Seconds of a step and linear layer for AdaLoRA's regulariser and importances (gpu.json's 8B, 224 layers)
+# Seconds of a step and linear layer for AdaLoRA's regulariser and importances: what is left of gpu.json's
+# adalora-fp8 (224 layers) beside the plan's other parts. Beside LoRA on that machine it took 0.12e-3
 ALLOCATION = 0.25e-3
 REST = 0.5e-3  # seconds a layer: small kernels and waits in LOG.md's profile (22 ms of 32 layers)
 

@@ -233,15 +233,18 @@ def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, 
     free today: where gate and up are rounded to int8, other layers would be, and other gradients come out.
 
     Args:
-        hardware: this machine's, as `contract` has it. On another one the choice is made anew.
+        hardware: this machine's, as `contract` has it. On another one the choice is made anew, and where the
+            recipe asks for another of the two.
 
     Returns:
         The section, and the keys of it that are the checkpoint's.
     """
     if not found or found.contract["facts"].get("hardware") != hardware:
         return asked, set()
-    chosen = found.contract["chosen"]
-    auto = [key for key in ("recompute", "offload") if getattr(asked, key) == "auto"]
+    now, chosen = {key: getattr(asked, key) for key in ("recompute", "offload")}, found.contract["chosen"]
+    if any(found.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
+        return asked, set()  # one is chosen by the other
+    auto = [key for key, value in now.items() if value == "auto"]
     kept = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
     return asked.model_copy(update=kept), set(kept)
 

@@ -152,7 +152,10 @@ class Trainer(SFTTrainer):
     @contextlib.contextmanager
     def in_training(self, model: Any) -> Iterator[None]:
         """`model.train()`, which upstream calls before every forward, does nothing where nothing is to do: it
-        walks all modules, 12 ms of Python for 32 layers with LoRA, in which a GPU stands still."""
+        walks all modules, 12 ms of Python for 32 layers with LoRA, in which a GPU stands still.
+
+        No module may be replaced after the first step.
+        """
         if self.walked is not model:
             self.walked, self.modules = model, list(model.modules())
 

@@ -88,10 +88,13 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     setup, ledger = check.setup_of(one), Ledger()
     arguments = training.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = check.prepare_data(one)
-    chosen = {"speed.recompute": 3, "speed.offload": "none"}
+
+    def asked_for(recompute: str, offload: str) -> dict[str, Any]:
+        asked = {"speed.recompute": recompute, "speed.offload": offload}
+        return {"recipe": asked, "facts": {"hardware": "x"}, "chosen": {**asked, "speed.recompute": 3}}
 
     def resumed(name: str) -> tuple[int, hardware.Choice]:
-        found: Any = SimpleNamespace(contract={"facts": {"hardware": name}, "chosen": chosen})
+        found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
         model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
         work = stages.work_of(model, setup, 64, 1.0)
         fast = stages.make_fast(model, one, setup, arguments, work, found, ledger)
@@ -100,7 +103,17 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
 
     assert resumed(resume.known_as(setup.hardware)) == (3, hardware.Choice("3 of 6", stages.AS_BEFORE))
     assert resumed("another GPU")[0] == 0, "its memory is another"
-    asked = one.speed.model_copy(update={"recompute": "none"})
-    found: Any = SimpleNamespace(contract={"facts": {"hardware": "x"}, "chosen": chosen})
-    assert resume.as_chosen(asked, found, "x") == (asked.model_copy(update={"offload": "none"}), {"offload"})
-    assert resume.as_chosen(asked, None, "x") == (asked, set())
+    for then, now, kept in (
+        (("auto", "auto"), ("auto", "auto"), {"recompute", "offload"}),
+        (("auto", "activations"), ("auto", "activations"), {"recompute"}),
+        (("all", "auto"), ("all", "auto"), {"offload"}),
+        (("auto", "auto"), ("auto", "activations"), set()),  # by which another part has to be recomputed
+        (("auto", "auto"), ("auto", "none"), set()),
+        (("auto", "none"), ("auto", "auto"), set()),
+    ):
+        found: Any = SimpleNamespace(contract=asked_for(*then))
+        asked = one.speed.model_copy(update=dict(zip(("recompute", "offload"), now, strict=True)))
+        made, keys = resume.as_chosen(asked, found, "x")
+        assert keys == kept and (made == asked or kept)
+        assert made.recompute == (3 if "recompute" in kept else now[0])
+    assert resume.as_chosen(one.speed, None, "x") == (one.speed, set())

@@ -78,5 +78,16 @@ def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatc
     assert int(rows["graphs compiled after the first step"]["got"]) >= 0
 
 
+def test_nothing_is_compiled_again_after_the_first_step(train, monkeypatch) -> None:
+    """What looks on at the first forward leaves no trace in what was compiled then."""
+    monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
+    flat = ("data.packing=true", "data.max_length=256", "model.attention=eager", "data.train_on=all")
+    run = train("adapter.type=lora", ONE, "speed.compile=true", "train.max_steps=3", *flat)
+    rows = {row["option"]: row for row in run.read("receipts.json")}
+    # The first layer, whose input needs no gradient, the others, and the loss
+    assert rows["speed.compile"]["got"] == "0 graph breaks, 3 graphs"
+    assert rows["graphs compiled after the first step"]["got"] == "0"
+
+
 def _in_eager(self: torch.nn.Module, **given: Any) -> None:
     self._compiled_call_impl = torch.compile(self._call_impl, backend="eager")

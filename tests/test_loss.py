@@ -89,6 +89,10 @@ def test_compiled_it_is_the_same() -> None:
     gradients = [torch.autograd.grad(found.nll, hidden)[0] for found in (plain, fused)]
     assert torch.allclose(plain.nll, fused.nll, rtol=1e-12) and torch.equal(plain.correct, fused.correct)
     assert torch.allclose(*gradients, rtol=0, atol=1e-12)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    labels[:3] = -100  # rows with a label are never as many
+    assert loss.token_loss(hidden, weight, labels, softcap=4.0, compiled=True).nll < plain.nll
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -75,6 +75,20 @@ def test_equal_rows_stay_on_one_side_whatever_their_ids(tmp_path, tokenizer) -> 
     assert report["train"].kept == 90 and any("id" in said for said in report["train"].remarks())
 
 
+def test_a_row_that_is_split_is_one_row_to_its_duplicates(tmp_path, tokenizer) -> None:
+    """By its pieces there were more duplicates than rows, which no `data.expect` could allow."""
+    texts = [f"{name} went to the market. " * 40 for name in ("Ann", "Ann", "Bob", "Eve")]
+    path, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for file, rows in ((path, texts), (held_out, texts[2:3])):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    split = {"too_long": "split", "max_length": 32, "train_on": "all", "cache": str(tmp_path / "c")}
+    allowed = {"duplicates": 0.25, "in_validation": 1}
+    data = Data.model_validate({"name": str(path), "validation": str(held_out), "expect": allowed, **split})
+    report = prepare(data, tokenizer, 0, None).report["train"]
+    assert (report.kept, report.counts["duplicates"], report.counts["in_validation"]) == (4, 1, 1)
+    assert report.places["duplicates"] == [f"{path}:2"] and report.places["in_validation"] == [f"{path}:3"]
+
+
 def test_held_out_rows_of_sources_in_two_formats(tmp_path, tokenizer) -> None:
     chats = write(tmp_path / "a.jsonl", *(f"Name {n}." for n in range(20)))
     alpaca = tmp_path / "b.jsonl"

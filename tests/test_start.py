@@ -121,14 +121,16 @@ def test_a_config_for_gpus_is_refused_where_there_is_none(name: str, on, capsys,
     assert len(started) == 1
 
 
-def test_a_launcher_s_flag_for_gpus_is_refused_where_there_is_none(on, capsys, monkeypatch) -> None:
-    words = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "scripts/train.py"]
+@pytest.mark.parametrize("flag", ["--multi_gpu", "--multi-gpu", f"--config-file={CONFIGS / 'ddp_2.yaml'}"])
+def test_a_launcher_s_flag_for_gpus_is_refused_where_there_is_none(flag, on, capsys, monkeypatch) -> None:
+    words = ["accelerate", "launch", flag, "--num_processes", "2", "scripts/train.py"]
     monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     on(CPU)
     assert cli.main(["train", str(QUICKSTART)]) == 3
     said = capsys.readouterr().err
-    assert "this launch is for GPUs, and no GPU is visible here" in said and "--multi_gpu" in said
+    assert "this launch is for GPUs, and no GPU is visible here" in said
+    assert ("--multi_gpu" if "multi" in flag else "ddp_2.yaml") in said
 
 
 @pytest.mark.parametrize(

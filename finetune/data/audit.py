@@ -109,6 +109,7 @@ class Audit:
         self.problems: dict[str, list[Problem]] = {}
         self.trained_by: Counter[str] = Counter()
         self.lengths, self.digests = array("i"), array("Q")  # of documents
+        self.firsts = array("B")  # whether a document is the first of its row
         self.beyond: list[str] = []
 
     def count(self, kind: str, where: str) -> None:
@@ -144,6 +145,7 @@ class Audit:
             self.trained_by[_speaker(example, self.train_on)] += trained
             self.lengths.append(len(ids))
             self.digests.append((digest + number) % 2**64)
+            self.firsts.append(number == 0)
             if self.vocabulary and max(ids) >= self.vocabulary and len(self.beyond) < MAX_SHOWN:
                 self.beyond.append(f"{where} (id {max(ids)})")
         last = documents[-1]
@@ -182,15 +184,14 @@ class Audit:
             percentiles = np.percentile(lengths, [1, 25, 50, 75, 99])
             report.lengths = {"counts": counts.tolist(), "edges": edges.tolist()}
             report.lengths["percentiles"] = percentiles.tolist()
-        digests = np.frombuffer(self.digests, dtype=np.uint64)
-        _, first = np.unique(digests, return_index=True)
-        again = np.setdiff1d(np.arange(len(digests)), first)
+        rows, digests = self.of_rows()
+        again = np.setdiff1d(rows, rows[np.unique(digests, return_index=True)[1]])
         if len(again):
             report.counts["duplicates"] = len(again)
             report.places["duplicates"] = [places(int(index)) for index in again[:MAX_SHOWN]]
         if held_out:
-            other = np.frombuffer(held_out.digests, dtype=np.uint64)
-            both = np.flatnonzero(np.isin(digests, other))
+            _, other = held_out.of_rows()
+            both = rows[np.isin(digests, other)]
             if len(both):
                 report.counts["in_validation"] = int(np.isin(other, digests).sum())
                 report.places["in_validation"] = [places(int(index)) for index in both[:MAX_SHOWN]]
@@ -198,6 +199,11 @@ class Audit:
         if self.trained_by.keys() & {"assistant", "every role"}:
             report.notes = list(self.encoder_for(True).notes)
         return report
+
+    def of_rows(self) -> tuple[Any, Any]:
+        """Of each row its first document's index, and what it is known by."""
+        rows = np.flatnonzero(np.frombuffer(self.firsts, dtype=np.uint8))
+        return rows, np.frombuffer(self.digests, dtype=np.uint64)[rows]
 
     def check(self, data: Data, held_out: int) -> None:
         """Every limit that is passed, each with the first rows it concerns.

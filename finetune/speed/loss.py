@@ -146,9 +146,10 @@ class _OutputHead(torch.autograd.Function):
             chunk = torch.mm(source, weight.T, out=logits[: len(source)])
             if bias is not None:
                 chunk.add_(bias)
-            if compiled:
-                torch._dynamo.maybe_mark_dynamic(chunk, 0)
-            nll[part], correct[part] = step(chunk, labels[part], softcap, wide, differentiate)
+            wanted = labels[part]
+            for one in (chunk, wanted) if compiled else ():  # rows with a label are never as many
+                torch._dynamo.maybe_mark_dynamic(one, 0)
+            nll[part], correct[part] = step(chunk, wanted, softcap, wide, differentiate)
             if differentiate:
                 torch.mm(chunk, weight, out=gradient[part])
                 _sum_of_head(chunk, source, has_label[part], *summed)

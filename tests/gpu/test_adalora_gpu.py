@@ -40,16 +40,16 @@ def test_allocating_asks_the_device_nothing_and_is_pefts() -> None:
             torch.cuda.set_sync_debug_mode("default")
         theirs.base_model.update_and_allocate(step)
         ours.zero_grad()
-    found, expected = adalora.allocation_state(ours), adalora.allocation_state(theirs)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+        if step == STEPS - 5:  # after the last allocation importances are gone
+            assert same(adalora.allocation_state(ours), adalora.allocation_state(theirs))
+    assert same(adalora.allocation_state(ours), adalora.allocation_state(theirs))
 
 
-@pytest.mark.parametrize("step", [3, 7])  # of 12: while ranks are taken away, and the last time
+@pytest.mark.parametrize("step", [4, 6, 7])  # of 12: ranks are taken away, last at 7
 def test_a_step_that_is_not_finite_ends_the_run(step: int, train, monkeypatch, capsys) -> None:
     monkeypatch.setenv(faults.VARIABLE, f"step:{step}:nan")
     given = ["adapter.type=adalora", "adapter.tinit=1", "adapter.tfinal=5", "train.max_steps=12"]
-    run = train(*given, "train.logging_steps=10", "train.save_steps=1", code=5)
+    run = train(*given, "train.logging_steps=10", f"train.save_steps={step - 1}", code=5)
     assert f"gradients of step {step} are not finite" in capsys.readouterr().err
     assert (run.path / f"nonfinite-step-{step}" / "finding.json").exists()
     assert max(int(one.name[5:]) for one in run.checkpoints.glob("step-*")) == step - 1
