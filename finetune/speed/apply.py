@@ -62,8 +62,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         # eager runs what is over it, without a word: layers may differ by their ranks
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
         torch._dynamo.config.optimize_ddp = False  # that cuts each layer in two at its first MiB of gradients
-        # The first layer's input is to ask for a gradient, as the others' do: without it is a graph of its own,
-        # about 10 s of compiling (LOG.md) where the gradient takes a thousandth of a step
+        # The first layer's input asks for a gradient, as the others' do: a graph of its own, which it would
+        # be without, is about 10 s of compiling (LOG.md), and the gradient a thousandth of a step
         base_of(model).enable_input_require_grads()
         mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
         for layer in layers:
