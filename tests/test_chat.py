@@ -185,7 +185,7 @@ def test_at_a_terminal(run) -> None:
 
     try:
         assert "/reset forgets the talk" in until("> ")
-        for _ in range(3):  # Python loses an interrupt that comes while a destructor or a C callback runs
+        for _ in range(6):  # Python loses an interrupt that comes while a destructor or a C callback runs
             os.write(ours, b"Hello\n")
             until("base")
             os.write(ours, b"\x03")
