@@ -63,7 +63,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
         torch._dynamo.config.optimize_ddp = False  # that cuts each layer in two at its first MiB of gradients
         # The first layer's input asks for a gradient, as the others' do: a graph of its own, which it would
-        # be without, is about 10 s of compiling (LOG.md), and the gradient a thousandth of a step
+        # be without, is 8 s of compiling (benchmarks/LOG.md), and the gradient a thousandth of a step
         base_of(model).enable_input_require_grads()
         mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
         for layer in layers:

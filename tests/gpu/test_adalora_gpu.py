@@ -14,6 +14,7 @@ from finetune import adalora, faults
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    # torch says so of its own set_sync_debug_mode (torch/csrc/cuda/Module.cpp)
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 

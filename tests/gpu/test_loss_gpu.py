@@ -11,6 +11,7 @@ from finetune.speed import loss
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    # torch says so of its own set_sync_debug_mode (torch/csrc/cuda/Module.cpp)
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 

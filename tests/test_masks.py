@@ -1,0 +1,261 @@
+"""Which tokens carry loss, whatever a template or a text does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DATA, MODEL
+from test_shared_assets import ASSETS
+
+from finetune.data import bundled, chat
+from finetune.data.formats import BadRow, Example, Row, convert
+from finetune.errors import UserError
+from finetune.model import load_tokenizer
+from finetune.sections import Data, Model
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Who came?"},
+    {"role": "assistant", "content": "Maria did."},
+    {"role": "user", "content": "And who left?"},
+    {"role": "assistant", "content": "Omar."},
+]
+
+
+def tokenizer_with(template: str | None = None, bos: bool = False) -> Any:
+    """The embedded tokenizer; with `bos`, one that begins every text with <s>."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), template)
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": "<s>"})
+        begin = [("<s>", tokenizer.bos_token_id)]
+        processor = TemplateProcessing(single="<s> $A", special_tokens=begin)
+        tokenizer.backend_tokenizer.post_processor = processor
+    return tokenizer
+
+
+def encoder_of(tokenizer: Any, chats: bool = True, **data: Any) -> chat.Encoder:
+    return chat.make_encoder(tokenizer, Data(name="-", **data), chats)
+
+
+def example(messages: list[dict[str, Any]]) -> Example:
+    return convert(Row({"messages": messages}, "a:1"), Data(name="-"), "messages")
+
+
+def one(encoder: chat.Encoder, found: Example) -> chat.Encoded:
+    (encoded,) = encoder([found])
+    assert isinstance(encoded, chat.Encoded), encoded
+    assert len(encoded.labels()) == len(encoded.ids)
+    return encoded
+
+
+def trained(encoder: chat.Encoder, messages: list[dict[str, Any]]) -> str:
+    labels = one(encoder, example(messages)).labels()
+    return encoder.tokenizer.decode([label for label in labels if label != -100])
+
+
+def refused(template: str, messages: list[dict[str, Any]]) -> BadRow:
+    encoder = encoder_of(tokenizer_with(template))
+    (bad,) = encoder([example(messages)])
+    assert isinstance(bad, BadRow) and bad.problem.where == "a:1"
+    return bad
+
+
+def test_train_on_says_which_turns() -> None:
+    tokenizer = tokenizer_with()
+    call = {"function": {"name": "look", "arguments": {}}}
+    template = bundled.read_template("qwen3")
+    tools = [*TURNS[:3], {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
+    tools += [{"role": "tool", "content": "Omar"}, {"role": "assistant", "content": "Omar."}]
+    first, last = "Maria did.<|im_end|>", "Omar.<|im_end|>"
+    assert trained(encoder_of(tokenizer), TURNS) == first + last
+    assert trained(encoder_of(tokenizer, train_on="last_turn"), TURNS) == last
+    assert trained(encoder_of(tokenizer, train_on="completion"), TURNS) == last
+    everything = one(encoder_of(tokenizer, train_on="all"), example(TURNS))
+    assert everything.labels() == everything.ids
+    completion = trained(encoder_of(tokenizer_with(template), train_on="completion"), tools)
+    assert "I look." in completion and "Omar." in completion and "Maria" not in completion
+    assert "I look." not in trained(encoder_of(tokenizer_with(template), train_on="last_turn"), tools)
+
+
+def test_a_message_says_for_itself_whether_it_is_trained_on() -> None:
+    encoder = encoder_of(tokenizer_with())
+    for flag in ({"train": False}, {"weight": 0}, {"loss_weight": 0.0}):
+        messages = [TURNS[0], {**TURNS[1], **flag}, *TURNS[2:]]
+        assert trained(encoder, messages) == "Omar.<|im_end|>"
+        assert trained(encoder_of(tokenizer_with(), train_on="last_turn"), messages) == "Omar.<|im_end|>"
+    for flag in ({"train": True}, {"weight": 1}, {"train": None}):
+        assert trained(encoder, [TURNS[0], {**TURNS[1], **flag}]) == "Maria did.<|im_end|>"
+
+
+def test_a_text_that_a_template_made_is_given_no_second_bos() -> None:
+    template = "{{ bos_token }}" + bundled.read_template("chatml")
+    encoder = encoder_of(tokenizer_with(template, bos=True))
+    encoded = one(encoder, example(TURNS))
+    bos = encoder.tokenizer.bos_token_id
+    assert encoded.ids[0] == bos and encoded.ids.count(bos) == 1 and not encoded.doubled
+
+
+@pytest.mark.parametrize("beginning", ["", "<s>"])
+def test_a_text_has_one_bos_whether_it_brings_its_own_or_not(beginning: str) -> None:
+    encoder = encoder_of(tokenizer_with(bos=True), chats=False)
+    bos, plain = encoder.tokenizer.bos_token_id, Example("a:1", completion=f"{beginning}Who came?")
+    asked = Example("a:1", prompt=f"{beginning}Who came?", completion=" Maria.")
+    for found in (plain, asked):
+        encoded = one(encoder, found)
+        assert encoded.ids[0] == bos and encoded.ids.count(bos) == 1
+        assert encoded.doubled == bool(beginning)
+    (prompt,) = encoder.prompts([asked])
+    assert one(encoder, asked).ids[: len(prompt)] == prompt
+
+
+def test_a_tokenizer_that_ends_texts_does_not_end_prompts() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tokenizer_with()
+    end = [("<|im_end|>", tokenizer.eos_token_id)]
+    processor = TemplateProcessing(single="$A <|im_end|>", special_tokens=end)
+    tokenizer.backend_tokenizer.post_processor = processor
+    encoder = encoder_of(tokenizer, chats=False)
+    asked = Example("a:1", prompt="Who came?", completion=" Maria.")
+    assert one(encoder, asked).ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.eos_token_id not in encoder.prompts([asked])[0]
+
+
+def test_a_template_that_adds_to_every_text_is_caught() -> None:
+    config = ASSETS / "tokenizer-qwen2" / "tokenizer_config.json"
+    if not config.exists():
+        pytest.skip("no shared assets (FINETUNE_TEST_ASSETS)")
+    template = json.loads(config.read_text())["chat_template"]
+    assert template.endswith("template ends here")
+    for messages in (TURNS, TURNS[:2]):
+        assert "neither marks" in refused(template, messages).problem.found
+
+
+def test_what_a_template_adds_to_the_last_turn_only_is_not_trained() -> None:
+    stock = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    stock += "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}the end{% endif %}"
+    encoder = encoder_of(tokenizer_with(stock))
+    assert encoder.way == "turns"
+    assert trained(encoder, TURNS) == "Maria did.<|im_end|>Omar.<|im_end|>"
+    assert trained(encoder, TURNS[:2]) == "Maria did.<|im_end|>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    template = "{{ messages | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    assert "renders turn by turn" in refused(template, TURNS).problem.found
+    drops = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' or loop.last %}"
+    drops += "{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    drops += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    assert "renders turn by turn" in refused(drops, TURNS).problem.found
+    assert trained(encoder_of(tokenizer_with(drops)), TURNS[:2]) == "Maria did.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("family", "turn", "says"),
+    [
+        ("gemma", {"role": "system", "content": "Be brief."}, "System role not supported"),
+        ("chatml", {"tool_calls": [{"name": "look"}]}, "leaves tool calls out"),
+        ("phi3", {"role": "tool", "content": "Omar"}, "leaves tool results out"),
+        ("llama3", {"reasoning": "Two names."}, "leaves reasoning out"),
+    ],
+)
+def test_what_a_template_has_no_place_for_is_an_error_of_the_row(family: str, turn: Any, says: str) -> None:
+    messages = [TURNS[0], {**TURNS[1], **turn}]
+    if turn.get("role") == "system":
+        messages = [turn, *TURNS]
+    elif turn.get("role") == "tool":
+        messages = [*TURNS[:2], turn, TURNS[3]]
+    bad = refused(bundled.read_template(family), messages)
+    assert says in bad.problem.what + bad.problem.found and bad.kind == "malformed"
+
+
+def test_an_answer_that_ends_in_an_emoji_of_several_tokens_is_trained_whole() -> None:
+    tokenizer = tokenizer_with()
+    assert len(tokenizer("🦙", add_special_tokens=False)["input_ids"]) > 1
+    marks_content_only = bundled.read_template("chatml").replace(
+        "message['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
+        "message['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
+    )
+    messages = [TURNS[0], {"role": "assistant", "content": "A 🦙"}]
+    assert trained(encoder_of(tokenizer), messages) == "A 🦙<|im_end|>"
+    assert trained(encoder_of(tokenizer_with(marks_content_only)), messages) == "A 🦙"
+    begins = [TURNS[0], {"role": "assistant", "content": "🦙 A"}]
+    assert trained(encoder_of(tokenizer), begins) == "🦙 A<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("before", "content", "after", "merged"),
+    [("Answer: ", "Maria", "!", False), ("Answer: Mar", "ia", "!", True), ("Answer: ", "Mar", "ia", True)],
+)
+def test_a_border_inside_of_a_token_is_counted(before: str, content: str, after: str, merged: bool) -> None:
+    """`Maria` is one token. At inference, where the prompt ends inside of it, the model never sees it."""
+    template = "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }} "
+    template += f"{before}{{% else %}}{{% generation %}}"
+    template += f"{{{{ m.content }}}}{{% endgeneration %}}{after}{{% endif %}}{{% endfor %}}"
+    encoder = encoder_of(tokenizer_with(template))
+    assert len(encoder.tokenizer("Maria", add_special_tokens=False)["input_ids"]) == 1
+    encoded = one(encoder, example([TURNS[0], {"role": "assistant", "content": content}]))
+    assert encoded.merged is merged
+
+
+def test_real_rows_have_the_same_mask_by_marks_and_turn_by_turn() -> None:
+    tokenizer = tokenizer_with()
+    assert chat.MARKS.search(tokenizer.chat_template)
+    bare = re.sub(
+        r"generation (-?%)", r"if true \1", tokenizer.chat_template.replace("endgeneration", "endif")
+    )
+    encoders = [encoder_of(found) for found in (tokenizer, tokenizer_with(bare))]
+    assert [encoder.way for encoder in encoders] == ["marks", "turns"]
+    rows = [json.loads(line) for line in (DATA / "test.jsonl").read_text().splitlines()[:100]]
+    examples = [example(row["messages"]) for row in rows]
+    marked, derived = (encoder(examples) for encoder in encoders)
+    assert marked == derived and all(isinstance(row, chat.Encoded) and row.trained for row in marked)
+
+
+def test_without_a_template_only_chats_are_an_error() -> None:
+    bare = tokenizer_with()
+    bare.chat_template = None
+    with pytest.raises(UserError, match=r"no chat template(.|\n)*chatml"):
+        encoder_of(bare)
+    encoded = one(encoder_of(bare, chats=False), Example("a:1", prompt="a b", completion=" c"))
+    assert bare.decode([label for label in encoded.labels() if label != -100]) == " c<|im_end|>"
+
+
+def test_a_template_is_named_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("é")
+    assert bundled.read_template(str(tmp_path / "mine.jinja")) == "é"
+    with pytest.raises(UserError, match="no such template") as raised:
+        bundled.read_template("quen3")
+    assert "try:       qwen3" in str(raised.value)
+    (tmp_path / "mine.jinja").write_bytes(b"\xe9")
+    with pytest.raises(UserError, match="not UTF-8"):
+        bundled.read_template(str(tmp_path / "mine.jinja"))
+
+
+def test_marks_that_begin_inside_of_the_prompt_leave_it_untrained() -> None:
+    template = bundled.read_template("chatml").replace(
+        "'<|im_start|>' + message['role'] + '\\n'", "'<|im_start|>'"
+    )
+    template = template.replace("{%- generation -%}{{-", "{%- generation -%}{{- 'assistant\\n' +")
+    template = template.replace("{{- message['content']", "{{- message['role'] + '\\n' + message['content']")
+    encoder = encoder_of(tokenizer_with(template))
+    (rendered,) = encoder.render([example(TURNS)])
+    assert rendered and rendered.text.count("<|im_start|>assistant\nMaria did.<|im_end|>") == 1
+    start, end = rendered.spans[0]
+    assert rendered.text[start:end] == "assistant\nMaria did.<|im_end|>"
+    assert trained(encoder, TURNS) == "Maria did.<|im_end|>Omar.<|im_end|>"
+
+
+def test_equal_rows_in_one_batch_are_encoded_as_each_alone() -> None:
+    for template in (
+        None,
+        "{{ 'Rows: ' }}{% generation %}{{ messages[1].content }}<|im_end|>{% endgeneration %}",
+    ):
+        encoder = encoder_of(tokenizer_with(template))
+        alone = one(encoder, example(TURNS[:2]))
+        assert encoder([example(TURNS[:2])] * 3) == [alone] * 3 and alone.trained
