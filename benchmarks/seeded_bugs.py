@@ -71,14 +71,14 @@ BUGS = (
         "finetune/data/chat.py",
         "        return Encoded(ids, found, merged)",
         "        return Encoded(ids, [(0, len(ids))], merged)",
-        "tests/test_render.py::test_train_on_says_which_turns",
+        "tests/test_masks.py::test_train_on_says_which_turns",
     ),
     Bug(
         "end of text lost: the model never learns to stop",
         "finetune/data/chat.py",
         "            ids.append(self.tokenizer.eos_token_id)",
         "            pass",
-        "tests/test_render.py::test_a_tokenizer_that_ends_texts_does_not_end_prompts",
+        "tests/test_masks.py::test_a_tokenizer_that_ends_texts_does_not_end_prompts",
     ),
     Bug(
         "NaN replaced by an old average in the log",
