@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import signals, trial
+from finetune import launch, signals, trial
 from finetune.data import load
 from finetune.differences import evaluation, step_lines
 from finetune.errors import Exit, Problem, Stopped, UserError
@@ -89,14 +89,14 @@ def overrides(values: dict[str, Any]) -> list[str]:
 
 
 def identity(job: Job) -> str:
-    """A hash of all that decides a run's figures, the content of its data among it, but for the machine."""
+    """A hash of all that decides a run's figures, the content of its files among it, but for the machine."""
     recipe = load_recipe(job.recipe, job.overrides)
     values = recipe.model_dump(mode="json", exclude_none=True)
     values.pop("publish")
     values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
     values["train"].pop("output_dir", None)
-    launch = [job.mixed_precision, job.accelerate]
-    parts = [values, launch, contents(recipe.data)]
+    config = load.sha256(launch.find(job.accelerate)) if job.accelerate else None
+    parts = [values, [job.mixed_precision, config], contents(recipe.data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -127,14 +127,15 @@ def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
 
 
 def make(job: Job, *, cpu: bool) -> bool:
-    """Run it, unless it is there; returns whether it was run now.
+    """Run it, unless it is there and did not fail; returns whether it was run now.
 
     Raises:
         UserError: it was told to stop (75): the same command goes on.
     """
     own, place = identity(job), RunFolder(job.folder)
     if (job.folder / MARK).exists():
-        if place.read(MARK)["identity"] == own:
+        mark = place.read(MARK)
+        if mark["identity"] == own and not mark["failed"]:  # what made it fail may be gone
             return False
         set_aside(job.folder)
     elif job.folder.exists():  # was not finished

@@ -141,11 +141,16 @@ def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed,
     assert recipe.load(best).model.attention == "auto", "no rung was about it"
 
 
+def marks(folder: Path) -> dict[Path, str]:
+    """Of the runs that did not fail."""
+    every = {path: path.read_text() for path in folder.rglob(measured.MARK)}
+    return {path: text for path, text in every.items() if not json.loads(text)["failed"]}
+
+
 def test_a_measured_rung_is_not_measured_again(climbed: Climbed, tmp_path, capsys) -> None:
     copy = tmp_path / "results"
     shutil.copytree(climbed.folder, copy)
-    marks = sorted(copy.rglob(measured.MARK))
-    before = [mark.read_text() for mark in marks]
+    before = marks(copy)
     environment = copy / "memory" / "no_recompute_rank16" / "quickstart-alone-1" / "environment.json"
     changed = json.loads(environment.read_text())
     changed["packages"]["torch"] = "1.0"
@@ -154,7 +159,8 @@ def test_a_measured_rung_is_not_measured_again(climbed: Climbed, tmp_path, capsy
     said = capsys.readouterr().out
     made = re.findall(r"^\S+-[1-9]: (kept: )?.*tokens/s$", said, re.M)
     assert len(made) >= 5 and all(made), "nothing was measured again"  # the stack, by what is kept now
-    assert [mark.read_text() for mark in sorted(copy.rglob(measured.MARK))] == before
+    assert marks(copy) == before
+    assert re.search(r"^data/broken_rank16/quickstart-alone-1: FAILED", said, re.M), "what failed is run again"
     row = rows(climbed.found(copy))["no_recompute"]
     assert row["status"] == "NOT COMPARABLE" and "torch: 1.0 against" in row["why"]
 
@@ -184,6 +190,19 @@ def test_a_run_is_of_its_data_s_content(tmp_path, small) -> None:
         file.write_text(file.read_text().replace("a", "b", 1))
         found.append(measured.identity(job))
     assert len({*found}) == 3 and measured.identity(job) == found[-1]
+
+
+def test_a_run_that_failed_is_made_again_and_a_finished_one_is_not(tmp_path, monkeypatch) -> None:
+    """What it failed by may be mended, in a launch config too: its content counts, not its name."""
+    codes = iter([5, 0, 0])
+    monkeypatch.setattr(measured, "set_aside", shutil.rmtree)
+    monkeypatch.setattr(measured, "start", lambda words, log, *_, **__: Path(log).touch() or next(codes))
+    config = tmp_path / "cpu.yaml"
+    config.write_text("use_cpu: true\n")
+    job = measured.Job(str(QUICKSTART), [], tmp_path / "run", accelerate=str(config))
+    assert [measured.make(job, cpu=True) for _ in range(3)] == [True, True, False]
+    config.write_text("use_cpu: true\nnum_processes: 2\n")
+    assert measured.make(job, cpu=True) and next(codes, None) is None
 
 
 def test_the_table_shows_when_runs_were_made(climbed: Climbed, tmp_path) -> None:
