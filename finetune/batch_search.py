@@ -93,7 +93,7 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     flat = data.packing or data.padding_free
     inputs = DataCollatorForLanguageModeling(pad_token_id=pad_token, padding_free=flat)(rows)
     if flat:
-        documents = max(len(inputs["cu_seq_lens_q"]), 2)
+        documents = len(inputs["cu_seq_lens_q"]) - 1 + len(rows)
         inputs = attention.fixed_shape(inputs, len(rows) * data.max_length, documents, data.max_length)
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 

@@ -157,8 +157,9 @@ def micro_batches(
 
 
 def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
-    """Of every flattened batch: tokens, documents with the one that fills it up, the longest document."""
-    return batch.per_device * length, batch.per_device * max(map(len, dataset["where"])) + 1, length
+    """Of every flattened batch: tokens, documents with those that fill it up, the longest document."""
+    rows = batch.per_device
+    return rows * length, rows * max(map(len, dataset["where"])) + rows, length
 
 
 def check_space(

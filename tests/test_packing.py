@@ -3,14 +3,18 @@
 import pytest
 import torch
 from conftest import MODEL, metrics
+from plain_attention import by_document
 from transformers import AttentionInterface, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune import cli
+from finetune.batch import Batch
 from finetune.data.pack import best_fit
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.speed.attention import Leak, fixed_shape, leaks, prove_apart
+from finetune.speed.attention_kernels import without_mask
+from finetune.stages import one_shape
 
 APART = Leak(0.0, 0.0)
 
@@ -119,6 +123,46 @@ def test_a_batch_of_one_shape_has_the_same_loss() -> None:
     assert (full["cu_seq_lens_q"].diff() >= 0).all() and full["max_length_q"] == 64
     one, other = loss_of(model, batch), loss_of(model, full)
     assert one[1] == other[1] and abs(one[0].item() - other[0].item()) / one[0].item() < 1e-12
+
+
+class UpTo(torch.autograd.Function):
+    """A kernel's output, or a gradient of it, of at most `longest` tokens a document: no other is written."""
+
+    @staticmethod
+    def forward(ctx, tensor, borders, longest):
+        at = torch.arange(tensor.shape[1])
+        place = at - borders[torch.searchsorted(borders, at, right=True) - 1]
+        ctx.unwritten = (place >= longest)[:, None, None]
+        return tensor.masked_fill(ctx.unwritten, torch.nan)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.masked_fill(ctx.unwritten, torch.nan), None, None
+
+
+def up_to_the_longest(query, key, value, *, borders, longest, **settings):
+    given = [UpTo.apply(tensor, borders, longest) for tensor in (query, key, value)]
+    return UpTo.apply(by_document(*given, borders=borders, longest=longest, **settings), borders, longest)
+
+
+@pytest.mark.parametrize("filled", [1, 3, 4])
+def test_what_fills_a_batch_up_is_in_no_document_longer_than_the_longest(filled: int) -> None:
+    """A row that a kernel has not written has its part in the gradients of all that is multiplied by it."""
+    AttentionInterface.register("up_to_the_longest", without_mask(up_to_the_longest))
+    model, rows = load("up_to_the_longest", torch.float64), packed(documents(20))
+    where = [row["seq_lengths"] for row in rows]
+    shape = one_shape(Batch(4, 4, 1), {"where": where}, 64)
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows[:filled])
+    full = fixed_shape(batch, *shape)
+    assert full["cu_seq_lens_q"].shape == (4 * max(map(len, where)) + 4 + 1,)
+    assert full["cu_seq_lens_q"].diff().max() <= 64 and full["seq_idx"].dtype == batch["seq_idx"].dtype
+    assert (full["position_ids"][0, full["cu_seq_lens_q"][:-1].unique()[:-1]] == 0).all()
+    gradients = []
+    for inputs in (batch, full):
+        loss, _ = loss_of(model, inputs)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 1e-11 * (1 + one.norm())
 
 
 def test_a_step_on_packed_rows_is_a_step_on_the_same_documents(train) -> None:
