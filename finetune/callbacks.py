@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from transformers import TrainerCallback
 
-from finetune import attention_choice, optimizers, qat
+from finetune import attention_choice, optimizers, qat, ranks
 from finetune.errors import Exit
 from finetune.speed import apply, fp8_base, offload
 
@@ -237,7 +237,9 @@ class FirstStep(TrainerCallback):
         ok = rows == self.batch or (self.first > 1 and rows < self.batch and float(state.epoch).is_integer())
         add("train.effective_batch_size", self.batch, rows, how, ok=ok)
         add("steps", self.steps, state.max_steps, "the Trainer's own count")
-        add(f"loss tokens in {step}", "> 0", self.loss_tokens, "labels of rank 0", ok=self.loss_tokens > 0)
+        # of all ranks: one that shares a long row may have none of its answer
+        labels = sum(ranks.gathered(self.loss_tokens))
+        add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
         how, code = "what most FLOPs of the first forward's matrix products are in", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
         ran = attention_that_ran(self.operations)

@@ -97,7 +97,12 @@ def setup_of(recipe: Recipe) -> Setup:
 
 
 def against_launch(recipe: Recipe) -> None:
-    """Refuse under an fp8 launch what a recipe with `speed.base: fp8` is refused for (exit 2)."""
+    """Refuse a search for a batch where weights are split, and under an fp8 launch what a recipe with
+    `speed.base: fp8` is refused for (exit 2)."""
+    by, key = launch_env.sharded(), "train.per_device_train_batch_size"
+    if by and recipe.train.per_device_train_batch_size == "auto":
+        what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
+        raise UserError(Problem(what, key, found="auto", fix="a number"))
     if not launch_env.means_fp8(recipe.speed):
         return
     raw = {

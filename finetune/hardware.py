@@ -219,7 +219,11 @@ def choose_attention(
 
 
 def loader(hardware: Hardware, processes: int) -> dict[str, Any]:
-    """SFTConfig's loader settings: workers that are ahead of each GPU, none where the CPU itself trains."""
+    """SFTConfig's loader settings: workers that are ahead of each GPU, none where the CPU itself trains.
+
+    Args:
+        processes: of this machine.
+    """
     if hardware.device == "cpu":
         return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
     return {

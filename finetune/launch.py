@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from finetune.sections import Train
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOPPED = "FINETUNE_LAUNCH_STOPPED"  # set for processes that are begun again after a signal
 KILLED_LATER = 20  # seconds; torch's launcher waits 30 before it kills who does not end when told to
 
 
@@ -53,6 +54,8 @@ def if_needed(
         UserError: no such config, or one that Accelerate would not follow as it is written (exit 2); what
             `choose` refuses.
     """
+    if os.environ.get(STOPPED):
+        sys.exit(Exit.STOPPED)
     if launched():
         return check_the_launchers()
     extra: list[str] = []
@@ -69,6 +72,7 @@ def if_needed(
         extra += ["--mixed_precision", default_precision(machine).value]
     config = str(find(config))
     check(Path(config))
+    check_count(Path(config), extra, arguments)
     command = ["--config_file", config, *extra, "-m", "finetune", *arguments]
     print(shlex.join(["accelerate", "launch", *command]), flush=True)
     os.environ |= launch_config.environment(Path(config))
@@ -91,11 +95,18 @@ def check_the_launchers() -> None:
         given = [part for word in psutil.Process(os.getppid()).cmdline() for part in word.split("=", 1)]
         words = [word.replace("-", "_") for word in given]  # Accelerate takes either
         named = [after for word, after in zip(words, given[1:], strict=False) if word == "__config_file"]
-        for path in map(Path, named):
+        for path in map(Path, named or default_config(words)):
             if path.is_file():
                 check(path)
         if "__multi_gpu" in words and not launch_env.on("ACCELERATE_USE_CPU"):
             check_gpu("accelerate launch", "--multi_gpu")
+
+
+def default_config(words: list[str]) -> list[str]:
+    """The config that `accelerate launch` reads where none is named, `accelerate config` has written it."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    return [default_config_file] if "launch" in words and "__cpu" not in words else []
 
 
 def check(config: Path) -> None:
@@ -116,6 +127,20 @@ def check_device(config: Path) -> None:
     meant = given.get("use_cpu") is True or launch_env.on("ACCELERATE_USE_CPU")
     if not meant and given.get("distributed_type") != "DEEPSPEED":
         check_gpu(str(config), "use_cpu: false")
+
+
+def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
+    """Refuse a number of processes that this machine can't start, or that the config leaves open (exit 2)."""
+    given, machine = launch_config.read(config), detect()
+    count, machines = given.get("num_processes"), given.get("num_machines") or 1
+    few = machine.device == "cuda" and isinstance(count, int) and count > machine.count * machines
+    if not extra and (count == -1 or machines > 1 or few):
+        what = "the launcher's command line must say how many processes to start, and on which machines"
+        found = f"num_processes: {count}, num_machines: {machines}; {machine.count} GPUs here"
+        words = ["--num_machines N --machine_rank I --main_process_ip HOST"] * (machines > 1)
+        words += ["-m", "finetune", *arguments]
+        fix = f"accelerate launch --config_file {config} --num_processes {max(1, machine.count) * machines}"
+        raise UserError(Problem(what, where=str(config), found=found, fix=" ".join([fix, *words])))
 
 
 def check_gpu(where: str, found: str) -> None:
@@ -195,10 +220,17 @@ def first(failures: dict[int, Any]) -> tuple[int, Any]:
 
 
 def forward(number: int, frame: Any) -> None:
-    """Hand a signal to the processes of the launch; they end by themselves, and the launcher after them."""
+    """Hand a signal to the processes of the launch; they end by themselves, and the launcher after them.
+
+    Before there are any it ends the launch. Processes that `--max_restarts` begins again end at once.
+    """
     import psutil
 
-    for child in psutil.Process().children():
+    os.environ[STOPPED] = "1"
+    children = psutil.Process().children()
+    if not children:
+        sys.exit(Exit.STOPPED)
+    for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.send_signal(number)
 

@@ -24,6 +24,9 @@ PREFIXES = {
 
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 COUNTS = ("num_processes", "num_machines")
+# Keys that Accelerate writes into a config and passes over when it reads one (1.15, commands/launch.py takes
+# from it only options whose default is None), and what is in force then
+COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
 READ_UNDER = {  # section -> the key and value without which Accelerate passes it over
     "fsdp_config": ("distributed_type", "FSDP"),
     "deepspeed_config": ("distributed_type", "DEEPSPEED"),
@@ -107,8 +110,12 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
 
 
 def _unread(given: dict[str, Any], where: str) -> list[Problem]:
-    """Sections that this kind of launch leaves unread; kinds and files that this project does not serve."""
+    """Keys and sections that this launch leaves unread; kinds and files that this project does not serve."""
     kind, found = given.get("distributed_type"), []
+    for key, value in COMMAND_LINE.items():
+        if given.get(key, value) not in (value, None):
+            what, texts = "Accelerate takes it from the command line alone", {"found": str(given[key])}
+            found.append(Problem(what, key, where, **texts, fix=f"drop it, or --{key} when it is launched"))
     if kind not in KINDS:
         what = (
             "pipelines by Megatron-LM are not served" if kind == "MEGATRON_LM" else "no such kind of launch"

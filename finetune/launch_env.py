@@ -342,6 +342,10 @@ def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     if by and adapter_types.find(kind).peft == "adalora":
         what = f"{by} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by whole ones"
         found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
+    if on("ACCELERATE_USE_DEEPSPEED") and (file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+        what = f"a file of DeepSpeed's in place of the {CONFIG}'s section is not held against the recipe"
+        fix = "zero_stage and what else it says, in deepspeed_config"
+        found.append(Problem(what, "--deepspeed_config_file", found=file, fix=fix))
     if on("ACCELERATE_USE_DEEPSPEED") and fp8().kind:
         what = f"DeepSpeed knows no mixed_precision: fp8, which the {CONFIG} asks for"
         found.append(Problem(what, found="fp8", fix=BASE_INSTEAD))
@@ -368,6 +372,10 @@ def _parallelism(model: Model, data: Data) -> list[Problem]:
             fix = "accelerate_configs/fsdp2_8.yaml; for long sequences context_parallel_4.yaml"
             what = f"parallelism_config_{name} of the {CONFIG}: {why}"
             found.append(Problem(what, found=str(parallel(size)), fix=fix))
+    if parallel("DP_REPLICATE") > 1:
+        what = f"parallelism_config_dp_replicate_size of the {CONFIG}: copies of split weights are not served"
+        fix = "1: all processes split one copy (fsdp2_8.yaml), or each has a whole one (multi_node.yaml)"
+        found.append(Problem(what, found=str(parallel("DP_REPLICATE")), fix=fix))
     if parallel("CP") > 1:
         if data.packing or data.padding_free:
             key = "packing" if data.packing else "padding_free"

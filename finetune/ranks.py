@@ -6,7 +6,9 @@ import datetime
 import faulthandler
 import functools
 import os
+import platform
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -16,12 +18,14 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from finetune import launch_env
-from finetune.errors import Problem, UserError
+from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 NEARLY = 0.9  # of the time that one waits for another
+NEW_FILE_SECONDS = 60  # NFS may tell another machine so much later that a file is there
 AGREEMENT_SECONDS = 60  # that a process whose run failed waits for the others to say so too
 
 
@@ -142,6 +146,29 @@ def agree(facts: dict[str, str]) -> None:
         problems.append(Problem("processes of this launch disagree", name, found=said, fix=fix))
     if problems:
         raise UserError(*problems)
+
+
+def on_one_disk(path: Path) -> None:
+    """All processes must see a file that rank 0 holds: each reads what rank 0 saves.
+
+    Raises:
+        UserError: on all of them, with the machines that don't see it (exit 3).
+    """
+    if PartialState().num_processes == 1:
+        return
+    held, until = from_main(path.read_text), time.monotonic() + NEW_FILE_SECONDS
+    while not (seen := path.is_file() and path.read_text(encoding="utf-8") == held):
+        if time.monotonic() > until:
+            break
+        time.sleep(1)
+    blind = sorted(set(gathered("" if seen else platform.node())) - {""})
+    if blind:
+        what, fix = (
+            "not all machines of this launch see the run's folder",
+            "a folder on a disk that all share",
+        )
+        found = f"{path.parent.absolute()} of rank 0 is not there on {', '.join(blind)}"
+        raise UserError(Problem(what, "train.output_dir", found=found, fix=fix), code=Exit.ENVIRONMENT)
 
 
 def main() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,6 +185,8 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
         return False
     if asked != "auto":
         what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
+        if os.environ.get("RANK", "0") != "0":
+            fix += "; if rank 0 has one: a train.output_dir on a disk that all machines share"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
     held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
     held -= {claim.LOCK, *(name for name in held if name.startswith(".") and name.endswith(".tmp"))}

@@ -31,6 +31,7 @@ from finetune import (
     loraplus,
     model,
     nonfinite,
+    optimizers,
     ranks,
     report,
     resume,
@@ -107,6 +108,7 @@ def _run(
     screen, ledger = Screen(quiet=quiet), Ledger()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
+    folder = start_folder(where, setup, arguments)
     harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
@@ -118,7 +120,8 @@ def _run(
 
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
     tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
-    work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps)
+    moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
+    work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps, moments)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
@@ -128,7 +131,6 @@ def _run(
             adapted, recipe, setup, batch, found, prepared.train, tokenizer, fast, arguments, ledger
         )
 
-    folder = start_folder(where, setup, arguments)
     with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
         choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
@@ -198,7 +200,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
-        **hardware.loader(setup.hardware, setup.launch.processes),
+        **hardware.loader(setup.hardware, int(launch_env.said("LOCAL_WORLD_SIZE", "1"))),
         "ddp_timeout": launch_env.timeout_seconds() + launch_env.NCCL_LATER,
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
@@ -317,8 +319,13 @@ def find_checkpoint(
 
 
 def start_folder(where: str | None, setup: Setup, arguments: SFTConfig) -> RunFolder:
-    """The run folder, which rank 0 has claimed and names for all, and the Trainer's own place in it."""
+    """The run folder, which rank 0 has claimed and names for all, and the Trainer's own place in it.
+
+    Raises:
+        UserError: not all processes see it (exit 3).
+    """
     folder = RunFolder(Path(ranks.from_main(lambda: where)))
+    ranks.on_one_disk(folder.path / claim.LOCK)
     arguments.output_dir = str(folder.staging)
     arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder

@@ -115,6 +115,10 @@ MORE = {
     "tensor parallel": ({**PARALLEL, "PARALLELISM_CONFIG_TP_SIZE": "2"}, {}, "tp_size"),
     "sequence parallel": ({**PARALLEL, "PARALLELISM_CONFIG_SP_SIZE": "2"}, {}, "sp_size"),
     "a packed row cut": ({**PARALLEL, "PARALLELISM_CONFIG_CP_SIZE": "2"}, {"packing": True}, "data.packing"),
+    "copies of parts": ({**PARALLEL, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, {}, "fsdp2_8.yaml"),
+    "DeepSpeed's own file": (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, {}, "ds.json",
+    ),
     "one process started": ({"MASTER_ADDR": "127.0.0.1"}, {}, "one was started"),
 }  # fmt: skip
 
@@ -176,6 +180,15 @@ def test_optimizers_that_take_tensors_whole(
     with pytest.raises(UserError, match="take whole") as raised:
         optimizers.check(train, Speed(), setup)
     assert raised.value.code == 3 and raised.value.problems[0].key == "train.optim"
+
+
+def test_a_batch_is_not_searched_where_weights_are_split(launched) -> None:
+    """Said before any weight is loaded."""
+    launched(**FSDP)
+    given = ["train.per_device_train_batch_size=auto"]
+    with pytest.raises(UserError, match="FSDP of the accelerate config splits the weights") as raised:
+        check.against_launch(recipe.load(QUICKSTART, given))
+    assert raised.value.code == 2
 
 
 def test_more_processes_than_gpus(launched) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from conftest import ROOT
 
 from finetune import cli, launch, launch_config
 from finetune.errors import UserError
+from finetune.hardware import Hardware, Start
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
@@ -71,6 +74,8 @@ def test_accelerate_reads_it_and_ignores_nothing(name: str, monkeypatch) -> None
         ({"fp8_config": {"backend": "TE", "fp8_format": "HYBIRD"}}, "HYBRID"),
         ({"deepspeed_config": {"zero_stage": "three"}}, "a whole number"),
         ({"deepspeed_config": {"deepspeed_config_file": "ds.json"}}, "not held against the recipe"),
+        ({"rdzv_backend": "c10d"}, "from the command line alone"),
+        ({"enable_cpu_affinity": True}, "--enable_cpu_affinity"),
     ],
 )
 def test_what_accelerate_passes_over_is_an_error(
@@ -101,6 +106,41 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
     assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
     assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
+    words[2:4] = []  # then it reads what `accelerate config` wrote
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
+    assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
+    assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
+    words.insert(2, "--cpu")  # Accelerate then reads none
+    launch.check_the_launchers()
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "said"), [("ddp_8", 4, "--num_processes 4"), ("multi_node", 8, "16")]
+)
+def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, said, monkeypatch) -> None:
+    machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", gpus, (9, 0), 79.6, 96)
+    monkeypatch.setattr(launch, "detect", lambda: machine)
+    with pytest.raises(UserError, match="the launcher's command line") as raised:
+        launch.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1), name)
+    (problem,) = raised.value.problems
+    assert raised.value.code == 2 and said in problem.fix and "-m finetune train recipe.yaml" in problem.fix
+
+
+def test_a_signal_ends_a_launch_for_good(monkeypatch) -> None:
+    """Also where nothing was started yet, and where the launcher would begin again what ended."""
+    monkeypatch.setenv(launch.STOPPED, "")
+    told: list[int] = []
+    child = SimpleNamespace(send_signal=told.append)
+    monkeypatch.setattr("psutil.Process.children", lambda self: [child])
+    launch.forward(signal.SIGTERM, None)
+    assert told == [signal.SIGTERM]
+    with pytest.raises(SystemExit) as left:  # what is begun again
+        launch.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1))
+    assert left.value.code == 75
+    monkeypatch.setattr("psutil.Process.children", lambda self: [])
+    with pytest.raises(SystemExit) as left:
+        launch.forward(signal.SIGTERM, None)
+    assert left.value.code == 75
 
 
 def test_a_place_of_one_s_own_is_not_taken_for_a_shipped_config(tmp_path) -> None:
@@ -148,9 +188,13 @@ def cluster(tmp_path, monkeypatch) -> Any:
 
 def test_slurm_s_script_starts_what_it_says(cluster, monkeypatch) -> None:
     given = {"JOB_ID": "71", "JOB_NODELIST": "node[1-2]", "NNODES": "2", "NODEID": "1", "GPUS_ON_NODE": "8"}
+    given["CPUS_PER_TASK"] = "64"
     for name, value in given.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     script = (ROOT / "scripts" / "slurm" / "train.sbatch").read_text()
+    (told,) = re.findall(r"^#SBATCH --signal B:(\w+)@", script, re.M)
+    assert signal.Signals[f"SIG{told}"] in launch.FORWARDED
+    assert told not in ("TERM", "INT", "HUP", "QUIT"), "srun does not hand it on, but kills"
     found = cluster(script, "recipe.yaml", "train.output_dir=a b", "--resume=auto")
     assert (found.num_machines, found.num_processes, found.machine_rank) == (2, 16, 1)
     assert (found.main_process_ip, found.main_process_port) == ("first", 20071)
@@ -164,10 +208,11 @@ def test_skypilot_s_task_starts_what_it_says(cluster, monkeypatch) -> None:
     given = {"NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8", "NODE_RANK": "1", "NODE_IPS": "10.0.0.1\n10.0.0.2"}
     for name, value in given.items():
         monkeypatch.setenv(f"SKYPILOT_{name}", value)
-    for name, value in task["envs"].items():
+    for name, value in {**task["envs"], "RUNS": "/mnt/runs", "SKYPILOT_TASK_ID": "sky-1"}.items():
         monkeypatch.setenv(name, value)
     found = cluster(task["run"].replace("~/finetune-venv/bin/python", "python"))
     assert (found.num_machines, found.num_processes, found.machine_rank) == (2, 16, 1)
     assert found.main_process_ip == "10.0.0.1" and (ROOT / found.config_file).is_file()
-    assert found.training_script_args == [task["envs"]["RECIPE"]]
+    words = [task["envs"]["RECIPE"], "train.output_dir=/mnt/runs/sky-1", "--resume=auto"]
+    assert found.training_script_args == words
     assert (ROOT / task["envs"]["RECIPE"]).is_file() and "constraints.txt" in task["setup"]

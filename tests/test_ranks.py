@@ -135,7 +135,8 @@ def test_who_failed_first(failures: list[Any], rank: int) -> None:
 def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tmp_path) -> None:
     run = tmp_path / "run"
     given = [f"train.output_dir={run}", "train.max_steps=500", f"model.name={two_layers}", *small]
-    with two_processes("-m", "finetune", "train", str(QUICKSTART), *given) as process:
+    restarts = ["--max_restarts", "1"]  # which does not begin again what was told to end
+    with two_processes(*restarts, "-m", "finetune", "train", str(QUICKSTART), *given) as process:
         log, until = run / "metrics.jsonl", time.monotonic() + 120
         while not log.exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
@@ -192,6 +193,22 @@ def test_ranks_whose_clocks_differ_end_in_time_together(small, two_layers, tmp_p
 def each_is_refused(given: list[str]) -> None:
     for flag in ("--preflight", "--prove-resume"):
         assert cli.main(["check", *given, flag]) == 2
+
+
+def on_two_disks(words: list[str]) -> None:
+    ranks.NEW_FILE_SECONDS = 1.0
+    Path(os.environ["RANK"]).mkdir()
+    os.chdir(os.environ["RANK"])
+    assert cli.main(words) == 3
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_machines_without_a_common_disk_are_told_before_anything_is_loaded(
+    small, two_layers, tmp_path
+) -> None:
+    said = two_ranks.run(on_two_disks, short(small, two_layers, "train.output_dir=run"), cwd=tmp_path)
+    assert "not all machines of this launch see the run's folder" in said and "train.output_dir" in said
+    assert not any((tmp_path / "0" / "run").glob("*")), "nothing was begun"
 
 
 @pytest.mark.usefixtures("the_only_launch")
