@@ -27,11 +27,12 @@ from finetune.ladder import Variant
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
+from finetune.tune_space import values_of
 
 if TYPE_CHECKING:
     from finetune.hardware import Hardware
     from finetune.ladder import Ladder, Rung
-
+    from finetune.recipe import Recipe
 
 BUSY = 0.05  # noise of a run by the clock
 
@@ -106,28 +107,29 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         The content of ladder.json.
 
     Raises:
-        UserError: what is wrong with recipe or ladder; results of another machine lie there (2); the baseline
-            can't be run (5).
+        UserError: what is wrong with recipe or ladder; results of another machine or recipe lie there (2);
+            the baseline can't be run (5).
         Stopped: by a signal; the same command goes on.
     """
     if launch.launched():
         fix = f"finetune ablate {asked.path}"
         raise UserError(Problem("a ladder starts processes of its own; it takes no launcher", fix=fix))
     own = load_recipe(asked.path, asked.overrides)
-    steps = ladder.of_type(ladder.read(asked.ladder), own.adapter.type)
+    given = ladder.read(asked.ladder)
+    ladder.check_values(given, own.adapter.type)
+    steps = ladder.of_type(given, own.adapter.type)
     check.run(own)
     check.pinned(own)
     check_baseline(asked, steps)
+    hold(asked, own)
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
-    bench.held_out = measured.cut_held_out(
-        own.data.validation, asked.folder / stem(bench), steps.measure.held_out_rows
-    )
+    place = asked.folder / stem(asked)
+    bench.held_out = measured.cut_held_out(own.data.validation, place, steps.measure.held_out_rows)
     started, rows = time.monotonic(), begin(bench)
     alone(bench, rows)
     variant, kept = stack(bench, rows)
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
     best = load_recipe(asked.path, [*asked.overrides, *measured.overrides(best_values(bench, rows, variant))])
-    place = asked.folder / stem(bench)
     (place / "best.yaml").write_text(ablate_table.best(best, found), encoding="utf-8")
     ablate_table.write(place, found)
     ablate_table.show(bench.screen, found, place)
@@ -145,8 +147,24 @@ def check_baseline(asked: Asked, steps: Ladder) -> None:
         raise UserError(*found, code=error.code) from None
 
 
-def stem(bench: Bench) -> str:
-    return Path(bench.asked.path).stem
+def hold(asked: Asked, own: Recipe) -> None:
+    """Hold a folder to the recipe that its results are of: files of one name may be of many.
+
+    Raises:
+        UserError: they are of another one (exit 2).
+    """
+    place, now = asked.folder / stem(asked), values_of(own)
+    there = (place / "ladder.json").exists()
+    began = RunFolder(place).read("ladder.json").get("values", now) if there else now
+    other = [key for key in {**began, **now} if began.get(key) != now.get(key)]
+    if other:
+        found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))
+        what = f"these results are of a recipe with another {', '.join(other[:5])}"
+        raise UserError(Problem(what, "", str(place), found, expected, "--output another folder"))
+
+
+def stem(asked: Asked) -> str:
+    return Path(asked.path).stem
 
 
 def rank(r: Any) -> str:
@@ -189,7 +207,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     held_out = bench.held_out if number == 1 else None
     values = [*bench.asked.overrides, *measured.length(setup.steps, setup.warm_up), *variant.overrides]
     values += measured.overrides({"data.validation": held_out})
-    folder = place / f"{stem(bench)}-{stage}-{number}"
+    folder = place / f"{stem(bench.asked)}-{stage}-{number}"
     job = measured.Job(bench.asked.path, values, folder, variant.mixed_precision)
     fresh = measured.make(job, cpu=bench.machine.device == "cpu")
     found = measured.figures(folder, setup.warm_up)
@@ -379,6 +397,7 @@ def collect(
                 sources[k] = f"{rung.name}, {row['status']}: {row['why']}"
     found = {
         "recipe": bench.asked.path,
+        "values": values_of(load_recipe(bench.asked.path, bench.asked.overrides)),
         "command": shlex.join(words),
         "date": measured.dates([run for group in bench.groups.values() for run in group]),
         "machine": first["machine"],
@@ -393,7 +412,7 @@ def collect(
         "rungs": rows,
         "sources": sources,
     }
-    RunFolder(bench.asked.folder / stem(bench)).write("ladder.json", found)
+    RunFolder(bench.asked.folder / stem(bench.asked)).write("ladder.json", found)
     return found
 
 

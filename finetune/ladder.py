@@ -190,18 +190,45 @@ def _measure_problems(ladder: Ladder) -> list[Problem]:
     return [Problem("no step would count", "measure.warm_up", at, found, expected)]
 
 
-def _set_problems(ladder: Ladder) -> list[Problem]:
-    """Keys under `set` that no recipe has."""
+def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
+    """Every recipe's key under `set`, its value, and where it stands."""
     places: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("baseline", "set"), ladder.baseline.set)]
     for index, rung in enumerate(ladder.rungs):
         places.append((("rungs", str(index), "set"), rung.set))
         places.append((("rungs", str(index), "full", "set"), rung.full.set if rung.full else {}))
-    found = [
-        key_problem(key, value, ladder.place(*path, key))
-        for path, values in places
-        for key, value in values.items()
+    return [
+        (key, value, ladder.place(*path, key)) for path, values in places for key, value in values.items()
     ]
-    return list(filter(None, found))
+
+
+def _set_problems(ladder: Ladder) -> list[Problem]:
+    """Keys under `set` that no recipe has."""
+    return list(filter(None, (key_problem(*each) for each in _sets(ladder))))
+
+
+def check_values(ladder: Ladder, kind: str) -> None:
+    """Refuse values that no recipe of an adapter type can have, whatever else it says; what only does not go
+    with the rest of a recipe is said of its rung.
+
+    Raises:
+        UserError: all of them, each with its place in the ladder (exit 2).
+    """
+    found, models = list[Problem](), recipe.sections(kind)
+    for key, value, at in _sets(ladder):
+        section, *names = path = key.split(".")
+        of_another = section == "adapter" and names[0] not in models["adapter"].model_fields
+        if value == OURS or of_another or key == "adapter.type":
+            continue
+        raw: Any = value
+        for name in reversed(path):
+            raw = {name: raw}
+        try:
+            models["recipe"].model_validate(raw)
+        except ValidationError as error:
+            said = recipe_errors.explain(error, raw, {tuple(path): at}, recipe.known_keys())
+            found += [one for one in said if f"{one.key}.".startswith(f"{key}.")]
+    if found:
+        raise UserError(*found)
 
 
 def key_problem(key: str, value: Any, at: str) -> Problem | None:

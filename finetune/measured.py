@@ -24,6 +24,7 @@ from finetune import launch, signals, trial
 from finetune.data import load
 from finetune.differences import evaluation, step_lines
 from finetune.errors import Exit, Problem, Stopped, UserError
+from finetune.given import writing
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
@@ -117,8 +118,13 @@ def _content(path: Path, changed: int, size: int) -> str:
 
 
 def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
-    """The first held-out rows, as a file of their own; of a file of lines only."""
-    place.mkdir(parents=True, exist_ok=True)
+    """The first held-out rows, as a file of their own; of a file of lines only.
+
+    Raises:
+        UserError: `place` can't be made (exit 2).
+    """
+    with writing(place):
+        place.mkdir(parents=True, exist_ok=True)
     if path is None or not rows or Path(path).suffix != ".jsonl":
         return None
     lines = Path(path).read_text(encoding="utf-8").splitlines()[:rows]

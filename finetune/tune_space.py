@@ -279,12 +279,17 @@ def overrides(values: dict[str, Any]) -> list[str]:
     return [f"{key}={text_of(value)}" for key, value in values.items()]
 
 
-def identity(recipe: Recipe, space: Space) -> dict[str, str]:
-    """What all workers of a study must have in common; of a path its last part, as machines differ."""
+def values_of(recipe: Recipe) -> dict[str, str]:
+    """What a recipe says, by dotted key; of a path its last part, as machines differ."""
     own: Any = {"train": {"output_dir"}, "data": {"cache"}, "publish": True}
     values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
     found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}
-    found = {key: str(value).rpartition("/")[2] for key, value in found.items()}
+    return {key: str(value).rpartition("/")[2] for key, value in found.items()}
+
+
+def identity(recipe: Recipe, space: Space) -> dict[str, str]:
+    """What all workers of a study must have in common."""
+    found = values_of(recipe)
     for key, one in space.parameters.items():
         found[f"space.{key}"] = text_of(one.model_dump(exclude_defaults=True))
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}

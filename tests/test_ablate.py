@@ -33,7 +33,7 @@ baseline:
 rungs:
   - {name: no_recompute, kind: memory, what: it, set: {speed.recompute: none}}
   - {name: broken, kind: data, what: it, set: {data.max_length: 8}}
-  - {name: refused, kind: data, what: it, set: {data.max_length: 4}}
+  - {name: refused, kind: data, what: it, set: {train.effective_batch_size: 5}}
   - {name: faster_than_light, kind: precision, what: it, set: {train.tf32: true}, needs: {device: cuda}}
   - {name: packing, kind: data, what: it, set: {data.packing: true}, same_tokens: true, gate: held_out}
   - {name: nothing, kind: noop, what: it, noop: there is nothing to switch}
@@ -76,7 +76,7 @@ def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
     row = rows(found)
     assert row["nothing"]["status"] == "no-op" and row["nothing"]["why"] == "there is nothing to switch"
     assert (row["faster_than_light"]["status"], row["faster_than_light"]["why"]) == ("skipped", "no GPU here")
-    assert row["refused"]["status"] == "refused" and "data.max_length" in row["refused"]["why"]
+    assert row["refused"]["status"] == "refused" and "is not a multiple" in row["refused"]["why"]
     assert row["broken"]["status"] == "error" and "longer than data.max_length" in row["broken"]["why"]
     assert row["no_recompute"]["status"] in ("kept", "dropped")
     assert row["no_recompute"]["alone"]["apart"] < 1e-3, "recomputing changes no loss"
@@ -160,7 +160,9 @@ def test_a_measured_rung_is_not_measured_again(climbed: Climbed, tmp_path, capsy
     made = re.findall(r"^\S+-[1-9]: (kept: )?.*tokens/s$", said, re.M)
     assert len(made) >= 5 and all(made), "nothing was measured again"  # the stack, by what is kept now
     assert marks(copy) == before
-    assert re.search(r"^data/broken_rank16/quickstart-alone-1: FAILED", said, re.M), "what failed is run again"
+    assert re.search(r"^data/broken_rank16/quickstart-alone-1: FAILED", said, re.M), (
+        "what failed is run again"
+    )
     row = rows(climbed.found(copy))["no_recompute"]
     assert row["status"] == "NOT COMPARABLE" and "torch: 1.0 against" in row["why"]
 
@@ -176,6 +178,19 @@ def test_a_kept_baseline_of_another_torch_is_refused(climbed: Climbed, tmp_path,
     assert climbed.again(copy) == 2
     said = capsys.readouterr().err
     assert "NOT COMPARABLE" in said and "torch: 1.0 against" in said
+
+
+def test_results_of_another_recipe_of_that_name_are_not_replaced(climbed: Climbed, tmp_path, capsys) -> None:
+    copy = tmp_path / "results" / "quickstart"
+    shutil.copytree(climbed.folder / "quickstart", copy)
+    other = tmp_path / "quickstart.yaml"
+    other.write_text(QUICKSTART.read_text().replace("examples/", f"{ROOT}/examples/"))
+    before = {path: path.read_bytes() for path in copy.iterdir()}
+    for words in ([*climbed.words, "adapter.r=8"], ["ablate", str(other), "adapter.r=8"]):
+        assert cli.main([*words, "--output", str(copy.parent)]) == 2
+        said = capsys.readouterr().err
+        assert "recipe with another" in said and "adapter.r" in said and "--output" in said
+    assert {path: path.read_bytes() for path in copy.iterdir()} == before
 
 
 def test_a_run_is_of_its_data_s_content(tmp_path, small) -> None:
@@ -284,6 +299,17 @@ def test_an_optimised_recipe_is_held_to_its_promises(climbed: Climbed, tmp_path,
 
 
 # Judged without training
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_a_run(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    (tmp_path / "file").touch()
+    assert cli.main(["ablate", str(QUICKSTART), "--output", str(tmp_path / "file")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+    words = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1"]
+    script = module_of("scripts", "validate_optimizations")
+    assert script.main([*words, "--output", str(tmp_path / "file")]) == 2
+    assert "can't be written" in capsys.readouterr().err
 
 
 def test_why_a_run_failed_is_its_log_s_last_error() -> None:

@@ -52,6 +52,11 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
             [":2:43", "train.optim\n"],
         ),
         ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
+        (
+            "baseline: {}\nrungs:\n- {name: a, kind: b, what: c, set: {train.max_steps: abc, adapter.r: 0}}\n"
+            "- {name: d, kind: b, what: c, full: {set: {data.max_length: 4}}, set: {train.tf32: default}}",
+            [":3:37)", ":3:59)", ":4:44)"],
+        ),
         ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
         ("- 1", ["a ladder is a mapping"]),
         (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
