@@ -200,7 +200,7 @@ def _optimizer(trainer: Any) -> Any:
 
 def _set_optimizer(trainer: Any, kept: Any) -> None:
     trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    for number, moments in kept["state"].items():
+    for number, moments in kept.get("state", {}).items():  # torchao's offloaded one has it elsewhere, whole
         for name, value in moments.items():
             if isinstance(value, torch.Tensor):
                 moments[name] = shards.part_of(value, trained[int(number)])

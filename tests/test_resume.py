@@ -159,6 +159,49 @@ def test_fp16_s_scaler_is_kept() -> None:
     assert trainer.accelerator.scaler.state_dict() == kept
 
 
+def offloaded(weights: Any) -> Any:
+    """torchao's optimizer as it is made on a GPU, and there alone: one of torch's for each tensor."""
+    import torch
+    from torchao.optim import CPUOffloadOptimizer
+
+    made: Any = object.__new__(CPUOffloadOptimizer)
+    made.d_opt, made.d_param_groups = None, []
+    made.optim_dict = {p: torch.optim.AdamW([p], lr=1e-2, fused=True) for p in weights}
+    return made
+
+
+def test_an_offloaded_optimizer_goes_on_as_it_was() -> None:
+    import torch
+
+    weights = [torch.nn.Parameter(torch.randn(size)) for size in (3, 5)]
+    gradients = [[torch.randn(p.shape) for p in weights] for _ in range(4)]
+
+    def step(trainer: Any, found: list[Any]) -> None:
+        for (parameter, one), gradient in zip(trainer.optimizer.optim_dict.items(), found, strict=True):
+            parameter.grad = gradient
+            one.step()
+
+    trainer: Any = SimpleNamespace(optimizer=offloaded(weights))
+    for found in gradients[:2]:
+        step(trainer, found)
+    tensors: dict[str, torch.Tensor] = {}
+    kept = nested.flatten(state.PARTS["optimizer"][0](trainer), tensors, "optimizer", torch.clone)
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in weights]
+    again: Any = SimpleNamespace(optimizer=offloaded(copies))
+    again.resumed = {"optimizer": nested.restore(kept, tensors)}
+    state.put_back(again, "optimizer")
+    for found in gradients[2:]:
+        step(trainer, found)
+        step(again, found)
+    assert all(map(torch.equal, weights, copies))
+    inner = [one.optim_dict.values() for one in (trainer.optimizer, again.optimizer)]
+    for before, after in zip(*inner, strict=True):
+        (was,), (now,) = before.state.values(), after.state.values()
+        assert {n: (t.dtype, t.device) for n, t in was.items()} == {
+            n: (t.dtype, t.device) for n, t in now.items()
+        }
+
+
 def test_a_checkpoint_without_a_part_is_refused(stopped_after, train, tmp_path, capsys) -> None:
     given = stopped_after("lora", 3)
     path = tmp_path / "lora-3" / "checkpoints" / "step-3"

@@ -27,6 +27,7 @@ KINDS = {
     "packed": ["adapter.type=lora", "data.packing=true", "data.max_length=512"],
     "compiled": ["adapter.type=lora", "speed.compile=true"],
     "fp8": ["adapter.type=lora", "speed.base=fp8"],
+    "offloaded": ["adapter.type=lora", "speed.offload=all"],
 }
 
 
