@@ -191,9 +191,9 @@ class Audit:
             report.places["duplicates"] = [places(int(index)) for index in again[:MAX_SHOWN]]
         if held_out:
             _, other = held_out.of_rows()
-            both = rows[np.isin(digests, other)]
+            both = rows[np.isin(digests, other, kind="sort")]
             if len(both):
-                report.counts["in_validation"] = int(np.isin(other, digests).sum())
+                report.counts["in_validation"] = int(np.isin(other, digests, kind="sort").sum())
                 report.places["in_validation"] = [places(int(index)) for index in both[:MAX_SHOWN]]
         report.trained_by = dict(self.trained_by)
         if self.trained_by.keys() & {"assistant", "every role"}:
