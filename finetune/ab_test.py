@@ -111,7 +111,8 @@ def look(asked: Asked) -> Recipe:
         launch.find(config)
     recipes = [load_recipe(path, asked.overrides) for path in (asked.baseline, asked.optimised)]
     for path, recipe in zip((asked.baseline, asked.optimised), recipes, strict=True):
-        check.run(load_recipe(path, [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]))
+        short = measured.length(asked.steps, asked.warm_up, recipe.adapter)
+        check.run(load_recipe(path, [*asked.overrides, *short]))
         check.pinned(recipe)
     before, after = [
         {"model": f"{one.model.name}@{one.model.revision}", "checkpoints": measured.saves(one.train)}
@@ -140,7 +141,8 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[lis
     for number in range(1, asked.repeats + 1):
         for side in (0, 1) if number % 2 else (1, 0):
             path = (asked.baseline, asked.optimised)[side]
-            values = [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]
+            adapter = load_recipe(path, asked.overrides).adapter
+            values = [*asked.overrides, *measured.length(asked.steps, asked.warm_up, adapter)]
             begins, fraction = number == 1, base.data.validation_fraction
             alike = {"train.seed": base.train.seed, "data.validation": held_out if begins else None}
             alike |= {"data.validation_fraction": fraction if begins and not held_out else None}

@@ -57,6 +57,8 @@ class Bench:
     rank: str = ""
     held_out: str | None = None
     """File of a few held-out rows; `None`: the recipe names none."""
+    short: list[str] = field(default_factory=list)
+    """Overrides that make a run one of a few steps."""
     rows: int | None = None
     """Of `train.effective_batch_size`, full, that have the baseline's tokens."""
     groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -125,6 +127,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     place = asked.folder / stem(asked)
     bench.held_out = measured.cut_held_out(own.data.validation, place, steps.measure.held_out_rows)
+    bench.short = measured.length(steps.measure.steps, steps.measure.warm_up, own.adapter)
+    bench.screen.say(*[f"note: in runs {one}" for one in bench.short if one.startswith("adapter.")])
     started, rows = time.monotonic(), begin(bench)
     alone(bench, rows)
     variant, kept = stack(bench, rows)
@@ -205,7 +209,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     number, setup = len(group) + 1, bench.ladder.measure
     place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
     held_out = bench.held_out if number == 1 else None
-    values = [*bench.asked.overrides, *measured.length(setup.steps, setup.warm_up), *variant.overrides]
+    values = [*bench.asked.overrides, *bench.short, *variant.overrides]
     values += measured.overrides({"data.validation": held_out})
     folder = place / f"{stem(bench.asked)}-{stage}-{number}"
     job = measured.Job(bench.asked.path, values, folder, variant.mixed_precision)
@@ -227,9 +231,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
 
 def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
     what, where = "NOT COMPARABLE: these results are of other machines or data", str(bench.asked.folder)
-    return UserError(
-        Problem(what, where=where, found=found, expected=expected, fix="--output another folder")
-    )
+    return UserError(Problem(what, "", where, found, expected, fix="--output another folder"))
 
 
 def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
@@ -381,10 +383,8 @@ def collect(
     bench: Bench, rows: list[dict[str, Any]], variant: Variant, kept: list[str], seconds: float
 ) -> dict[str, Any]:
     """The content of ladder.json."""
-    base, whole = (
-        measured.summary(bench.of(ladder.baseline(bench.ladder))),
-        measured.summary(bench.of(variant)),
-    )
+    base = measured.summary(bench.of(ladder.baseline(bench.ladder)))
+    whole = measured.summary(bench.of(variant))
     as_is = [run for run in bench.of(Variant(None, {})) if not run["failed"]]
     first = bench.of(ladder.baseline(bench.ladder))[0]
     words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]

@@ -17,6 +17,8 @@ from finetune.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from finetune.sections import Adapter
+
 
 class Shapes(NamedTuple):
     """What a builder may need to know of the model."""
@@ -83,6 +85,17 @@ def adalora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, An
         what = "no step is left in which AdaLoRA could allocate ranks"
         raise UserError(Problem(what, "adapter.tinit", found=found, expected="tinit + tfinal < steps - 1"))
     return {**options, "total_step": steps}
+
+
+def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
+    """What a run of a few steps has of AdaLoRA's schedule, by recipe key, where the recipe states it for a
+    whole one."""
+    if adapter.type != "adalora":
+        return {}
+    stated = {key: value for key, value in adapter if key in adapter.model_fields_set and value is not None}
+    few = {"tinit": steps // 10, "tfinal": steps // 3}
+    few["orth_reg_every"] = min(stated.get("orth_reg_every", 1), steps)
+    return {f"adapter.{key}": value for key, value in few.items() if key in stated}
 
 
 def ia3(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:

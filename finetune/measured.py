@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import launch, signals, trial
+from finetune.adapter_types import in_few_steps
 from finetune.data import load
 from finetune.differences import evaluation, step_lines
 from finetune.errors import Exit, Problem, Stopped, UserError
@@ -31,7 +32,7 @@ from finetune.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from finetune.sections import Data, Train
+    from finetune.sections import Adapter, Data, Train
 
 MARK = "ablate.json"
 # What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no forked
@@ -80,9 +81,10 @@ def stoppable() -> Iterator[None]:
         yield
 
 
-def length(steps: int, warm_up: int) -> list[str]:
+def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
     """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
-    return overrides({**ALIKE, "train.max_steps": steps, "train.warmup_steps": warm_up})
+    few = {"train.max_steps": steps, "train.warmup_steps": warm_up, **in_few_steps(adapter, steps)}
+    return overrides({**ALIKE, **few})
 
 
 def overrides(values: dict[str, Any]) -> list[str]:

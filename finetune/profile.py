@@ -25,6 +25,7 @@ import torch
 from transformers import TrainerCallback
 
 from finetune import (
+    adapter_types,
     architecture,
     check,
     estimate,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 WARM, TIMED = 2, 3  # steps before the traced ones
 TRACED = {"cpu": 3, "cuda": 1}  # on the CPU several, so that an operation has others to be compared with
+STEPS = WARM + TIMED + max(TRACED.values()) + 1  # of the run, which is left before its last
 
 
 class Traced(Exception):
@@ -172,7 +174,8 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
         UserError: what `finetune train` would refuse; a folder that can't be written (exit 2).
     """
     folder = Path(output or f"runs/profile-{Path(path).stem}")
-    check.run(recipe.load(path, overrides))
+    whole = recipe.load(path, overrides)
+    check.run(whole)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -189,7 +192,9 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
         for name in alone:
             del os.environ[name]
     if os.environ.get("RANK", "0") == "0":
-        show(Screen(quiet=quiet), found)
+        screen, few = Screen(quiet=quiet), adapter_types.in_few_steps(whole.adapter, STEPS)
+        screen.say(*[f"note: the run had {key} {value}: {STEPS} steps" for key, value in few.items()])
+        show(screen, found)
 
 
 def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = ()) -> Profile:
@@ -208,25 +213,29 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     made = plan.make(whole, machine, 1)
     compiled = made.choices["compile"].value == "on"  # as in a run of full length
     cut = {
-        "train.max_steps": WARM + TIMED + max(TRACED.values()) + 1,
+        "train.max_steps": STEPS,
         "train.warmup_steps": 0,
         "train.report_to": "none",
     }
     cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}  # else it would count as a wait
-    cut |= {"eval.every": "null", "publish.repo": "null"}
-    cut |= {"speed.compile": str(compiled).lower(), "train.output_dir": tempfile.mkdtemp(dir=folder) + "/run"}
+    cut |= {"eval.every": "null", "eval.patience": "null", "eval.best": "loss", "publish.repo": "null"}
+    cut |= adapter_types.in_few_steps(whole.adapter, STEPS)
+    temporary = tempfile.mkdtemp(dir=folder)
+    cut |= {"speed.compile": str(compiled).lower(), "train.output_dir": f"{temporary}/run"}
     dropped = {*cut, "train.num_train_epochs"}
     kept = [text for text in overrides if text.partition("=")[0] not in dropped]
     trace = Trace(machine.device == "cuda")
-    short = recipe.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
-    with contextlib.suppress(Traced):
-        train.run(short, quiet=True, watchers=[*watchers, trace])
+    try:
+        short = recipe.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
+        with contextlib.suppress(Traced):
+            train.run(short, quiet=True, watchers=[*watchers, trace])
+    finally:
+        shutil.rmtree(temporary)
     assert trace.profiler is not None
     rank = int(os.environ.get("RANK", "0"))
     file = folder / (f"trace-{rank}.json" if rank else "trace.json")
     trace.profiler.export_chrome_trace(str(file))
     memory = snapshot(file.with_name(file.name.replace("trace", "memory")).with_suffix(".pickle"), trace.cuda)
-    shutil.rmtree(Path(cut["train.output_dir"]).parent)
     ran = operations.computed(trace.profiler.events(), cuda=trace.cuda)
     found, seconds = shares(trace, ran), statistics.median(trace.steps)
     padding = 1 - trace.real / max(1, trace.tokens)

@@ -264,7 +264,8 @@ def test_a_run_ends_with_its_ladder(number: int, tmp_path, small, two_layers) ->
 
 def job_of(climbed: Climbed, asked: ab_test.Asked, side: int, place: Path) -> measured.Job:
     """The run that an A/B test makes first of one side, taken from the ladder's."""
-    fields = [*asked.overrides, *measured.length(asked.steps, asked.warm_up)]
+    adapter = recipe.load(asked.baseline, asked.overrides).adapter
+    fields = [*asked.overrides, *measured.length(asked.steps, asked.warm_up, adapter)]
     held = {"train.seed": 42, "data.validation": str(place / "held_out.jsonl")}
     fields += measured.overrides({**held, "data.validation_fraction": None})
     folder = place / f"{('baseline', 'optimised')[side]}-1"

@@ -14,7 +14,20 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from transformers import TrainerCallback
 
-from finetune import callbacks, cli, hardware, levers, operations, plan, profile, recipe, state, train
+from finetune import (
+    callbacks,
+    check,
+    cli,
+    hardware,
+    levers,
+    measured,
+    operations,
+    plan,
+    profile,
+    recipe,
+    state,
+    train,
+)
 from finetune.batch import split_batch
 
 CPU = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
@@ -172,6 +185,30 @@ def test_products_that_run_again_count_with_their_time() -> None:
     assert operations.of_peak(ran, 1e15, None) == pytest.approx(1, rel=0.02)
     step.operation("mine::product", [HIDDEN], cutlass=5 * once)  # most of the time: no shapes
     assert operations.of_peak(operations.computed(step.events, cuda=True), 1e15, 2e15) is None
+
+
+def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkeypatch) -> None:
+    """Evaluations that a run ends by, AdaLoRA's schedule; and nothing is left of a run that fails."""
+    given = [*small, f"model.name={two_layers}", "eval.every=50", "eval.patience=2", "eval.best=exact_match"]
+    whole = [*given, "adapter.type=adalora", "adapter.tinit=50", "adapter.tfinal=40"]
+    whole += ["adapter.orth_reg_every=20", "train.max_steps=100"]
+    runs = []
+
+    def fail(short: recipe.Recipe, **_: Any) -> None:
+        check.run(short)
+        runs.append(short)
+        raise MemoryError
+
+    monkeypatch.setattr(train, "run", fail)
+    with pytest.raises(MemoryError):
+        profile.run(str(QUICKSTART), whole, str(tmp_path))
+    (short,) = runs
+    assert (short.adapter.ours("orth_reg_every"), short.train.max_steps) == (9, 9)
+    assert short.adapter.options()["tinit"] + short.adapter.options()["tfinal"] < 8
+    assert list(tmp_path.iterdir()) == []
+    adapter = recipe.load(QUICKSTART, whole).adapter
+    recipe.load(QUICKSTART, [*whole, *measured.length(3, 1, adapter)])
+    assert not [text for text in measured.length(3, 1, recipe.load(QUICKSTART).adapter) if "adapter" in text]
 
 
 def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monkeypatch) -> None:
