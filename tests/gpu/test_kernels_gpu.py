@@ -134,7 +134,11 @@ def test_activation(shape: tuple[int, int], act: str, rank: int, scaled: bool) -
                 assert error(ours, right) < 5e-3, name
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 1), (100, 4096, 16), (70, 14336, 24), (1030, 200, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 16, 1), (100, 4096, 16), (70, 14336, 24), (1030, 200, 64), (70, 4096, 128), (37, 200, 256)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_dora_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, size, rank = shape
