@@ -147,7 +147,7 @@ def search(job: Job) -> dict[str, Any]:
         while begin_another(job):
             one(job)
             tune_report.write_trials(job.asked.folder, job.study)
-    return tune_report.write(job.asked, job.study, job.recipe, job.space)
+    return tune_report.write(job.asked, job.study, job.recipe, job.space, job.found.rows)
 
 
 def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
@@ -332,7 +332,7 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
 
 
 def final(asked: Asked) -> None:
-    """Train the best recipe whole, as the recipe has it: compiled, evaluated on all that it names.
+    """Train the best recipe whole: compiled and evaluated on all that the recipe names, as often as a trial.
 
     Raises:
         UserError: it did not work, with its own exit code.

@@ -125,8 +125,8 @@ def write_trials(folder: Path, study: Study) -> None:
     RunFolder(folder).write_text("trials.csv", file.getvalue())
 
 
-def write(asked: Asked, study: Study, recipe: Recipe, space: Space) -> dict[str, Any]:
-    """Everything; returns the content of trials.json."""
+def write(asked: Asked, study: Study, recipe: Recipe, space: Space, rows: int | None) -> dict[str, Any]:
+    """Everything; returns the content of trials.json. `rows` are those trained on, where they are counted."""
     place, content = RunFolder(asked.folder), collect(asked, study)
     write_trials(asked.folder, study)
     place.write("trials.json", content)
@@ -134,7 +134,7 @@ def write(asked: Asked, study: Study, recipe: Recipe, space: Space) -> dict[str,
     for name, svg in drawn.items():
         place.write_text(f"{name}.svg", svg)
     if content["best"] is not None:
-        place.write_text(BEST, best_recipe(asked, content, space))
+        place.write_text(BEST, best_recipe(asked, content, space, rows))
     place.write_text("tune.html", page(asked, content, drawn, recipe))
     return content
 
@@ -175,8 +175,11 @@ def label(recipe: Recipe) -> str:
     return "held-out loss" if recipe.eval.best == "loss" else "exact match"
 
 
-def best_recipe(asked: Asked, content: dict[str, Any], space: Space) -> str:
-    """The recipe with the best trial's values, which can stand anywhere; each says where it is from."""
+def best_recipe(asked: Asked, content: dict[str, Any], space: Space, rows: int | None) -> str:
+    """The recipe with the best trial's values, which can stand anywhere; each says where it is from.
+
+    It is evaluated as trials are: a run of it keeps the best evaluation's weights, as they did.
+    """
     best = next(row for row in content["trials"] if row["number"] == content["best"])
     recipe = load_recipe(asked.path, [*asked.overrides, *tune_space.overrides(best["values"])])
     chosen: dict[str, tuple[Any, str]] = {
@@ -186,6 +189,8 @@ def best_recipe(asked: Asked, content: dict[str, Any], space: Space) -> str:
         if key.count(".") == 1:
             who = f"tuned: trial {best['number']}, of {described(space.parameters[key])}"
             chosen[key] = (tune_space.own_value(recipe, key), who)
+    if recipe.eval.every is None:
+        chosen["eval.every"] = (tune_space.every(recipe, space.search, rows), "as in the trials")
     chosen["train.output_dir"] = (None, "default")
     compiled = recipe.speed.compile, f"{recipe.origin.set_by.get('speed.compile', 'default')}; off in trials"
     chosen["speed.compile"] = compiled

@@ -104,6 +104,8 @@ def test_the_best_recipe_checks_and_says_where_its_values_are_from(study, found,
     best = next(row for row in found["trials"] if row["number"] == found["best"])
     loaded = recipe.load(study / "best.yaml")
     assert loaded.train.learning_rate == best["values"]["train.learning_rate"]
+    tried = recipe.load(study / best["folder"] / "recipe.resolved.yaml")
+    assert loaded.eval.every == tried.eval.every is not None, "else it would keep the last weights"
     assert loaded.train.output_dir is None and loaded.speed.compile == "auto" and loaded.eval.answers
     text = (study / "best.yaml").read_text()
     assert f"# tuned: trial {best['number']}, of 2 to 16" in text
