@@ -270,9 +270,17 @@ def own_draw(space: Space, recipe: Recipe, unsaid: dict[str, Any]) -> dict[str, 
         if one.choices is not None:
             labels = [text_of(choice) for choice in one.choices if choice == value]
             found |= {key: labels[0]} if labels else {}
-        elif isinstance(value, int | float) and one.low <= value <= one.high:  # type: ignore[operator] (both are numbers)
+        elif isinstance(value, int | float) and _within(one, value):
             found[key] = value
     return found
+
+
+def _within(one: Parameter, value: float) -> bool:
+    """Whether a range has a value: Optuna takes another one from between two steps, or two whole numbers."""
+    assert one.low is not None and one.high is not None
+    step = one.step or (1 if one.whole else None)
+    places = (value - one.low) / step if step else 0.0
+    return one.low <= value <= one.high and abs(places - round(places)) < 1e-8
 
 
 def overrides(values: dict[str, Any]) -> list[str]:

@@ -146,6 +146,29 @@ def test_what_is_drawn_is_a_recipe(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("train.warmup_steps: {low: 0, high: 20}", []),  # the recipe's is 0.03
+        ("adapter.lora_alpha: {low: 1, high: 4, times: adapter.r}", []),  # 24 is 1.5 times 16
+        ("adapter.r: {low: 4, high: 30, step: 5}", []),
+        ("train.learning_rate: {low: 0.0, high: 0.1, step: 0.03}", []),
+        ("adapter.r: {low: 4, high: 32, step: 4}", ["adapter.r"]),
+        ("train.learning_rate: {low: 0.0, high: 0.1, step: 0.001}", ["train.learning_rate"]),
+    ],
+)
+def test_a_value_between_two_of_a_range_stays_the_recipe_s(given: str, kept: list[str], tmp_path) -> None:
+    """The first trial has it: Optuna would have taken the next whole number, or one off the steps."""
+    own = recipe.load(QUICKSTART, ["adapter.lora_alpha=24", "train.warmup_steps=0.03"])
+    asked = space(tmp_path, f"space:\n  {given}\n")
+    drawn = tune_space.own_draw(asked, own, {})
+    assert [*drawn] == kept
+    study = optuna.create_study()
+    study.enqueue_trial(drawn)
+    values = tune_space.draw(study.ask(), asked, own, [key for key in asked.parameters if key not in drawn])
+    assert all(value == pytest.approx(tune_space.own_value(own, key)) for key, value in values.items())
+
+
+@pytest.mark.parametrize(
     "value",
     ["lora", "no-such", "1e-4", "null", "", "a b", 1, 0.1, None, True, ["q_proj", 1.5], {"a": [1, "x"]}],
 )
