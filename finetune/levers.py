@@ -59,9 +59,9 @@ def judge(
         ),
         "launch": (
             f"nothing is computed for {found['launch gaps']:.0%} of the step: too small a batch",
-            more_rows(whole),
+            more_rows(whole, gpu),
         ),
-        "padding": (f"{padding:.0%} of the tokens are padding", less_padding(whole)),
+        "padding": (f"{padding:.0%} of the tokens are padding", less_padding(whole, gpu)),
         "attention": (
             f"{attention} attention takes {found['attention']:.0%} of the step",
             "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here"),
@@ -103,12 +103,13 @@ def loader(whole: Recipe, machine: Hardware) -> str:
     return f"a machine with more CPU cores: {has} workers have those of this one"
 
 
-def more_rows(whole: Recipe) -> str:
-    """More rows at once: of the step's own where it takes them in turns, else a larger step."""
+def more_rows(whole: Recipe, gpu: bool) -> str:
+    """More rows at once: of the step's own where it takes them in turns, else a larger step. Packing makes
+    rows full too, which a CPU is slower with (docs/optimizations.md)."""
     batch = split_batch(whole.train, processes())
     share = batch.effective // processes()
     more = [size for size in range(batch.per_device + 1, share + 1) if share % size == 0]
-    packed = "" if whole.data.packing else "; or data.packing: true"
+    packed = "; or data.packing: true" if gpu and not whole.data.packing else ""
     if more and whole.train.per_device_train_batch_size != "auto":  # which has taken all that fit
         rows = max([size for size in more if size <= max(ROWS, 2 * batch.per_device)] or more[:1])
         return f"train.per_device_train_batch_size: {rows}, more rows at once{packed}"
@@ -121,10 +122,15 @@ def more_rows(whole: Recipe) -> str:
     return f"{both}, more rows at once{packed}"
 
 
-def less_padding(whole: Recipe) -> str:
+def less_padding(whole: Recipe, gpu: bool) -> str:
+    """Rows without padding on a GPU; a CPU is slower with them, and takes rows of like lengths at once."""
     if whole.data.packing or whole.data.padding_free:
         return "data.max_length: one that rows fill better"
-    return "data.packing: true, or data.padding_free: true"
+    if gpu:
+        return "data.packing: true, or data.padding_free: true"
+    if whole.train.passed_on().get("train_sampling_strategy") != "group_by_length":
+        return "train.train_sampling_strategy: group_by_length"
+    return "fewer rows at once, which differ less in length (train.per_device_train_batch_size)"
 
 
 def fewer_passes(whole: Recipe, made: Plan) -> str:

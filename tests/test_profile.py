@@ -365,6 +365,9 @@ def test_a_lever_is_not_what_is_so_already() -> None:
     both = "train.effective_batch_size: 8 and train.per_device_train_batch_size: 8, more rows at once"
     assert lever(gaps, "train.effective_batch_size=1") == f"{both}; or data.packing: true"
     assert lever(gaps, "train.effective_batch_size=1", "data.packing=true") == both
+    assert lever(gaps, "train.effective_batch_size=1", machine=CPU) == both, (
+        "a CPU is slower with packed rows"
+    )
     tiny = ["train.effective_batch_size=32", "train.per_device_train_batch_size=1"]
     assert lever(gaps, *tiny).startswith("train.per_device_train_batch_size: 8, ")
     assert lever(gaps, tiny[0]).startswith("train.per_device_train_batch_size: 16, ")
@@ -376,6 +379,9 @@ def test_a_lever_is_not_what_is_so_already() -> None:
     padded = {**data, "data wait": 0.0, "products": 0.8}
     assert "data.packing" in lever(padded, padding=0.4)
     assert "data.max_length" in lever(padded, "data.packing=true", padding=0.4)
+    grouped = "train.train_sampling_strategy=group_by_length"
+    assert lever(padded, padding=0.4, machine=CPU) == grouped.replace("=", ": ")
+    assert "fewer rows at once" in lever(padded, grouped, padding=0.4, machine=CPU)
     passes = {**padded, "products": 0.2, "memory-bound": 0.7}
     assert lever(passes) == "speed.compile: true"
     assert lever(passes, "speed.fused=false") == "speed.compile: true and speed.fused: auto"
