@@ -63,6 +63,8 @@ def search(
         trials.append(Trial(size, _peak(model, inputs, size, compiled, moments)))
         if not ranks.all_of(trials[-1].peak <= MARGIN * total):
             break
+    torch._dynamo.reset()  # it takes what has had several sizes for one that changes: slower graphs, for good
+    torch._dynamo.utils.counters.clear()
     state.set_random_state(random)
     fit = [trial for trial in trials if trial.peak <= MARGIN * total]
     size = min(ranks.gathered(fit[-1].rows if fit else 0))

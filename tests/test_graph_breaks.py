@@ -79,13 +79,14 @@ def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatc
 
 
 def test_nothing_is_compiled_again_after_the_first_step(train, monkeypatch) -> None:
-    """What looks on at the first forward leaves no trace in what was compiled then."""
+    """Neither sizes tried before nor what looks on at the first forward leave a trace in what is compiled."""
     monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
     flat = ("data.packing=true", "data.max_length=256", "model.attention=eager", "data.train_on=all")
+    flat += ("train.effective_batch_size=4", "train.per_device_train_batch_size=auto")
     run = train("adapter.type=lora", ONE, "speed.compile=true", "train.max_steps=3", *flat)
-    rows = {row["option"]: row for row in run.read("receipts.json")}
-    assert rows["speed.compile"]["got"] == "0 graph breaks, 2 graphs", "of a layer, and of the loss"
-    assert rows["graphs compiled after the first step"]["got"] == "0"
+    found = {row["option"]: row for row in run.read("receipts.json")}
+    assert found["speed.compile"]["got"] == "0 graph breaks, 2 graphs", "of a layer, and of the loss"
+    assert found["graphs compiled after the first step"]["got"] == "0"
 
 
 def _in_eager(self: torch.nn.Module, **given: Any) -> None:
