@@ -108,7 +108,7 @@ def look(asked: Asked) -> Recipe:
         found, expected = f"--steps {asked.steps} --warm-up {asked.warm_up}", "--warm-up below --steps"
         raise UserError(Problem("no step would count", found=found, expected=expected))
     for config in filter(None, asked.accelerate):
-        launch.find(config)
+        launch.check(launch.find(config))
     recipes = [load_recipe(path, asked.overrides) for path in (asked.baseline, asked.optimised)]
     for path, recipe in zip((asked.baseline, asked.optimised), recipes, strict=True):
         short = measured.length(asked.steps, asked.warm_up, recipe.adapter)

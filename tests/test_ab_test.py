@@ -39,6 +39,14 @@ def test_a_wrong_comparison_ends_before_it_begins(
     assert said in capsys.readouterr().err
 
 
+def test_a_launch_for_gpus_that_are_not_here_is_exit_3(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    script = module_of("scripts", "validate_optimizations")
+    given = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1"]
+    assert script.main([*given, "--accelerate", "ddp_2", "--output", str(tmp_path)]) == 3
+    assert "no GPU is visible here" in capsys.readouterr().err
+
+
 def test_runs_of_an_ab_test_are_of_one_machine_and_model(tmp_path) -> None:
     """Every run, not only the first of each side."""
     one = {"tokens_per_second": 1.0, "failed": "", "machine": {"torch": "2"}}
