@@ -169,7 +169,8 @@ def take_over(study: Study) -> list[int]:
         times = trial.user_attrs.get("times", 0) + 1
         if is_lost(trial) and trial.number not in again and times <= MOST_TIMES:
             kept = {key: trial.user_attrs[key] for key in ("own", "without") if key in trial.user_attrs}
-            study.enqueue_trial(trial.params, {**kept, "again": trial.number, "times": times})
+            given = trial.system_attrs.get("fixed_params", {})  # of which none may have been drawn yet
+            study.enqueue_trial({**given, **trial.params}, {**kept, "again": trial.number, "times": times})
             found.append(trial.number)
     return found
 

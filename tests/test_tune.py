@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import optuna
 import psutil
 import pytest
 from conftest import QUICKSTART, ROOT
@@ -361,6 +362,16 @@ def shared(url: str) -> None:
         states = [one.state for one in study.get_trials(deepcopy=False)]
         assert states[12:] == [TrialState.FAIL, TrialState.WAITING]
         assert study.ask().suggest_float("x", -1, 1) == study.get_trials()[12].params["x"]
+
+
+def test_a_lost_trial_keeps_the_values_that_it_had_not_drawn_yet() -> None:
+    """The recipe's own, of a worker that was killed between asking and drawing."""
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.25}, {"own": True})
+    study.tell(study.ask().number, state=TrialState.FAIL)
+    assert study_storage.take_over(study) == [0]
+    again = study.ask()
+    assert again.user_attrs["own"] and again.suggest_float("x", -1, 1) == 0.25
 
 
 def test_two_workers_share_a_study_in_postgresql() -> None:
