@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import math
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def count(text: str) -> int:
     """A number of rows, 0 or more."""
-    if (number := int(text)) < 0:
-        raise ValueError
-    return number
+    return _number(int, text, 0, "a whole number from 0 up")
 
 
 def at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    return _number(int, text, 1, "a whole number from 1 up")
 
 
 def at_least_zero(text: str) -> float:
-    if not 0 <= (number := float(text)) < float("inf"):
-        raise ValueError
+    return _number(float, text, 0, "a number from 0 up")
+
+
+def _number(kind: Any, text: str, least: int, expected: str) -> Any:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise wrong(text, expected)
     return number
+
+
+def wrong(text: str, expected: str) -> argparse.ArgumentTypeError:
+    """What argparse says of a value; of a ValueError it would name our function."""
+    return argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
 
 
 def seconds(text: str) -> float:
     """A time: 90s, 30m, 2h or 1h30m."""
-    found = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())
+    number = r"(\d+\.?\d*|\.\d+)"
+    found = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.strip())
     parts = [float(part or 0) for part in found.groups()] if found and text else [0.0, 0.0, 0.0]
     if not sum(parts):
-        raise ValueError
+        raise wrong(text, "a time: 90s, 30m, 2h or 1h30m")
     return parts[0] * 3600 + parts[1] * 60 + parts[2]
 
 
@@ -53,6 +62,13 @@ class Until(NamedTuple):
 
 def until(text: str) -> Until:
     """A step (500), a time from now (7h30m), the next 06:30, or a date and time (2026-11-22T06:30)."""
+    try:
+        return _until(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise wrong(text, "a step (500), or a time: 7h30m, 06:30, 2026-11-22T06:30") from None
+
+
+def _until(text: str) -> Until:
     if text.isdigit():
         return Until(text, step=at_least_one(text))
     if re.fullmatch(r"\d\d:\d\d", text):
@@ -68,7 +84,7 @@ def until(text: str) -> Until:
 def resume(text: str) -> str:
     """What follows `--resume=`: auto, or a checkpoint's name."""
     if text not in ("auto", "newest") and not re.fullmatch(r"step-\d+", text):
-        raise ValueError
+        raise wrong(text, "auto, or a checkpoint's name: step-100")
     return text
 
 

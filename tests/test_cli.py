@@ -145,3 +145,22 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
         assert name in text
     assert "finetune-toolkit[deepspeed]" in text
     assert cli.main(["doctor"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--gpus", "0"], "--gpus: '0', expected a whole number from 1 up"),
+        (["tune", "--trials", "many"], "--trials: 'many', expected a whole number from 1 up"),
+        (["plan", "--price-per-hour", "nan"], "--price-per-hour: 'nan', expected a number from 0 up"),
+        (["data", "--show", "-1"], "--show: '-1', expected a whole number from 0 up"),
+        (["compare", "--budget", "1.2.3h"], "--budget: '1.2.3h', expected a time: 90s"),
+        (["train", "--until", "25:99"], "--until: '25:99', expected a step (500), or a time"),
+        (["train", "--resume=best"], "--resume: 'best', expected auto, or a checkpoint's name"),
+    ],
+)
+def test_a_wrong_value_is_said_in_words(words: list[str], said: str, capsys) -> None:
+    """Not by the name of a function."""
+    with pytest.raises(SystemExit) as raised:
+        cli.main([words[0], "recipe.yaml", *words[1:]])
+    assert raised.value.code == 2 and said in capsys.readouterr().err
