@@ -26,13 +26,34 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
-UNPROVED = ("8xh100_fp8_te", "context_parallel_4")  # nothing speaks against them, and they never ran
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
 COLUMNS = [  # adapter.type, speed.base
     ("lora", "auto"), ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"),
     ("lora", "fp8"), ("dora", "fp8"),
     ("qlora", "auto"), ("full", "auto"),
 ]  # fmt: skip
+ALL = tuple(kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS)
+LORA = ("lora", "lora on bf16")
+DDP = (*LORA, "dora on bf16", "adalora on bf16", "lora on fp8", "dora on fp8", "qlora", "full")
+# What was trained: on one GPU (benchmarks/gpu.json), on two (tests/gpu/test_multi_gpu.py and
+# benchmarks/multi_gpu.json), or on two processes of a CPU (test_fsdp, _deepspeed, _two_hosts, _adalora)
+PROVED = {
+    "cpu": ALL,
+    "single_gpu": ALL,
+    "cpu_2": (*LORA, "adalora on bf16"),
+    "ddp_2": DDP,
+    "ddp_4": DDP,  # ddp_2 with another number
+    "ddp_8": DDP,
+    "8xh100_fp8": ("lora", "lora on fp8", "dora on fp8"),
+    "8xh100_fp8_torchao": ("full",),
+    "fsdp2_8": (*LORA, "dora on bf16", "full"),
+    "fsdp2_8_offload": LORA,
+    "fsdp2_8_quantised": ("lora on fp8", "qlora"),
+    "multi_node": LORA,
+    "zero2_8": LORA,
+    "zero3_8": (*LORA, "dora on bf16", "ia3 on bf16", "full"),
+    "zero3_8_offload": LORA,
+}
 
 
 def environment(config: Path) -> dict[str, str]:
@@ -99,14 +120,17 @@ def refused() -> dict[str, str]:
 def table() -> str:
     """Markdown: a row for each config, a column for each adapter and base, and the reasons below it."""
     reasons: list[str] = []
-    heads = [kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS]
-    lines = [f"| | {' | '.join(heads)} |"]
+    lines = [f"| | {' | '.join(ALL)} |"]
     lines.append("|---|" + "---|" * len(COLUMNS))
     for config in sorted(CONFIGS.glob("*.yaml")):
         cells = [cell(config, *column) for column in COLUMNS]
         reasons = list(dict.fromkeys([*reasons, *(c for c in cells if c != "trains")]))
-        word = "unproved" if config.stem in UNPROVED else "yes"
-        shown = [(word if c == "trains" else f"no ({reasons.index(c) + 1})") for c in cells]
+        ran = PROVED.get(config.stem, ())
+        words = ["yes" if head in ran else "unproved" for head in ALL]
+        shown = [
+            word if c == "trains" else f"no ({reasons.index(c) + 1})"
+            for word, c in zip(words, cells, strict=True)
+        ]
         lines.append(f"| {config.stem} | " + " | ".join(shown) + " |")
     for name, reason in refused().items():
         reasons = list(dict.fromkeys([*reasons, reason]))
