@@ -230,8 +230,8 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
     if name == "cudnn" and attends.window is not None and attends.window < rows.longest:
         return f"cudnn has no sliding window; {attends.family}'s of {attends.window} is shorter than rows"
     size, (_, largest) = attends.head_size, LIMITS[name]
-    if name == "flash_attention_4" and hardware.capability >= (10, 0) and size != 256:
-        largest = 128
+    if name == "flash_attention_4" and hardware.capability >= (10, 0):
+        largest = 256 if size == 256 and hardware.capability < (12, 0) else 128
     if size % 8 or size > largest:
         return f"{name} has no heads of size {size}"
     return ""

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +22,9 @@ from finetune.hardware import Hardware
 from finetune.model import load
 from finetune.receipts import Ledger
 from finetune.sections import Model
-from finetune.speed.attention import leaks, masked, prove_apart, prove_same
+from finetune.speed.attention import deterministic, leaks, masked, prove_apart, prove_same
 from finetune.speed.attention_kernels import (
+    flash4_backward,
     flash4_forward,
     flash4_kernel,
     register,
@@ -34,6 +38,7 @@ A100 = Hardware("cuda", "NVIDIA A100", 1, (8, 0), 80, 16)
 L40S = Hardware("cuda", "NVIDIA L40S", 1, (8, 9), 48, 16)
 H200 = Hardware("cuda", "NVIDIA H200", 1, (9, 0), 141, 16)
 B200 = Hardware("cuda", "NVIDIA B200", 1, (10, 0), 180, 16)
+RTX5090 = Hardware("cuda", "NVIDIA GeForce RTX 5090", 1, (12, 0), 32, 16)
 DENSE, PACKED = Rows(False, 4096), Rows(True, 4096)
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -64,6 +69,7 @@ def packages(monkeypatch):
         (B200, (), "cudnn", "varlen"),
         (B200, FLASH[:2], "cudnn", "varlen"),
         (B200, FLASH, "flash_attention_4", "flash_attention_4"),
+        (RTX5090, FLASH, "flash_attention_4", "flash_attention_4"),
     ],
 )
 def test_the_fastest_that_is_here(machine, have, dense, packed, packages) -> None:
@@ -112,6 +118,7 @@ def test_it_moves_on_where_a_kernel_is_not_the_model_s(attends, rows, have, name
         ("cudnn", H200, "bfloat16", Attends(), PACKED, "does not keep the documents"),
         ("cudnn", H200, "bfloat16", Attends(head_size=256), DENSE, "no heads of size 256"),
         ("flash_attention_4", B200, "bfloat16", Attends(head_size=192), DENSE, "no heads of size 192"),
+        ("flash_attention_4", RTX5090, "bfloat16", Attends(head_size=256), DENSE, "no heads of size 256"),
         ("varlen", H200, "bfloat16", Attends("gemma2", softcap=True), DENSE, "no softcap"),
         ("sdpa", H200, "bfloat16", Attends("gemma2", softcap=True), DENSE, "no softcap"),
         ("flash_attention_2", H200, "bfloat16", Attends(dropout=0.1), DENSE, "no dropout"),
@@ -246,6 +253,26 @@ def test_flash_attention_4_s_operation_states_its_shapes(packed: bool) -> None:
         gradients = torch.autograd.grad(out, given, torch.empty_like(out))
         assert out.shape == (*tokens, 8, 64) and sums.shape == heads and sums.dtype == torch.float32
         assert [g.shape for g in gradients] == [t.shape for t in given]
+
+
+@pytest.mark.parametrize(("capability", "asked"), [((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_flash_attention_4_adds_in_one_order_where_it_can(capability, asked: bool, monkeypatch) -> None:
+    """The proof that documents are apart asks for it; on RTX 50 its backward would end the run."""
+    told = []
+
+    def backward(query, *given, **options):
+        told.append(options["deterministic"])
+        return query, query, query
+
+    package: Any = ModuleType("interface")
+    package._flash_attn_bwd = backward
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("cute"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    with deterministic():
+        flash4_backward._init_fn(*[torch.zeros(1, 4, 2, 16)] * 6, None, 4, 0.25, None, 0.0)
+    assert told == [asked]
 
 
 def test_documents_stay_apart_and_both_proofs_can_fail() -> None:

@@ -191,7 +191,11 @@ def flash4_backward(
     from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[reportMissingImports]  (GPU only)
 
     options = _flash4_options(borders, longest, scale, window, softcap)
-    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    can = torch.cuda.get_device_capability(query.device) < (
+        12,
+        0,
+    )  # RTX 50's backward asserts it is not asked
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled() and can
     dq, dk, dv = _flash_attn_bwd(query, key, value, out, gradient.contiguous(), sums, **options)[:3]
     return dq, dk, dv
 
