@@ -65,7 +65,7 @@ def run(recipe: Recipe) -> list[str]:
     optimizer = optimizers.missing_packages(optimizers.asked(recipe.train), recipe.speed)
     lacking = (missing, recipe.speed.qat and qat.missing(), *optimizer)
     packages += [problem for problem in lacking if problem]
-    graphs = estimate.against_graphs(recipe.speed.compile, recipe.speed.recompute)
+    graphs = estimate.against_graphs(recipe.speed.compile, recipe.speed.recompute, recipe.speed.offload)
     problems += [graphs] if graphs else []
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)

@@ -169,9 +169,12 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
     return Choice("on", text)
 
 
-def against_graphs(compile: str | bool, recompute: str | int, sharded: str = "") -> Problem | None:
+def against_graphs(
+    compile: str | bool, recompute: str | int, offload: str, sharded: str = ""
+) -> Problem | None:
     """What keeps torch's CUDA graphs from layers: that backward runs them again, whose outputs lie where the
-    first run's lay, which torch ends the run for; or that what splits weights moves them."""
+    first run's lay, which torch ends the run for; that what splits weights moves them; or that what backward
+    needs leaves the GPU, for a graph reads it where it was."""
     if compile in GRAPHS and sharded:
         what, fix = (
             f"CUDA graphs hold weights where they were, and {sharded} moves them",
@@ -180,6 +183,10 @@ def against_graphs(compile: str | bool, recompute: str | int, sharded: str = "")
         return Problem(what, "speed.compile", found=str(compile), fix=fix)
     whole = recompute == "all" or isinstance(recompute, int) or " of " in recompute
     if compile not in GRAPHS or not whole:
+    if compile in GRAPHS and away(offload, 1):
+        what = f"layers whose activations leave the GPU can't be CUDA graphs (speed.compile: {compile})"
+        fix = "speed.offload: none; or speed.compile: true"
+        return Problem(what, "speed.offload", found=offload, fix=fix)
         return None
     what = f"layers that run again in backward can't be CUDA graphs, as speed.compile: {compile} makes them"
     fix = "speed.recompute: mlp, cheap or none; or speed.compile: true"

@@ -70,7 +70,8 @@ def recomputed(
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
     again, offload, memory = keeping.choose(speed.recompute, speed.offload, memory, machine)
-    if problem := estimate.against_graphs(speed.compile, again.value, by.name if by.weights else ""):
+    sharded = by.name if by.weights else ""
+    if problem := estimate.against_graphs(speed.compile, again.value, offload.value, sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return again, offload, memory
 

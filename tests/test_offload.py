@@ -278,9 +278,12 @@ def test_cuda_graphs_are_refused_where_they_can_t_be(tmp_path, capsys) -> None:
         assert cli.main(["check", *words, f"speed.recompute={again}"]) == 2
         assert "speed.recompute: mlp, cheap or none" in capsys.readouterr().err
     assert cli.main(["check", *words, "speed.recompute=mlp"]) == 0
-    assert estimate.against_graphs("max-autotune", "none", "FSDP") and not estimate.against_graphs(
-        "auto", "all"
-    )
+    assert cli.main(["check", *words, "speed.offload=activations"]) == 2
+    assert "activations leave the GPU" in capsys.readouterr().err
+    assert estimate.against_graphs("max-autotune", "none", "none", "FSDP")
+    assert estimate.against_graphs("max-autotune", "int8", "activations:4")  # as `auto` may have it
+    assert not estimate.against_graphs("max-autotune", "int8", "optimizer")
+    assert not estimate.against_graphs("auto", "all", "all")
 
 
 # ||w - w32|| / ||w32 - w0|| after 20 steps, w32 by the plain optimizer that is named: its limit, and beside

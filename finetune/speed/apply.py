@@ -45,7 +45,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
     recompute, offload, _ = keeping.choose(speed.recompute, speed.offload, plan, hardware)
-    if problem := estimate.against_graphs(speed.compile, recompute.value, work.sharded):
+    if problem := estimate.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
         count, mlps = estimate.split(recompute.value, len(layers))
