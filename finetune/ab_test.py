@@ -147,8 +147,12 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[lis
             alike = {"train.seed": base.train.seed, "data.validation": held_out if begins else None}
             alike |= {"data.validation_fraction": fraction if begins and not held_out else None}
             folder = place / f"{('baseline', 'optimised')[side]}-{number}"
+            config = asked.accelerate[side]
             job = measured.Job(
-                path, [*values, *measured.overrides(alike)], folder, accelerate=asked.accelerate[side]
+                path,
+                [*values, *measured.overrides(alike)],
+                folder,
+                accelerate=str(launch.find(config)) if config else None,
             )
             fresh = measured.make(job, cpu=cpu)
             found = measured.figures(folder, asked.warm_up)

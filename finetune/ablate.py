@@ -32,7 +32,6 @@ from finetune.tune_space import values_of
 if TYPE_CHECKING:
     from finetune.hardware import Hardware
     from finetune.ladder import Ladder, Rung
-    from finetune.recipe import Recipe
 
 BUSY = 0.05  # noise of a run by the clock
 
@@ -123,7 +122,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     check.run(own)
     check.pinned(own)
     check_baseline(asked, steps)
-    hold(asked, own)
+    hold(asked, values_of(own))
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     place = asked.folder / stem(asked)
     bench.held_out = measured.cut_held_out(own.data.validation, place, steps.measure.held_out_rows)
@@ -151,13 +150,13 @@ def check_baseline(asked: Asked, steps: Ladder) -> None:
         raise UserError(*found, code=error.code) from None
 
 
-def hold(asked: Asked, own: Recipe) -> None:
+def hold(asked: Asked, now: dict[str, str]) -> None:
     """Hold a folder to the recipe that its results are of: files of one name may be of many.
 
     Raises:
         UserError: they are of another one (exit 2).
     """
-    place, now = asked.folder / stem(asked), values_of(own)
+    place = asked.folder / stem(asked)
     there = (place / "ladder.json").exists()
     began = RunFolder(place).read("ladder.json").get("values", now) if there else now
     other = [key for key in {**began, **now} if began.get(key) != now.get(key)]

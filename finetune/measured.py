@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import launch, signals, trial
+from finetune import signals, trial
 from finetune.adapter_types import in_few_steps
 from finetune.data import load
 from finetune.differences import evaluation, step_lines
@@ -67,7 +67,7 @@ class Job(NamedTuple):
     mixed_precision: str | None = None
     """The launch's; `None`: what the machine's is without one."""
     accelerate: str | None = None
-    """An accelerate config, for several processes."""
+    """The file of an accelerate config, for several processes."""
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def identity(job: Job) -> str:
     values.pop("publish")
     values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
     values["train"].pop("output_dir", None)
-    config = load.sha256(launch.find(job.accelerate)) if job.accelerate else None
+    config = load.sha256(Path(job.accelerate)) if job.accelerate else None
     parts = [values, [job.mixed_precision, config], contents(recipe.data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

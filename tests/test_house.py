@@ -37,7 +37,7 @@ LAYERS = (
         "untrusted",
     ),
     ("ladder", "run_folder", "screen", "adapter_source", "plots", "estimate", "shapes", "checkpoint"),
-    ("architecture", "keeping"),
+    ("architecture", "keeping", "given"),
     ("speed",),
     (
         "data",
@@ -74,7 +74,7 @@ LAYERS = (
     ("operations",),
     ("levers",),
     ("plan_changes", "profile", "warm", "preflight", "ablate", "ab_test"),
-    ("compare", "given"),
+    ("compare",),
     ("tune_command",),
     ("cli",),
     ("__main__",),
