@@ -32,7 +32,7 @@ def search(
     batch: Batch,
     pad_token: int,
     compiled: bool | None,
-    moments: int,
+    moments: float,
     ledger: Ledger,
 ) -> Batch:
     """The largest divisor of each process's share that fits, found with the longest rows.
@@ -100,14 +100,14 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
-def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, moments: int) -> float:
+def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, moments: float) -> float:
     """Bytes in use at most while a step of these rows is made, without its update."""
     installed = head.install(model, compiled=compiled) if compiled is not None else None
     trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
     model.train()  # what is recomputed, and dropout
     _reset(model.device)
     try:
-        held = torch.zeros(trained * moments, dtype=torch.uint8, device=model.device)
+        held = torch.zeros(round(trained * moments), dtype=torch.uint8, device=model.device)
         found = model(**inputs, num_labels=loss.numbers(inputs)[0]).nll if installed else model(**inputs).loss
         found.backward()
         faults.in_backward(1, rows, set())

@@ -34,6 +34,7 @@ ROUNDING = 0.16 * 4096
 # Hidden size from which what an fp8 layer keeps reaches the CPU, at 54 GB/s, while the next one is computed
 COPIED = 7700
 IN_FLIGHT = 3  # layers of those that leave the GPU: one that computes, one that leaves and one that comes
+AVERAGES = 12  # bytes of AdaLoRA's averages of a number's importance, in fp32
 WHOLE_TILES = 256  # rows of a chunk are a multiple of it: the products' tiles are full
 
 
@@ -49,6 +50,7 @@ class Work(NamedTuple):
         0.0  # GiB of weights that come to this device when training starts, less those that leave
     )
     host: float = math.inf  # GiB of the CPU's memory that this process may fill with what leaves the GPU
+    each: float = 12.0  # bytes of a number that trains, beside its weight: gradient and AdamW's moments
 
 
 class Memory(NamedTuple):
@@ -181,12 +183,12 @@ def against_graphs(
             "speed.compile: true",
         )
         return Problem(what, "speed.compile", found=str(compile), fix=fix)
-    whole = recompute == "all" or isinstance(recompute, int) or " of " in recompute
-    if compile not in GRAPHS or not whole:
     if compile in GRAPHS and away(offload, 1):
         what = f"layers whose activations leave the GPU can't be CUDA graphs (speed.compile: {compile})"
         fix = "speed.offload: none; or speed.compile: true"
         return Problem(what, "speed.offload", found=offload, fix=fix)
+    whole = recompute == "all" or isinstance(recompute, int) or " of " in recompute
+    if compile not in GRAPHS or not whole:
         return None
     what = f"layers that run again in backward can't be CUDA graphs, as speed.compile: {compile} makes them"
     fix = "speed.recompute: mlp, cheap or none; or speed.compile: true"
@@ -266,17 +268,25 @@ def chunk_rows(rows: int, most: int) -> int:
 
 
 def activations(
-    config: Any, tokens: int, keeps: Keeps, *, free: float, trained: int, offload: str, extra: float = 0.0
+    config: Any,
+    tokens: int,
+    keeps: Keeps,
+    *,
+    free: float,
+    trained: int,
+    offload: str,
+    extra: float = 0.0,
+    each: float = 12.0,
 ) -> Memory:
     """The memory plan of `tokens` tokens.
 
     Args:
         free: GiB that nothing holds, the weights and the adapter being there.
-        trained: numbers that the optimizer moves here; gradient and two moments of each are in fp32.
+        trained: numbers that the optimizer moves here.
         extra: GiB that is kept beside what this knows of (`qat.kept_gib`).
+        each: bytes of a number that trains, as `Work` has it.
     """
     one = widths(config)
-    each = 4 if offload in ("optimizer", "all") else 12
     loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted)
     passing = max(loss, backward_gib(config, tokens, keeps)) + MARGIN_GIB
     room = SPARE * free - passing - each * trained / GIB

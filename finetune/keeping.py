@@ -42,7 +42,8 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
         return Choice(asked if int(asked.partition(":")[2]) < layers else "mlp", "asked for")
     if hardware.device == "cpu":
         return Choice("none", "auto: on the CPU memory is not what is short")
-    text = f"auto: activations need about {plan.kept:.0f} GiB, {plan.room:.0f} GiB are free for them"
+    free = max(0.0, plan.room)
+    text = f"auto: activations need about {plan.kept:.0f} GiB, {free:.0f} GiB are free for them"
     if plan.kept <= plan.room:
         return Choice("none", text)
     kept = plan.kept - plan.norms

@@ -19,6 +19,13 @@ SMALLEST = 4096  # numbers of a tensor from which bitsandbytes and torchao keep 
 _OF_BITSANDBYTES = re.compile("8bit|32bit|bnb|paged|ademamix")
 _OF_TORCHAO = re.compile("adamw_torch_[48]bit")
 _LOW_BITS = re.compile("[48]bit|bnb_8bit")
+# Bytes of optimizer state for each number that trains; 8 bits: two moments and a scale for 256 of each
+_STATE = (
+    (r"adamw_torch_4bit", 1.06), (r"ademamix_8bit|paged_ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
+    (r".*lion_8bit", 1.02), (r".*lion.*", 4.0), (r"adamw.*8bit|paged_adamw_8bit|adamw_bnb_8bit", 2.03),
+    (r"rmsprop_bnb_8bit", 1.02), (r"rmsprop.*|adagrad", 4.0), (r"adafactor", 0.02), (r"sgd", 0.0),
+    (r".*adamw.*", 8.0),
+)  # fmt: skip
 
 
 def asked(train: Train) -> str:
@@ -93,11 +100,17 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
 
 
-def state_bytes(optim: str, speed: Speed) -> int:
-    """Bytes on the device, beside the weights, of each trained number: AdamW's two moments, at most."""
+def known_bytes(optim: str) -> float | None:
+    """Bytes of optimizer state for each number that trains; `None` if the optimizer is not known here."""
+    return next((size for pattern, size in _STATE if re.fullmatch(pattern, optim)), None)
+
+
+def state_bytes(optim: str, speed: Speed) -> float:
+    """Those on the device; AdamW's two moments of one that is not known."""
     if speed.offload in ("optimizer", "all"):
-        return 0
-    return 2 if _LOW_BITS.search(optim) else 8
+        return 0.0
+    known = known_bytes(optim)
+    return 8.0 if known is None else known
 
 
 def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:

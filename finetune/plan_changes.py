@@ -111,6 +111,8 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less.append(("adapter.lora_dropout=0.0", "no dropout"))
     if now.choices["recompute"].value == "none" or speed.recompute not in ("auto", "all"):
         less += [("speed.recompute=auto", BY_AUTO), ("speed.recompute=all", "the same numbers")]
+    elif speed.recompute == "auto" and not now.fits:
+        less.append(("speed.recompute=all", "the same numbers"))
     if speed.offload in ("auto", "none") and now.machine.device == "cuda":
         less.append(("speed.offload=activations", "the same numbers; memory of the CPU"))
     for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():

@@ -6,7 +6,16 @@ import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, attention_choice, check, estimate, hardware, keeping, plan_memory
+from finetune import (
+    adapter_types,
+    attention_choice,
+    check,
+    estimate,
+    hardware,
+    keeping,
+    optimizers,
+    plan_memory,
+)
 from finetune.errors import Exit, UserError
 from finetune.hardware import Choice
 
@@ -96,15 +105,17 @@ def room(
     free = max(0.0, machine.memory_gib - system - held)
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
     extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
+    state = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed) + 4 * share.half
     given: dict[str, Any] = {
         "free": free,
         "trained": has.trained // share.states,
         "offload": recipe.speed.offload,
+        # as stages.work_of: the gradient, DDP's copy of it, what the optimizer and AdaLoRA keep
+        "each": 4 + 4 * share.buckets + state + (estimate.AVERAGES if has.allocates else 0),
     }
     memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
-    if not kept.adapted and share.states == 1:  # as stages.work_of: autocast's copies, and DDP's of gradients
+    if not kept.adapted and share.states == 1 and precision != "no":  # as stages.work_of: autocast's copies
         one = estimate.widths(found.config)
-        copied = 2.0 * (whole + one.vocabulary * one.hidden) if precision != "no" else 0.0
-        copied += 4.0 * has.trained if share.buckets else 0.0
-        memory = memory._replace(room=memory.room - copied / estimate.GIB)
+        copied = 2 * (whole + one.vocabulary * one.hidden) / estimate.GIB
+        memory = memory._replace(room=memory.room - copied)
     return memory, min(held + estimate.SPARE * free, machine.memory_gib)

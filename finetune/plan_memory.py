@@ -24,13 +24,6 @@ MAX_RANK = 256  # of adapters that run fused (speed/fuse.py)
 FUSED_TYPES = ("lora", "adalora", "ia3")
 FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 EVALUATED_TOKENS, LARGEST_BATCH = 16384, 64  # of one forward (scoring.py)
-# Bytes of optimizer state for each number that trains; 8 bits: two moments and a scale for 256 of each
-STATE = (
-    (r"adamw_torch_4bit", 1.06), (r"ademamix_8bit|paged_ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
-    (r".*lion_8bit", 1.02), (r".*lion.*", 4.0), (r"adamw.*8bit|paged_adamw_8bit|adamw_bnb_8bit", 2.03),
-    (r"rmsprop_bnb_8bit", 1.02), (r"rmsprop.*|adagrad", 4.0), (r"adafactor", 0.02), (r"sgd", 0.0),
-    (r".*adamw.*", 8.0),
-)  # fmt: skip
 
 
 class Adapted(NamedTuple):
@@ -140,11 +133,6 @@ def gathered(found: Architecture, storage: str, precision: str, *, full: bool, l
     return (outside + linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
 
 
-def state_bytes(optim: str) -> float | None:
-    """Bytes of optimizer state for each number that trains; `None` if the optimizer is not known here."""
-    return next((size for pattern, size in STATE if re.fullmatch(pattern, optim)), None)
-
-
 def keeps(
     found: Architecture,
     has: Adapted,
@@ -195,14 +183,12 @@ def phases(
     base, trained = weights(found, storage, precision) / GIB, has.trained / GIB
     part = base / share.weights / (2 if share.half and full else 1)
     own = {"weights": part, "adapters": 0.0 if full else 4 * trained / share.weights}
-    state = 8.0 if (known := state_bytes(optimizers.asked(train))) is None else known
-    state = (
-        0.0 if speed.offload in ("optimizer", "all") else (state + 4 * share.half) * trained / share.states
-    )
-    state += 12 * trained if has.allocates else 0.0
+    offloaded, known = speed.offload in ("optimizer", "all"), optimizers.known_bytes(optimizers.asked(train))
+    each = 0.0 if offloaded else optimizers.state_bytes(optimizers.asked(train), speed) + 4 * share.half
+    state = each * trained / share.states + (estimate.AVERAGES * trained if has.allocates else 0.0)
     entry = 2 * tokens * estimate.widths(config).hidden * (2 if full else 1) / GIB
     gone = {"activations": leaving(plan, recompute, entry)}
-    if speed.offload in ("optimizer", "all"):  # torchao keeps weights and gradients there too
+    if offloaded:  # torchao keeps weights and gradients there too
         gone["optimizer"] = (8 + (8.0 if known is None else known)) * trained
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
     autocast = full and precision != "no" and share.weights == 1 and not share.half

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune import optimizers, plan_memory, plan_rows, plan_time
+from finetune import optimizers, plan_rows, plan_time
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
@@ -32,7 +32,7 @@ def of_recipe(
     what = f"not known: {found.unknown}; weights are counted, what backward keeps is taken for Llama's"
     said = [what] if found.unknown else []
     said += [has.unknown] if has.unknown else []
-    if plan_memory.state_bytes(optimizers.asked(train)) is None:
+    if optimizers.known_bytes(optimizers.asked(train)) is None:
         said.append(f"the state of {optimizers.asked(train)} is not known here; taken as AdamW's")
     if steps is None:
         said.append("not known: how many steps; the rows of the data are counted when it is prepared")

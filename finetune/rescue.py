@@ -118,7 +118,7 @@ def needed(
     length: int,
     setup: Setup,
     chosen: dict[str, Choice],
-    moments: int,
+    moments: float,
     model: Any,
     rows: int,
 ) -> str:

@@ -11,9 +11,11 @@ import torch
 
 from finetune import (
     adapter_init,
+    adapter_types,
     adapters,
     batch_search,
     checkpoint,
+    estimate,
     exchange,
     hardware,
     launch_env,
@@ -88,25 +90,28 @@ def make_fast(
     return fast
 
 
-def work_of(adapted: Any, setup: Setup, tokens: int, flops: float) -> speed.Work:
+def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> speed.Work:
     """What a process is to do, and what comes to its GPU when it trains.
 
     Of weights that FSDP splits: its part, and two layers. Where every weight trains, autocast's copies of the
-    linear layers' and the copy of all gradients that DDP sends.
+    linear layers'. Of each number that trains its gradient, the copy of it that DDP sends, the optimizer's
+    state and AdaLoRA's averages.
     """
     launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
     every = list(adapted.parameters())
     if not launch.splitter and not hasattr(adapted, "peft_config"):
         linear = (m.weight.numel() for m in adapted.modules() if isinstance(m, torch.nn.Linear))
         awaited += 2 * sum(linear) if launch.precision != "no" else 0
-        awaited += 4 * sum(p.numel() for p in every) if launch.processes > 1 else 0
     if sharded == "FSDP":
         awaited = sum(p.nbytes for p in every) // launch.processes
         awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
         awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
     host = state.available() / 2 / int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
-    return speed.Work(tokens, flops, sharded, launch_env.eager(), parts, awaited / 2**30, host / 2**30)
+    each = 4 + optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
+    each += 4 if launch.processes > 1 and not launch.splitter else 0
+    each += estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
+    return speed.Work(tokens, flops, sharded, launch_env.eager(), parts, awaited / 2**30, host / 2**30, each)
 
 
 def search_batch(
@@ -175,7 +180,7 @@ def check_space(
     weights = adapters.trainable(adapted).values()
     trained, place = sum(p.nbytes for p in weights), Path(where or "runs") / "checkpoints"
     low = optimizers.state_bytes(optimizers.asked(section), fast)
-    each = trained + sum(p.numel() for p in weights) * (low or 8)
+    each = trained + round(sum(p.numel() for p in weights) * (low or 8))
     ranks.from_main(lambda: checkpoint.check_space(place, trained, each, section.save_total_limit))
     if setup.launch.sharded:
         ranks.from_main(lambda: state.check_memory(each, state.available(groups)))

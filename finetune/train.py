@@ -31,7 +31,6 @@ from finetune import (
     loraplus,
     model,
     nonfinite,
-    optimizers,
     ranks,
     report,
     resume,
@@ -120,8 +119,7 @@ def _run(
 
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
     tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
-    moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
-    work = stages.work_of(adapted, setup, tokens, flops * tokens * batch.accumulation * steps, moments)
+    work = stages.work_of(adapted, recipe, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)

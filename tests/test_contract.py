@@ -96,7 +96,7 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     def resumed(name: str) -> tuple[int, hardware.Choice]:
         found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
         model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
-        work = stages.work_of(model, setup, 64, 1.0)
+        work = stages.work_of(model, one, setup, 64, 1.0)
         fast = stages.make_fast(model, one, setup, arguments, work, found, ledger)
         count = sum(layer.gradient_checkpointing for layer in apply.decoder_layers(model))
         return count, fast["speed.recompute"]

@@ -175,24 +175,24 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     whole = sum(p.nbytes for p in base.parameters())
     linear = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
     layers = sum(p.nbytes for layer in base.model.layers[:2] for p in layer.parameters())
-    work = stages.work_of(base, split, 64, 0.0)
+    work = stages.work_of(base, loaded, split, 64, 0.0)
     assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
-    alone = stages.work_of(base, setup, 64, 0.0)
+    alone = stages.work_of(base, loaded, setup, 64, 0.0)
     assert (alone.parts, alone.awaited) == (1, 0)
-    for processes, precision, more in (
-        (1, "bf16", 2 * linear),
-        (4, "no", whole),
-        (4, "bf16", 2 * linear + whole),
-    ):
+    assert (work.each, alone.each) == (12, 12), "gradient and AdamW's moments"
+    for processes, precision, more in ((1, "bf16", 2 * linear), (4, "no", 0), (4, "bf16", 2 * linear)):
         launch = dataclasses.replace(setup.launch, processes=processes, precision=precision)
-        work = stages.work_of(base, dataclasses.replace(setup, launch=launch), 64, 0.0)
-        assert work.awaited == pytest.approx(more / 2**30), "autocast's copies, and the gradients DDP sends"
+        work = stages.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
+        assert work.awaited == pytest.approx(more / 2**30), "autocast's copies"
+        assert work.each == (16 if processes > 1 else 12), "and the gradients DDP sends"
     how = {"fused": False, "compiled": False}
     rooms = [apply.memory(base, 64, setup.hardware, **how, parts=n).room for n in (1, 4)]
     assert rooms[1] - rooms[0] == pytest.approx(12 * whole / 4 * 0.75 / 2**30, rel=1e-3)
+    light = apply.memory(base, 64, setup.hardware, **how, each=6.0).room
+    assert light - rooms[0] == pytest.approx((12 - 6) * whole / 4 / 2**30, rel=1e-3)
     elsewhere = base.to("meta")  # where its head is a copy
     whole = sum(p.nbytes for p in elsewhere.parameters())
-    work = stages.work_of(elsewhere, split, 64, 0.0)
+    work = stages.work_of(elsewhere, loaded, split, 64, 0.0)
     assert work.awaited == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
 
 

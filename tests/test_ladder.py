@@ -138,7 +138,7 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     arguments = train.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = check.prepare_data(one)
     model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
-    work = stages.work_of(model, setup, 64, 1.0)
+    work = stages.work_of(model, one, setup, 64, 1.0)
     fast = stages.make_fast(model, one, setup, arguments, work, None, ledger)
     return {
         "attention": model.config._attn_implementation,

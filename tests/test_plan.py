@@ -20,6 +20,7 @@ from finetune import (
     gpus,
     hardware,
     model,
+    optimizers,
     plan,
     plan_changes,
     plan_launch,
@@ -82,13 +83,15 @@ def test_the_state_of_the_optimizer_is_what_adamw_keeps() -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim())
-    assert plan_memory.state_bytes("adamw_torch_fused") == held / counted.trained
-    assert [plan_memory.state_bytes(name) for name in ("sgd", "adamw_bnb_8bit", "lion_8bit")] == [
+    assert optimizers.known_bytes("adamw_torch_fused") == held / counted.trained
+    assert [optimizers.known_bytes(name) for name in ("sgd", "adamw_bnb_8bit", "lion_8bit")] == [
         0.0,
         2.03,
         1.02,
     ]
-    assert plan_memory.state_bytes("lomo") is None
+    assert optimizers.known_bytes("lomo") is None
+    speed = recipe.load(QUICKSTART).speed
+    assert [optimizers.state_bytes(name, speed) for name in ("sgd", "lomo")] == [0, 8]
 
 
 def test_quantised_weights_are_counted_as_they_are_stored() -> None:

@@ -9,18 +9,23 @@ import pytest
 from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
 
 from finetune import (
+    adapters,
     architecture,
     batch,
+    check,
     cli,
     hardware,
+    model,
     plan,
     plan_changes,
     plan_choices,
     plan_launch,
     plan_memory,
     recipe,
+    stages,
 )
 from finetune.errors import UserError
+from finetune.receipts import Ledger
 
 SHORT = ("data.max_length=1024", "data.too_long=split", "train.effective_batch_size=96", "speed.compile=true")
 AUTO = "train.per_device_train_batch_size=auto"
@@ -153,3 +158,41 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     assert whole - left("bf16", plan_launch.ONE) == pytest.approx(2 * linear / 2**30)
     more = left("bf16", plan_launch.ONE) - left("bf16", plan_launch.DDP)
     assert more == pytest.approx(4 * found.parameters / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu"),
+    [
+        (("adapter.type=adalora", "adapter.init_r=24"), "rtx4090"),
+        (("adapter.type=full", "train.optim=adamw_8bit", "train.effective_batch_size=16"), "h200"),
+        (("adapter.type=full", "train.optim=adafactor", "train.effective_batch_size=16"), "h200"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given[1],
+)
+def test_what_auto_recomputes_is_the_least_that_fits(large, given: tuple[str, ...], gpu: str) -> None:
+    """By what the recipe's own optimizer and adapter hold, not by AdamW's of LoRA."""
+    given = (*given, "speed.compile=true")
+    auto = planned(large, *given, gpu=gpu)
+    count = int(auto.choices["recompute"].value.partition(" of ")[0])
+    assert auto.fits and 1 < count < 32
+    fewer = planned(large, *given, f"speed.recompute={count - 4}", gpu=gpu)
+    assert not fewer.fits
+
+
+def test_bytes_of_what_trains_are_those_of_the_run() -> None:
+    """DDP's copy of gradients and AdaLoRA's averages are held beside moments."""
+    for kind, gpus, each in (("lora", 1, 12), ("lora", 2, 16), ("adalora", 1, 24), ("adalora", 2, 28)):
+        loaded = recipe.load(QUICKSTART, [f"adapter.type={kind}"])
+        setup = check.setup_of(loaded)
+        launch = replace(setup.launch, processes=gpus)
+        real = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger())
+        assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+    light = recipe.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
+    assert stages.work_of(real, light, setup, 64, 0.0).each == 4 + 12
+
+
+def test_what_auto_recomputes_in_vain_may_all_be_recomputed(large) -> None:
+    full = ["adapter.type=full", "train.effective_batch_size=16", "train.optim=ademamix"]
+    loaded, now = recipe.load(large, full), planned(large, *full, gpu="h200")
+    assert not now.fits and "-" not in now.choices["recompute"].reason
+    assert ("speed.recompute=all",) in [change for change, _ in plan_changes.candidates(loaded, now)]

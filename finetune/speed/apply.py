@@ -42,7 +42,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     work = work._replace(eager=work.eager or breaking(model))
     compile = choose_compile(speed.compile, work, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
-    plan = memory(model, work.tokens, hardware, **how, parts=work.parts)
+    plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
     plan = plan._replace(room=plan.room - work.awaited, host=work.host)
     recompute, offload, _ = keeping.choose(speed.recompute, speed.offload, plan, hardware)
     if problem := estimate.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
@@ -242,8 +242,9 @@ def memory(
     compiled: bool,
     offload: str = "none",
     parts: int = 1,
+    each: float = 12.0,
 ) -> Memory:
-    """The memory plan of `tokens` tokens on this model and device; `parts`: as `Work` has it."""
+    """The memory plan of `tokens` tokens on this model and device; `parts`, `each`: as `Work` has them."""
     trained = {n: shards.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
     ia3 = any("ia3_l" in name for name in trained)
     columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
@@ -254,7 +255,7 @@ def memory(
     in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
     keeps = keeps._replace(uncast=adapted and parts > 1, fp8=in_fp8)
     given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
-    return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model))
+    return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model), each=each)
 
 
 def dropped(model: Any) -> int:
