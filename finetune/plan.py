@@ -152,8 +152,9 @@ def make(
         return replace(alone, choices={"launch": Choice("single_gpu", fewer), **alone.choices})
     whole = under(recipe, machine, processes, DDP, cpu_rate)
     split = None if whole.fits else under(recipe, machine, processes, FSDP2, cpu_rate)
-    made, parts = split or whole, split.peak if split else None
-    storage = made.choices["base"].value
+    # of codes, whose layers are not fused, a part may take more than the whole
+    made = split if split and (split.fits or split.peak < whole.peak) else whole
+    parts, storage = split.peak if split else None, made.choices["base"].value
     reason = plan_launch.reason(processes, machine.memory_gib, whole.peak, parts, made.usable, storage)
     reason = f"{fewer}; {reason}" if fewer else reason
     launch = Choice(plan_launch.config_name(made.by, storage), reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import launch_config
+from finetune.adapter_types import FOUR_BIT
 from finetune.errors import Problem, UserError
 from finetune.hardware import Launch
 
@@ -58,7 +59,7 @@ def of_config(path: Path) -> tuple[Sharding, int]:
     """How an accelerate config divides a training, and its number of processes.
 
     Raises:
-        UserError: not a config, or a kind of launch that is not planned (exit 2).
+        UserError: not a config, a kind of launch that is not planned, or no number of processes (exit 2).
     """
     given: dict[str, Any] = launch_config.read(path)
     count, asked = int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
@@ -129,10 +130,15 @@ def reason(count: int, memory: float, whole: float, split: float | None, usable:
     text = f"{count} GPUs: training needs about {whole:.0f} GiB of a GPU's {memory:.0f}"
     if split is None:
         return f"{text}, so each holds the whole base (DDP)"
-    text += f" with the whole base on it, so it is split: {split:.0f} GiB each (FSDP2)"
+    if split > usable and split >= whole:
+        text += f", and split (FSDP2) {split:.0f}: each holds the whole base (DDP), which may not fit"
+    else:
+        text += f" with the whole base on it, so it is split: {split:.0f} GiB each (FSDP2)"
+        text += "; that may not fit either" if split > usable else ""
     if split > usable:
         other = (
             "adapter.type=qlora" if storage in CODED else "speed.base=fp8, or --accelerate fsdp2_8_offload"
         )
-        text += f"; that may not fit either: {other}"
+        text += f": {less if storage in FOUR_BIT else other}"
     return text
+        less = "a smaller train.per_device_train_batch_size or data.max_length"

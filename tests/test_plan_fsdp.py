@@ -77,3 +77,15 @@ def test_auto_compiles_nothing_where_weights_are_split(large) -> None:
     split = plan.make(recipe.load(large, [*SPLIT]), *plan.planned_machine("h200", 2), by=plan_launch.FSDP2)
     assert split.choices["compile"] == ("off", "auto: not measured where FSDP2 splits the weights")
     assert planned(large, *SPLIT, count=2).choices["compile"].value == "on"
+
+
+def test_weights_are_not_split_where_that_takes_more(large) -> None:
+    """Layers on FSDP2's parts of codes are not fused, and keep more."""
+    given = ("adapter.type=qlora", "train.effective_batch_size=16")
+    made = planned(large, *given, gpu="t4", count=2)
+    machine = plan.planned_machine("t4", 2)
+    split = plan.make(recipe.load(large, given), *machine, by=plan_launch.FSDP2)
+    assert not made.fits and split.peak > made.peak
+    launch = made.choices["launch"]
+    assert made.by == plan_launch.DDP and launch.value == "ddp_8" and "which may not fit" in launch.reason
+    assert "a smaller train.per_device_train_batch_size" in launch.reason and "qlora" not in launch.reason
