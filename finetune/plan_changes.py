@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune import adapter_types, gpus, launch, plan, plan_launch, plan_notes, plan_rows
+from finetune import adapter_types, gpus, hardware, launch, plan, plan_launch, plan_notes, plan_rows
 from finetune.errors import UserError
 from finetune.recipe import load
 
@@ -54,8 +54,10 @@ def run(recipe: Recipe, overrides: list[str], screen: Screen, asked: Asked) -> t
     config = launch.find(asked.config) if asked.config else None
     if config and not asked.gpu:  # the machine is this one
         launch.check_device(config)
-    by, started = plan_launch.of_config(config) if config else (None, None)
-    machine, processes = plan.planned_machine(asked.gpu, asked.gpus or (started if asked.gpu else None))
+    by, count = plan_launch.of_config(config, asked.gpus) if config else (None, asked.gpus)
+    if config and not asked.gpus and not asked.gpu and hardware.detect().device == "cpu":
+        count = None  # its one process
+    machine, processes = plan.planned_machine(asked.gpu, count)
     rate = plan.cpu_rate(recipe) if machine.device == "cpu" else None
     made = plan.make(recipe, machine, processes, rate, by)
     found = changes(recipe, overrides, made, rate, by)

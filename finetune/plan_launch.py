@@ -55,14 +55,17 @@ class Share(NamedTuple):
     """Gradients are summed in a copy (DDP)."""
 
 
-def of_config(path: Path) -> tuple[Sharding, int]:
+def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     """How an accelerate config divides a training, and its number of processes.
+
+    Args:
+        gpus: processes in place of its own number.
 
     Raises:
         UserError: not a config, a kind of launch that is not planned, or no number of processes (exit 2).
     """
     given: dict[str, Any] = launch_config.read(path)
-    count, asked = int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
+    count, asked = gpus or int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
     kind, known = str(given.get("distributed_type") or "NO"), {"NO": ONE, "MULTI_GPU": DDP, "FSDP": FSDP2}
     stage = int((given.get("deepspeed_config") or {}).get("zero_stage", 0))
     found = ZERO.get(stage) if kind == "DEEPSPEED" else known.get(kind)
@@ -72,6 +75,12 @@ def of_config(path: Path) -> tuple[Sharding, int]:
         what, expected = "such a launch is not planned", "one process, DDP, FSDP2, ZeRO-2 or ZeRO-3"
         shown = "offloading" if offloads else f"{kind} {stage or ''}".strip()
         raise UserError(Problem(what, "--accelerate", str(path), found=shown, expected=expected))
+    if count < 1:
+        what, said = "the config leaves the number of processes to who launches it", f"num_processes: {count}"
+        raise UserError(Problem(what, "--accelerate", str(path), found=said, fix="--gpus 16"))
+    if found is ONE and count > 1:
+        what, fix = "the config starts one process", "--gpus 1, or a config such as ddp_8"
+        raise UserError(Problem(what, "--accelerate", str(path), found=f"{count} GPUs", fix=fix))
     precision = "bf16" if asked == "fp8" else asked
     frozen = asked == "fp8" and not given.get("fp8_config")
     return (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen), count
@@ -136,9 +145,9 @@ def reason(count: int, memory: float, whole: float, split: float | None, usable:
         text += f" with the whole base on it, so it is split: {split:.0f} GiB each (FSDP2)"
         text += "; that may not fit either" if split > usable else ""
     if split > usable:
+        less = "a smaller train.per_device_train_batch_size or data.max_length"
         other = (
             "adapter.type=qlora" if storage in CODED else "speed.base=fp8, or --accelerate fsdp2_8_offload"
         )
         text += f": {less if storage in FOUR_BIT else other}"
     return text
-        less = "a smaller train.per_device_train_batch_size or data.max_length"

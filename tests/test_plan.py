@@ -236,6 +236,23 @@ def test_a_launch_that_is_not_planned_is_refused(large, capsys) -> None:
     assert "ZeRO-2" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_launch_is_planned_with_as_many_processes_as_it_starts(large, capsys) -> None:
+    """A config that leaves their number open is told it; one of a single process takes no more."""
+    asked = ["plan", str(large), "train.effective_batch_size=16", "--gpu", "h200", "--accelerate"]
+    assert cli.main([*asked, "multi_node"]) == 2
+    said = capsys.readouterr().err
+    assert "the number of processes" in said and "num_processes: -1" in said and "--gpus 16" in said
+    assert cli.main([*asked, "multi_node", "--gpus", "16"]) == 0
+    assert "DDP:" in capsys.readouterr().out
+    assert cli.main([*asked, "single_gpu", "--gpus", "8"]) == 2
+    assert "the config starts one process" in capsys.readouterr().err
+    assert cli.main([*asked, "ddp_4", "--gpus", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 x H200" in out and "DDP:" not in out
+    if not torch.cuda.is_available():
+        assert cli.main(["plan", str(QUICKSTART), "--accelerate", "cpu"]) == 0
+
+
 def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
     made = planned(large, "speed.base=auto", gpu="t4")
     assert made.choices["base"].value == "fp16" and not made.fits
