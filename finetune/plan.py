@@ -31,7 +31,7 @@ from finetune import (
     plan_time,
 )
 from finetune.batch import MARGIN, Batch, most_processes, sizes, split_batch
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Problem, UserError
 from finetune.hardware import Choice, Hardware, Start
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
 
@@ -188,8 +188,7 @@ def under(
         return at_once(recipe, machine, processes, by, cpu_rate)
     if by.weights:
         what, fix = f"can't be searched: {by.name} splits the weights only later", "a number"
-        problem = Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix)
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix))
 
     def of(rows: int, recompute: str | int, offload: str) -> Plan:
         train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
@@ -241,7 +240,7 @@ def at_once(
     batch = split_batch(recipe.train, processes)
     rows = plan_rows.rows_of(recipe.data, recipe.model, batch.per_device)
     steps = plan_rows.known_steps(recipe.train, rows, batch, processes)
-    long, refused = plan_rows.too_long(rows, recipe.data)
+    refused = plan_rows.refused(rows, recipe.data, batch)
     has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length
@@ -276,6 +275,7 @@ def at_once(
     notes = plan_notes.of_recipe(
         found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
     )
+    notes += [refused] if refused and refused not in notes else []
     notes += plan_notes.of_machine(gone, machine.host_gib, processes)
     moved = plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation)
     choices = {"base": base, "attention": attention, "fused": fused}
@@ -294,7 +294,7 @@ def at_once(
         source=source,
         notes=tuple(notes),
         by=by,
-        refused=long if refused else "",
+        refused=refused,
         sent=(sum(moved), link) if processes > 1 else (0.0, 0.0),
     )
 

@@ -27,7 +27,6 @@ from finetune import (
     resume,
     state,
 )
-from finetune.errors import Exit, Problem, UserError
 from finetune.speed import apply as speed
 from finetune.speed import attention, head
 
@@ -126,11 +125,7 @@ def search_batch(
     arguments: SFTConfig,
     ledger: Ledger,
 ) -> Batch:
-    """As many rows at once as fit, or as the checkpoint's run took (exit 3 where weights are split)."""
-    if setup.launch.sharded:
-        what, fix = f"can't be searched: {setup.launch.sharded} splits the weights only later", "a number"
-        problem = Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix)
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+    """As many rows at once as fit, or as the checkpoint's run took."""
     moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
     with precision(setup):
