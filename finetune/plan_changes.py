@@ -81,7 +81,8 @@ def changes(
             made = plan.make(changed, now.machine, now.processes, cpu_rate, by)
         except UserError:
             continue  # a run would refuse it
-        if made.fits and not made.refused and (not now.fits or _faster(now, made)):
+        taken = made.refused in ("", now.refused)  # what is refused already may still be made to fit
+        if made.fits and taken and (not now.fits or _faster(now, made)):
             found.append(Change(change, cost, made))
     found.sort(key=lambda one: (-(one.plan.tokens_per_second or 0.0), one.plan.peak))
     enough = {one.overrides[0] for one in found if len(one.overrides) == 1}

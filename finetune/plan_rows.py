@@ -49,7 +49,7 @@ def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
     lines, most = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
     lengths, how = plan_tokens.lengths(data, model, every)
     if not lengths:
-        return None
+        return Rows(0, most, most, most, how="there is nothing in the files")
     long = sum(length > most for length in lengths) / len(lengths)
     kept = used(lengths, data)
     if not kept:
@@ -92,6 +92,17 @@ def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
     return f"{share}, and dropped; a run lets {limit:.0%} pass (data.expect.dropped)", rows.long > limit
 
 
+def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
+    """Why a run would not take the rows; empty: it would, as far as that is known."""
+    long, refuses = too_long(rows, data)
+    if refuses or rows is None or rows.number >= batch.effective:
+        return long if refuses else ""
+    if not rows.number:
+        return "there is no row to train on"
+    number = f"{rows.number:,} rows are" if rows.number > 1 else "1 row is"
+    return f"{number} fewer than one step takes (train.effective_batch_size: {batch.effective})"
+
+
 def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -> int | None:
     """Optimizer steps of the run, if they can be known before the data is prepared."""
     if train.max_steps is not None:
@@ -102,5 +113,8 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
 
 
 def _lines(path: Path) -> int:
+    lines, last = 0, b"\n"
     with path.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+        for block in iter(lambda: file.read(2**20), b""):
+            lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")  # the last line may have no end

@@ -41,6 +41,28 @@ def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"text": "a row"}\n' * 3, "3 rows are fewer than one step takes"),
+        ('{"text": "a row"}', "1 row is fewer than one step takes"),
+        ("no json\n" * 9, "there is no row to train on"),
+        ("", "there is no row to train on"),
+        ('{"text": "a row"}\n' * 3 + '{"text": "the last has no end"}', ""),
+    ],
+    ids=("three", "one", "bad lines", "empty", "four"),
+)
+def test_rows_that_are_too_few_for_a_step_are_refused(large, text: str, said: str) -> None:
+    (large.parent / "rows.jsonl").write_text(text)
+    made, loaded = planned(large), recipe.load(large)
+    assert made.refused.startswith(said) and bool(made.refused) is bool(said)
+    assert ("a run would refuse its rows" in plan_changes.headline(loaded, made)) is bool(said)
+    assert not [note for note in made.notes if "not in local jsonl files" in note]
+    assert not said or made.refused in made.notes
+    counted = plan_rows.rows_of(loaded.data, loaded.model, 1)
+    assert counted and counted.number == text.count("text")
+
+
+@pytest.mark.parametrize(
     ("too_long", "rows", "tokens", "refused"),
     [
         ("drop", 20, 1000, True),
