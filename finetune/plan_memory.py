@@ -21,6 +21,7 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 HOST = "CPU memory"  # what leaves the GPU, beside the phases
 FP8_MULTIPLE = 16  # sides of a weight that is stored in fp8 (speed/fp8.py)
 MAX_RANK = 256  # of adapters that run fused (speed/fuse.py)
+RANK = 16  # of adapters whose numbers are not counted: an `r` of their own means another thing
 FUSED_TYPES = ("lora", "adalora", "ia3")
 FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 EVALUATED_TOKENS, LARGEST_BATCH = 16384, 64  # of one forward (scoring.py)
@@ -61,7 +62,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     trained, largest = 0, 0
     for name in names:
         outputs, inputs = linear[name]
-        rank = 0 if kind.peft == "ia3" else _rank(options, name)
+        rank = 0 if kind.peft == "ia3" else _rank(options, name) if counted >= 0 else RANK
         largest = max(largest, rank)
         if kind.peft == "ia3":
             forward = modules.match(options.get("feedforward_modules") or [], [name])
@@ -82,7 +83,8 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     fits = (
         counted >= 0 and largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not options.get("lora_bias")
     )
-    unknown = "" if counted >= 0 else f"what {adapter.type} adds is not counted here; taken as LoRA's of r 16"
+    taken = f"taken as LoRA's of r {RANK}"
+    unknown = "" if counted >= 0 else f"what {adapter.type} adds is not counted here; {taken}"
     return Adapted(
         names, trained, largest, dropout, columns, fits and not dropped, kind.peft == "adalora", unknown
     )
@@ -93,8 +95,8 @@ def _rank(options: dict[str, Any], name: str) -> int:
     for pattern, rank in (options.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return int(rank)
-    rank = options.get("init_r") or options.get("r") or 16
-    return rank if isinstance(rank, int) else 16
+    rank = options.get("init_r") or options.get("r") or RANK
+    return rank if isinstance(rank, int) else RANK
 
 
 def weights(found: Architecture, storage: str, precision: str) -> float:

@@ -81,3 +81,10 @@ def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:
     found = [plan_memory.weights(one, "fp8", "bf16") for one in (whole, apart)]
     linear = sum(outputs * inputs - 4 * outputs for outputs, inputs in apart.linear.values())
     assert found[0] == found[1] == 2 * whole.parameters - linear
+
+
+def test_adapters_that_are_not_counted_are_taken_for_what_is_said(large) -> None:
+    """VeRA's r of 256 is of vectors, not of matrices."""
+    vera = planned(large, "adapter.type=vera", "adapter.r=256")
+    assert vera.trained == planned(large, "adapter.r=16").trained
+    assert "what vera adds is not counted here; taken as LoRA's of r 16" in vera.notes
