@@ -17,7 +17,7 @@ class Gpu(NamedTuple):
     """One kind of GPU; rates of one device."""
 
     device: tuple[str, ...]
-    """Parts of the name that torch gives it; all of them must be in it."""
+    """Words of the name that torch gives it; all of them must be in it."""
     capability: tuple[int, int]
     memory_gib: float
     bf16: float
@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
         return 64e9 if self.capability >= (9, 0) else 32e9 if self.capability >= (8, 0) else 16e9
 
 
-GPUS = {  # the more specific name first: "L40S" holds "L4"
+GPUS = {  # the more specific name first: "H100 PCIe" holds "H100"
     "b200": Gpu(("B200",), (10, 0), 178.4, 2250e12, 4500e12, 8.0e12, 1800e9, 1000),
     "h200": Gpu(("H200",), (9, 0), 139.8, 989e12, 1979e12, 4.8e12, 900e9, 700),
     "h100-pcie": Gpu(("H100", "PCIe"), (9, 0), 79.1, 756e12, 1513e12, 2.0e12, 128e9, 350),
@@ -82,5 +82,9 @@ def named(name: str) -> Gpu:
 
 
 def of_device(name: str) -> Gpu | None:
-    """The GPU with the name that torch gives it; `None` if it is not in the table."""
-    return next((gpu for gpu in GPUS.values() if all(part in name for part in gpu.device)), None)
+    """The GPU with the name that torch gives it; `None` if it is not in the table, as laptops' and a
+    part of one (MIG), which are slower than what they are named after."""
+    words = f" {name.replace('-', ' ')} "
+    if " Laptop " in words or " MIG " in words:
+        return None
+    return next((gpu for gpu in GPUS.values() if all(f" {part} " in words for part in gpu.device)), None)

@@ -275,11 +275,15 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
         "NVIDIA A100-SXM4-40GB": "a100-40gb", "NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA L4": "l4",
         "NVIDIA L40S": "l40s", "NVIDIA L40": "l40", "NVIDIA A10G": "a10g", "NVIDIA A10": "a10",
         "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA RTX A6000": "rtx-a6000", "NVIDIA H20": "h20",
-        "Tesla T4": "t4",
+        "Tesla T4": "t4", "Tesla V100-SXM2-32GB": "v100-32gb", "NVIDIA GeForce RTX 5090": "rtx5090",
     }  # fmt: skip
     for device, name in names.items():
         assert gpus.of_device(device) is gpus.GPUS[name], device
-    assert gpus.of_device("NVIDIA GeForce GTX 1080") is None
+    for device in (
+        "NVIDIA GeForce GTX 1080", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB",
+    ):  # fmt: skip
+        assert gpus.of_device(device) is None, device
     for name, gpu in gpus.GPUS.items():  # a machine that is planned for is found again by its name
         assert gpus.of_device(plan.planned_machine(name, 1)[0].name) is gpu, name
 
