@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.screen import Screen
 
 SHOWN = 3
-FASTER = 1.02  # times as many tokens/s, from which a change is one
+FASTER = 1.02  # times as many tokens/s of the whole run, from which a change is one
 BY_AUTO = "the same numbers, but where it keeps gate and up in int8 (fp8 bases): gradients a hundredth off"
 KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers")
 
@@ -84,13 +84,19 @@ def changes(
         taken = made.refused in ("", now.refused)  # what is refused already may still be made to fit
         if made.fits and taken and (not now.fits or _faster(now, made)):
             found.append(Change(change, cost, made))
-    found.sort(key=lambda one: (-(one.plan.tokens_per_second or 0.0), one.plan.peak))
+    found.sort(key=lambda one: (-_rate(one.plan), one.plan.peak))
     enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
     return [one for one in found if len(one.overrides) == 1 or not enough & set(one.overrides)][:SHOWN]
 
 
 def _faster(now: Plan, made: Plan) -> bool:
-    return (made.tokens_per_second or 0.0) > FASTER * (now.tokens_per_second or float("inf"))
+    return _rate(made) > FASTER * (_rate(now) or float("inf"))
+
+
+def _rate(made: Plan) -> float:
+    """Tokens/s of the run as a whole, what compiling takes at its start included if its steps are known."""
+    steps = (made.steps or 0) * (made.step_seconds or 0.0)
+    return (made.tokens_per_second or 0.0) * (steps / made.seconds if made.seconds else 1.0)
 
 
 def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -241,6 +247,12 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
             yield "energy", f"{hours * gpu.watts / 1000:,.2f} kWh, the GPUs at their limit of {gpu.watts} W"
         if price is not None:
             yield "cost", f"{hours * price:,.2f}: {hours:,.2f} hours of a device at {price:g}"
+    elif price is not None and now.tokens_per_second:
+        hours = 1e9 / now.tokens_per_second * now.processes / 3600
+        text = f"{hours * price:,.2f} for a billion tokens, for the steps are not known"
+        yield "cost", f"{text}: {hours:,.2f} hours of a device at {price:g}"
+    elif price is not None:
+        yield "cost", "not known"
 
 
 def _row(one: Change, now: Plan) -> list[str]:
