@@ -70,3 +70,14 @@ def test_a_recipe_says_its_size_and_kind(name: str) -> None:
     size, kind = name.split("_")
     head = FILES[name].read_text().splitlines()[1]
     assert re.match(rf"# Llama 3\.1 8B on one GPU of {size[:-2]} GB, {kind}: ", head)
+
+
+@pytest.mark.parametrize("size", GPUS)
+def test_a_recipe_says_what_the_plan_says(size: str, llama: Path, monkeypatch, tmp_path) -> None:
+    """Of an H100 and an A100 where both are named."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    name = f"{size}_smallest"
+    said = re.search(r"By the plan (\d+) GiB(?:.*, (\d+) on an A100)?", FILES[name].read_text())
+    assert said
+    gpus = (GPUS[size][-1], "a100-80gb") if said[2] else (GPUS[size][0],)
+    assert [round(planned(name, gpu, llama).peak) for gpu in gpus] == [int(n) for n in said.groups() if n]
