@@ -52,7 +52,19 @@ def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) ->
     assert not cached() and cached()
     moved = str(tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").rename(moved)
-    assert cached(name=moved), "the same content under another name"
+    assert not cached(name=moved), "its rows would be a.jsonl's"
+
+
+def test_what_is_found_prepared_names_the_files_of_this_run(tmp_path, tokenizer, monkeypatch) -> None:
+    """The same recipe in another folder: what was prepared is found, and called by where it is now."""
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        write(Path("a.jsonl"), "Maria.", "Omar.")
+        data = Data.model_validate({"name": "a.jsonl", "cache": str(tmp_path / "cache")})
+        made = prepare(data, tokenizer, 0, None)
+        assert made.cached == (place == "two")
+        assert [*made.report["train"].sources] == [str(tmp_path / place / "a.jsonl")]
 
 
 def test_weights_that_change_places_are_another_mix(tmp_path, tokenizer) -> None:

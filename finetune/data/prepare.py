@@ -1,7 +1,7 @@
 """The training data of a run, from rows to a memory-mapped file: read, render, encode, audit, pack, cache.
 
 One pass, a few thousand rows at a time; what stays in memory is a few numbers a document. The result is kept
-by content: the same files, tokenizer, template and recipe section are never prepared twice.
+by content: the same files of the same names, tokenizer, template and recipe section are never prepared twice.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
             gc.enable()
             shutil.rmtree(building, ignore_errors=True)
     found = json.loads((folder / "report.json").read_text())
+    found["train"]["sources"] = sources  # where they are now
     content = [[_content(source, sources) for source in load.sources(data)], sorted(sources.values())]
     train: Any = Dataset.from_file(str(folder / "rows.arrow"))
     return Prepared(
@@ -297,7 +298,7 @@ def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources:
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {
-        "data": data.model_dump(exclude={"cache", "name"}),
+        "data": data.model_dump(exclude={"cache"}),  # with its names, for rows are known by file and line
         "mix": [_content(source, sources) for source in load.sources(data)],
         "sources": sorted(sources.values()),
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
