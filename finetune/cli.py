@@ -63,7 +63,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
     except KeyboardInterrupt:
         if options.debug:
             raise
-        print("stopped; what was saved is in the run folder", file=sys.stderr)
+        print("interrupted before it was done", file=sys.stderr)
         return 130
     return Exit.DONE
 

@@ -115,6 +115,18 @@ class RunFolder:
         return strict_json.scores(found) if name == EVALUATED else found
 
 
+def _instead(run: RunFolder) -> str:
+    """What may have been meant by a path that is no finished run."""
+    if run.recipe.exists():
+        return "finetune train with --resume=auto, which goes on with it"
+    dated = [path for path in run.path.parent.glob(f"{run.path.name}-[0-9]*") if RunFolder(path).finished]
+    if dated:
+        return str(max(dated, key=lambda path: path.stat().st_mtime))
+    if RunFolder(run.path.parent).finished:
+        return str(run.path.parent)
+    return "a run folder, or organisation/name@revision for one on the Hub"
+
+
 def open_run(path: str | Path) -> RunFolder:
     """An existing run: a folder, or a published one, `organisation/name@revision` (exit 2 if it is none)."""
     run = RunFolder(Path(path))
@@ -122,7 +134,7 @@ def open_run(path: str | Path) -> RunFolder:
         run = _fetch(str(path))
     if not run.recipe.exists() or not run.weights.exists():
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
-        fix = "" if run.path.exists() else "a run folder, or organisation/name@revision for one on the Hub"
+        fix = _instead(run)
         raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}", fix=fix))
     check = untrusted.check_adapter if run.weights == run.adapter else untrusted.check_model
     check(run.weights, "")

@@ -137,7 +137,7 @@ def show_result(
     receipts = [(r.option, "yes" if r.ok else "NO", r.asked, r.got) for r in ledger.receipts]
     screen.table("receipts", ("what", "true", "asked", "got"), receipts)
     show_scores(screen, result)
-    show_next(screen, recipe, folder)
+    show_next(screen, folder)
 
 
 def show_scores(screen: Screen, result: dict[str, Any]) -> None:
@@ -187,13 +187,12 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
     return name, base, tuned, f"{value} ({low} to {high})", found["verdict"]
 
 
-def show_next(screen: Screen, recipe: Recipe, folder: RunFolder) -> None:
+def show_next(screen: Screen, folder: RunFolder) -> None:
     path = shlex.quote(str(folder.path))
-    other = "ia3" if recipe.adapter.type != "ia3" else "lora"
     screen.say("", Text(f"the run is in {folder.path}", style="bold"), "next:")
     screen.say(f"  open {path}/report.html in a browser")
     screen.say(f"  finetune evaluate {path}")
-    screen.say(f"  finetune train {shlex.quote(str(recipe.origin.path))} adapter.type={other}")
+    screen.say(f"  finetune chat {path}")
     screen.say(f"  less {path}/log.txt")
 
 

@@ -154,6 +154,11 @@ def test_temperature_draws(run, talk) -> None:
 def test_mistakes(run, talk, tmp_path, capsys) -> None:
     assert cli.main(["chat", str(tmp_path)]) == 2
     assert "not a finished run" in capsys.readouterr().err
+    done = run()  # runs/name-<date> is meant by runs/name, and a run by the folder of its adapter
+    (tmp_path / "lora-20260101-000000").symlink_to(done.path)
+    for wrong, meant in ((tmp_path / "lora", "lora-20260101"), (done.adapter, str(done.path))):
+        assert cli.main(["chat", str(wrong)]) == 2
+        assert f"try:       {tmp_path / meant if wrong.parent == tmp_path else meant}" in capsys.readouterr().err
     for wrong in (["--temperature", "-1"], ["--max-new-tokens", "0"], ["--temperature", "warm"]):
         with pytest.raises(SystemExit):
             cli.main(["chat", "run", *wrong])

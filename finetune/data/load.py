@@ -7,11 +7,11 @@ import glob
 import hashlib
 import os
 import re
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.formats import BadRow, Row
+from finetune.data.formats import BadRow, Row, detect
 from finetune.data.readers import READERS, without_nulls
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
@@ -72,6 +72,9 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
     digests = sorted(row.digest(seed, data) for row in rows if isinstance(row, Row))
     drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
     if digests and digests[-1] in drawn:
+        for source in sources(data):  # rows without a column that is read are all alike: that is said first
+            for row in islice((row for row in read(source, "data.name") if isinstance(row, Row)), 1):
+                detect(row, data)
         what, found = "no row would be left to train on", f"{len(set(digests))} different rows"
         raise UserError(Problem(what, "data.validation_fraction", found=found))
     return drawn
