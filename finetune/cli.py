@@ -341,16 +341,18 @@ def report(options: argparse.Namespace) -> None:
 
 def recipes(options: argparse.Namespace) -> None:
     """List the shipped recipes, or copy one to change it."""
-    from finetune import shipped
+    from finetune import given, shipped
 
-    if options.name is None:
+    if options.name is None and options.copy is None:
         for name, path in shipped.recipes().items():
             print(f"{name:<24} {shipped.purpose(path)}")
         print("\ncopy one to change it: finetune recipes NAME --copy .")
-    elif options.copy is None:
-        raise UserError(Problem("say where to copy it", fix=f"finetune recipes {options.name} --copy ."))
+    elif options.name is None or options.copy is None:
+        fix = f"finetune recipes {options.name or 'NAME'} --copy {options.copy or '.'}"
+        raise UserError(Problem("say which recipe to copy, and where", fix=fix))
     else:
-        written = shipped.copy(options.name, Path(options.copy))
+        with given.writing(Path(options.copy)):
+            written = shipped.copy(options.name, Path(options.copy))
         print("\n".join(f"wrote {path}" for path in written))
         print(f"next: finetune train {shlex.quote(str(written[0]))}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -72,8 +73,14 @@ def run(
 
     Returns:
         The content of eval.json; without held-out rows `base` and `tuned` are empty.
+
+    Raises:
+        UserError: no finished run, or a folder that can't be written (exit 2).
     """
     folder = run_folder.open_run(path)
+    if not os.access(folder.path, os.W_OK):
+        fix = "a copy of it elsewhere: its scores are kept in it"
+        raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
     recipe = run_folder.recipe_of(folder, overrides)
     PartialState(cpu=hardware.detect().device == "cpu")  # the first one decides for the process
     tasks.check(recipe.eval)

@@ -158,7 +158,9 @@ def test_mistakes(run, talk, tmp_path, capsys) -> None:
     (tmp_path / "lora-20260101-000000").symlink_to(done.path)
     for wrong, meant in ((tmp_path / "lora", "lora-20260101"), (done.adapter, str(done.path))):
         assert cli.main(["chat", str(wrong)]) == 2
-        assert f"try:       {tmp_path / meant if wrong.parent == tmp_path else meant}" in capsys.readouterr().err
+        assert (
+            f"try:       {tmp_path / meant if wrong.parent == tmp_path else meant}" in capsys.readouterr().err
+        )
     for wrong in (["--temperature", "-1"], ["--max-new-tokens", "0"], ["--temperature", "warm"]):
         with pytest.raises(SystemExit):
             cli.main(["chat", "run", *wrong])

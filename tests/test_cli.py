@@ -92,6 +92,11 @@ def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
     assert cli.main(["check", "quickstart.yaml"]) == 0
     assert cli.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
+    assert cli.main(["recipes", "--copy", str(tmp_path)]) == 2
+    assert "say which recipe to copy" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main(["recipes", "quickstart", "--copy", str(tmp_path / "file")]) == 2
+    assert "can't be written" in capsys.readouterr().err
     assert cli.main(["recipes", "quickstrat", "--copy", str(tmp_path)]) == 2
     assert "quickstart" in capsys.readouterr().err
 

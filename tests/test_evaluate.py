@@ -79,7 +79,9 @@ def test_sources_are_told_apart(train, two_layers, tmp_path) -> None:
     assert total == found["settings"]["rows"] > 12
 
 
-def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(train, two_layers, tmp_path, capsys):
+def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
+    train, two_layers, tmp_path, capsys, monkeypatch
+) -> None:
     """Another place for the run and for the base, and no data at all."""
     base, data = tmp_path / "base", tmp_path / "here"
     shutil.copytree(two_layers, base)
@@ -96,6 +98,10 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(train, tw
     shutil.move(run.path, moved.path)
     shutil.rmtree(data)
     base.rename(tmp_path / "base2")
+    with monkeypatch.context() as patch:  # said before anything is loaded
+        patch.setattr("os.access", lambda path, mode: False)
+        assert cli.main(["evaluate", str(moved.path), "--quiet"]) == 2
+        assert "can't be written" in capsys.readouterr().err
     assert cli.main(["evaluate", str(moved.path), "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "model.name" in said and "eval.tasks=[], to do without" in said

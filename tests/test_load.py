@@ -353,7 +353,9 @@ def test_a_share_that_leaves_nothing_to_train_on_is_an_error(tmp_path: Path) -> 
     path = written(tmp_path, "a.jsonl", '{"text": "a"}\n' * 8)
     with pytest.raises(UserError, match="no row would be left"):
         held_out(Data(name=str(path), validation_fraction=0.1), seed=0)
-    rows = "".join(f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(8))  # alike, for nothing is read
+    rows = "".join(
+        f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(8)
+    )  # alike, for nothing is read
     path = written(tmp_path, "b.jsonl", rows)
     with pytest.raises(UserError, match="no columns to train on"):
         held_out(Data(name=str(path), validation_fraction=0.25), seed=0)
