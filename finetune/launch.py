@@ -136,7 +136,8 @@ def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
     few = machine.device == "cuda" and isinstance(count, int) and count > machine.count * machines
     if not extra and (count == -1 or machines > 1 or few):
         what = "the launcher's command line must say how many processes to start, and on which machines"
-        found = f"num_processes: {count}, num_machines: {machines}; {machine.count} GPUs here"
+        found = f"num_processes: {count}, num_machines: {machines}"
+        found += f"; {machine.count} GPUs here" if machine.device == "cuda" else ""
         words = ["--num_machines N --machine_rank I --main_process_ip HOST"] * (machines > 1)
         words += ["-m", "finetune", *arguments]
         fix = f"accelerate launch --config_file {config} --num_processes {max(1, machine.count) * machines}"

@@ -116,6 +116,10 @@ def test_a_config_for_gpus_is_refused_where_there_is_none(name: str, on, capsys,
         assert cli.main(["train", str(QUICKSTART)]) == 3
         assert f"{name}.yaml" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # it is meant
+    if name == "multi_node":  # how many is for the launcher's own command line
+        assert cli.main(asked) == 2 and not started
+        assert "--num_machines N" in capsys.readouterr().err
+        return
     with pytest.raises(SystemExit):
         cli.main(asked)
     assert len(started) == 1
