@@ -134,7 +134,8 @@ def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
     given, machine = launch_config.read(config), detect()
     count, machines = given.get("num_processes"), given.get("num_machines") or 1
     few = machine.device == "cuda" and isinstance(count, int) and count > machine.count * machines
-    if not extra and (count == -1 or machines > 1 or few):
+    apart = machines > 1 and not given.get("main_process_ip")  # which a config of one machine's own may say
+    if not extra and (count == -1 or apart or few):
         what = "the launcher's command line must say how many processes to start, and on which machines"
         found = f"num_processes: {count}, num_machines: {machines}"
         found += f"; {machine.count} GPUs here" if machine.device == "cuda" else ""

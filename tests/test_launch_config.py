@@ -126,6 +126,18 @@ def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, sa
     assert raised.value.code == 2 and said in problem.fix and "-m finetune train recipe.yaml" in problem.fix
 
 
+def test_a_config_may_say_which_of_many_machines_this_is(tmp_path, monkeypatch) -> None:
+    machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
+    monkeypatch.setattr(launch, "detect", lambda: machine)
+    made = yaml.safe_load(CONFIGS["multi_node"].read_text()) | {"num_processes": 16, "machine_rank": 1}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(made | {"main_process_ip": "10.0.0.1", "main_process_port": 29500}))
+    launch.check_count(path, [], ["train", "recipe.yaml"])
+    path.write_text(yaml.safe_dump(made))
+    with pytest.raises(UserError, match="the launcher's command line"):
+        launch.check_count(path, [], ["train", "recipe.yaml"])
+
+
 def test_a_signal_ends_a_launch_for_good(monkeypatch) -> None:
     """Also where nothing was started yet, and where the launcher would begin again what ended."""
     monkeypatch.setenv(launch.STOPPED, "")
