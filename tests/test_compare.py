@@ -115,7 +115,7 @@ def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:
         return real(*arguments, **options)
 
     monkeypatch.setattr(training, "run", stopped)
-    assert "stopped" in run(tmp_path / "c", "--adapters", "lora", "--seeds", "2", code=130)
+    assert "interrupted" in run(tmp_path / "c", "--adapters", "lora", "--seeds", "2", code=130)
     assert len(found(tmp_path / "c")["runs"]) == 1, "the table of what is finished is there already"
     said = run(tmp_path / "c", "--adapters", "lora", "--seeds", "2")
     assert "lora-seed42: kept" in said and len(calls) == 3 and len(found(tmp_path / "c")["runs"]) == 2
