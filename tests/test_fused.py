@@ -220,7 +220,7 @@ def test_dropout_drops_what_pefts_drops(family: str, targets: Any, mlps: int) ->
     torch.manual_seed(1)
     loss, gradients = step(model)
     fused = Fused(model, decoder_layers(model))
-    assert (fused.mlps, fused.dropping) == (mlps, 2 - mlps)
+    assert (fused.mlps, fused.parts.total()) == (mlps, 2 - mlps)
     torch.manual_seed(1)
     ours, our_gradients = step(model)
     assert abs(float(ours - loss)) < 1e-10 and worst(our_gradients, gradients) < 1e-10
@@ -277,15 +277,22 @@ def test_compiled_whole_and_once_for_all_layers(kind: str, base: str) -> None:
     assert worst(our_gradients, gradients) < 1e-4
 
 
-def test_what_is_not_the_modules_own_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlp_that_is_not_its_own_forward_is_refused_and_its_layers_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from finetune.speed import fuse
 
     model = adapted(TYPES["lora"]())
+    loss, gradients = step(model)
     monkeypatch.setitem(fuse.ACTIVATIONS, "SiLUActivation", "gelu_tanh")
     fused = Fused(model, decoder_layers(model))
-    ((reason, count),) = fused.left.items()
-    assert "its fast forward is not its own" in reason and (count, fused.served, fused.mlps) == (6, 8, 0)
+    ((reason, count),) = fused.parts.items()
+    assert "its fast forward is not its own" in reason and count == 2
+    assert (fused.served, fused.mlps, dict(fused.left)) == (14, 0, {})
     assert not any("forward" in vars(layer.mlp) for layer in decoder_layers(model))
+    assert all("forward" in vars(layer.mlp.down_proj) for layer in decoder_layers(model))
+    ours, our_gradients = step(model)
+    assert abs(float(ours - loss)) < 1e-10 and worst(our_gradients, gradients) < 1e-10
 
 
 @pytest.mark.parametrize(

@@ -134,8 +134,7 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
     made = Fused(model, layers)
     left = "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(made.left.items()))
     got = f"{made.served} linear layers" + (f"; {left}" if left else "")
-    if made.dropping:
-        got += f"; {made.dropping} MLPs in parts: lora_dropout is on down_proj, 0 lets them run whole"
+    got += "".join(f"; {count} MLPs in parts: {reason}" for reason, count in sorted(made.parts.items()))
     if chosen.reason == "asked for" and not made.served:
         what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
         raise UserError(Problem(what, "speed.fused", found=left, fix=fix), code=Exit.ENVIRONMENT)

@@ -53,7 +53,7 @@ class Fused:
     Attributes:
         served: linear layers that run through a fast forward.
         mlps: gated MLPs among them that are fused whole.
-        dropping: gated MLPs that are not, since adapters drop inputs of their last layer.
+        parts: gated MLPs of which only the linear layers are, counted by the reason.
         left: adapted layers that do not, counted by the reason.
         worst: the largest relative difference of a fused module from its own forward.
         norms: of DoRA layers; to be made anew when the optimizer has stepped (`callbacks.RefreshNorms`).
@@ -64,35 +64,25 @@ class Fused:
 
         Every fused module is compared with its own forward; one that does not compute the same gets it back.
         """
-        self.left, self.worst, self.dropping = Counter[str](), 0.0, 0
-        fast, given_back = set[nn.Module](), set[nn.Module]()
-        groups: list[Group] = []
+        self.left, self.worst, self.parts = Counter[str](), 0.0, Counter[str]()
+        fast, groups = set[nn.Module](), list[Group]()
         clipped = getattr(model.config.get_text_config(), "clip_qkv", None) is not None
         every = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
         for layer in [] if clipped else layers:
             adapted = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)] or every[:1]
             for module in layer.modules():
-                self.dropping += (drops := _drops(module))
-                found = {} if drops else _mlp(module, fast, adapted)
-                for name, members in (found or _stacks(module, fast)).items():
-                    fast.update(members)
-                    called = [module] if name == "mlp" else members
-                    groups.append(Group(f"{type(module).__name__}.{name}", members, called))
+                if drops := _drops(module):
+                    self.parts["lora_dropout is on down_proj, 0 lets them run whole"] += 1
+                whole = [] if drops else _mlp(module, fast, adapted)
+                groups += whole or _stacks(module, fast)
         magnitudes = [m for m in fast if getattr(m, "lora_magnitude_vector", None)]
         self.norms = dora.Norms(magnitudes) if magnitudes else None
-        self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
         if groups:
             model.register_forward_pre_hook(self.start)
-        for group, error in zip(groups, self._errors(groups), strict=True):
-            if error:
-                for module in group.called:
-                    del module.forward, module.finetune_fused
-                self.left[error] += sum(map(_adapted, group.members))
-                given_back.update(group.members)
-        self.served = len(fast - given_back)
-        self.mlps = sum(
-            group.called != group.members and "forward" in vars(group.called[0]) for group in groups
-        )
+        groups = self._right(groups, fast)
+        self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
+        self.served = sum(len(group.members) for group in groups)
+        self.mlps = sum(group.called != group.members for group in groups)
         reason = "the model clips q, k and v in place" if clipped else "no forward of ours is for it"
         for module in model.modules():
             if isinstance(module, BaseTunerLayer) and module not in fast:
@@ -105,6 +95,29 @@ class Fused:
             stack.x, stack.ready = None, {}
         if self.norms:
             self.norms.refresh()
+
+    def _right(self, groups: list[Group], fast: set[nn.Module]) -> list[Group]:
+        """The groups that compute what is asked of them; the others' modules get their own forwards back.
+
+        Of an MLP that can't be one, its linear layers are tried alone: their kernels need less memory.
+        """
+        right, failed, parts = list[Group](), list[tuple[Group, str]](), list[Group]()
+        for group, error in zip(groups, self._errors(groups), strict=True):
+            if not error:
+                right.append(group)
+                continue
+            for module in group.called:
+                del module.forward, module.finetune_fused
+            if group.called == group.members:
+                self.left[error] += sum(map(_adapted, group.members))
+            else:
+                failed.append((group, error))
+                fast.difference_update(group.members)
+                parts += _stacks(group.called[0], fast)
+        right += self._right(parts, fast) if parts else []
+        served = {member for group in right for member in group.members}
+        self.parts.update(error for group, error in failed if served & set(group.members))
+        return right
 
     def _errors(self, groups: list[Group]) -> list[str]:
         """What is wrong with each group, with adapters that are not zero; empty strings for nothing."""
@@ -150,10 +163,11 @@ def _drops(module: Any) -> bool:
     return isinstance(down, lora.LoraLayer) and _dropout(down)
 
 
-def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> dict[str, list[nn.Module]]:
-    """The layers of a gated MLP that can be fused whole, its forward replaced; nothing if it is not one.
+def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> list[Group]:
+    """A gated MLP that can be fused whole, its forward replaced; nothing if it is not one.
 
     Args:
+        fast: modules that are in a group; those of this one are added.
         adapted: of the decoder layer, which say whether the adapter is on where none is in the MLP.
     """
     down, act = getattr(module, "down_proj", None), getattr(module, "act_fn", None)
@@ -168,17 +182,18 @@ def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> dict[str, lis
         or fast & set(members)
         or not all(isinstance(one, nn.Module) for one in members)
     ):
-        return {}
+        return []
     if any(map(obstacle, members)) or not alike(first):
-        return {}
+        return []
     if not any(map(_adapted, members)) and not isinstance(base_of(members[-1]), fp8.Fp8Linear):
-        return {}  # with nothing adapted there is only the rounding to fp8 to save
+        return []  # with nothing adapted there is only the rounding to fp8 to save
     if any(base_of(one).bias is not None for one in members) or any(map(_entered, first)):
-        return {}
+        return []
     both, last = Stack(first, adapted), Stack([down], adapted)
     module.finetune_fused = (both, last, act)
     module.forward = MethodType(_mlp_forward, module)
-    return {"mlp": members}
+    fast.update(members)
+    return [Group(f"{type(module).__name__}.mlp", members, [module])]
 
 
 def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -188,9 +203,9 @@ def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return type(self).forward(self, x)
 
 
-def _stacks(module: Any, fast: set[nn.Module]) -> dict[str, list[nn.Module]]:
-    """Groups of a module's own linear layers that run as one, their forwards replaced."""
-    found: dict[str, list[nn.Module]] = {}
+def _stacks(module: Any, fast: set[nn.Module]) -> list[Group]:
+    """Groups of a module's own linear layers that run as one, their forwards replaced; added to `fast`."""
+    found: list[Group] = []
     alone = dict(module.named_children())
     for names in (*TOGETHER, *((name,) for name in list(alone))):
         members: list[Any] = [alone.get(name) for name in names]
@@ -203,7 +218,8 @@ def _stacks(module: Any, fast: set[nn.Module]) -> dict[str, list[nn.Module]]:
             member.finetune_fused = (stack, place)
             member.forward = MethodType(_stacked_forward, member)
             alone.pop(names[place])
-        found["+".join(names)] = members
+        fast.update(members)
+        found.append(Group(f"{type(module).__name__}.{'+'.join(names)}", members, members))
     return found
 
 

@@ -32,7 +32,7 @@ def _add_product(
     right = tl.load(b + cols[:, None] * R + ranks[None, :], col_ok, 0.0)
     at = y + rows[:, None] * N + cols[None, :]
     ok = row_ok & (cols < N)[None, :]
-    total = tl.load(at, ok, 0.0).to(tl.float32) + tl.dot(left, tl.trans(right))
+    total = tl.load(at, ok, 0.0).to(tl.float32) + tl.dot(left, tl.trans(right), input_precision="tf32x3")
     tl.store(at, total.to(y.dtype.element_ty), ok)
 
 
@@ -63,7 +63,7 @@ def _quantise_product(
         at, ok = rows[:, None] * N + cols[None, :], (rows < T)[:, None] & here[None, :]
         block = tl.load(x + at, ok, 0.0)
         right = tl.load(b + cols[:, None] * stride_n + ranks[None, :] * stride_r, here[:, None], 0.0)
-        total += tl.dot(block, right)
+        total += tl.dot(block, right, input_precision="tf32x3")
         values = block.to(tl.float32)
         if SCALED:
             values *= tl.load(column + cols, here, 0.0)[None, :]

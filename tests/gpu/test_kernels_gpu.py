@@ -134,6 +134,25 @@ def test_activation(shape: tuple[int, int], act: str, rank: int, scaled: bool) -
                 assert error(ours, right) < 5e-3, name
 
 
+def test_of_float32_they_are_as_exact_as_it_is() -> None:
+    """Not TF32, which takes 13 of each factor's bits away."""
+    tokens, size, rank = 70, 352, 16
+    gu, dh = random(tokens, 2 * size, dtype=torch.float32), random(tokens, size, dtype=torch.float32)
+    t, dt = random(tokens, 2 * rank, dtype=torch.float32), random(tokens, rank, dtype=torch.float32)
+    b, a = random(2 * size, 2 * rank, dtype=torch.float32), random(rank, size, dtype=torch.float32)
+    b[:size, rank:], b[size:, :rank] = 0, 0
+    h = ops.activate(*on_gpu(gu, t, b, None), "silu", False, False)[0]
+    assert error(h, ops.activate(gu, t, b, None, "silu", False, False)[0]) < 1e-5
+    got = ops.activate_backward(*on_gpu(gu, t, b, None), "silu", *on_gpu(dh, dt, a, None, None))
+    expected = ops.activate_backward(gu, t, b, None, "silu", dh, dt, a, None, None)
+    for ours, right in zip(got, expected, strict=True):
+        assert not right.numel() or error(ours, right) < 1e-5
+    y = random(tokens, 2 * size, dtype=torch.float32)
+    ours = y.cuda()
+    ops.kernels.add_product_(ours, *on_gpu(t, b))
+    assert error(ours, y.double() + t.double() @ b.double().T) < 1e-5
+
+
 @pytest.mark.parametrize(
     "shape",
     [(1, 16, 1), (100, 4096, 16), (70, 14336, 24), (1030, 200, 64), (70, 4096, 128), (37, 200, 256)],
