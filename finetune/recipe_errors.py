@@ -121,6 +121,11 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     for key in ("eval.patience", "eval.best"):
         if every is None and get(key) not in (None, "loss"):
             problem(key, "needs eval.every: it is about evaluations in training", fix="eval.every: 50")
+    flat = next((key for key in ("data.packing", "data.padding_free") if get(key)), None)
+    if flat and get("train.pad_to_multiple_of") not in (None, 1):
+        what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
+        fix = "drop it: batches that stand end to end have one shape where they are compiled"
+        problem("train.pad_to_multiple_of", what, found=str(get("train.pad_to_multiple_of")), fix=fix)
     best = get("eval.best")
     if isinstance(best, str) and "/" not in best and best not in ("loss", "exact_match"):
         expected = "loss, exact_match, or task/metric such as arc_easy/acc"
@@ -148,7 +153,7 @@ def similar_files(path: Path) -> str:
         return f"a file in it: {', '.join(inside[:5])}" if inside else ""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist"
-    match = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+    match = nearest(path.name, {entry.name for entry in path.parent.iterdir()})
     return str(path.parent / match) if match else ""
 
 

@@ -162,6 +162,15 @@ def test_what_excludes_an_adapter_is_said_with_a_remedy(overrides: list[str], ke
     assert says in found
 
 
+@pytest.mark.parametrize("flat", ["packing", "padding_free"])
+def test_rows_end_to_end_are_not_padded_to_a_multiple(flat: str) -> None:
+    """Each token that fills up would be a document: more of them than a compiled step has borders for."""
+    given = ["train.pad_to_multiple_of=64", "data.packing=false", f"data.{flat}=true"]
+    assert f"excludes data.{flat}" in problems(QUICKSTART, *given)["train.pad_to_multiple_of"]
+    rows = ["train.pad_to_multiple_of=64", "data.packing=false", "data.padding_free=false"]
+    assert recipe.load(QUICKSTART, rows).train.passed_on()["pad_to_multiple_of"] == 64
+
+
 def test_keys_of_peft_s_own_configs_are_checked_by_name_and_type() -> None:
     given = ["adapter.init_lora_weights=eva", "adapter.eva_config.rhoo=2", "adapter.eva_config.tau=x"]
     found = problems(QUICKSTART, *given)
