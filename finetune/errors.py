@@ -9,6 +9,7 @@ error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
@@ -74,7 +75,15 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The one of `names` that `name` most likely means, or the empty string."""
-    by_lower = {candidate.lower(): candidate for candidate in names}
-    match = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[match[0]] if match else ""
+    """The one of `names` that `name` most likely means, or the empty string.
+
+    Two letters that changed places come first (lroa: lora, not road), then a name that was not ended (adam:
+    the first that begins so), then the likest.
+    """
+    asked, offered = name.lower(), sorted(names) if isinstance(names, Set) else names
+    by_lower = {candidate.lower(): candidate for candidate in offered}
+    turned = [asked[:i] + asked[i : i + 2][::-1] + asked[i + 2 :] for i in range(len(asked) - 1)]
+    found = [other for other in (asked, *turned) if other in by_lower]
+    found += [other for other in by_lower if len(asked) > 2 and other.startswith(asked)]
+    found += get_close_matches(asked, by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else ""

@@ -1,6 +1,7 @@
 """What a user gets for each way to get it wrong: exit code, place, and words that say what to do."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -124,6 +125,21 @@ def test_58_a_batch_that_processes_can_t_share() -> None:
 @within_a_second
 def test_a_missing_recipe_names_the_nearest(capsys) -> None:
     assert "quickstart.yaml" in stderr_of(["check", str(ROOT / "recipes" / "quikstart.yaml")], 2, capsys)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("adapter.type=lroa", "lora"),
+        ("adapter.type=droa", "dora"),
+        ("train.optim=adam", "adamw_torch"),
+        ("train.lr_scheduler_type=cosin", "cosine"),
+        ("train.learning_raet=1e-4", "learning_rate"),
+    ],
+)
+def test_letters_that_changed_places_and_a_name_not_ended_are_the_likeliest(override, meant, capsys) -> None:
+    said = stderr_of(["check", str(ROOT / "recipes" / "quickstart.yaml"), override], 2, capsys)
+    assert re.search(rf"try: +{meant}$", said, re.MULTILINE), said
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:
