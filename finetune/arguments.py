@@ -51,6 +51,11 @@ def seconds(text: str) -> float:
     return parts[0] * 3600 + parts[1] * 60 + parts[2]
 
 
+def names(text: str) -> str:
+    """A list of names; `lora, dora` is lora,dora."""
+    return ",".join(name.strip() for name in text.split(","))
+
+
 class Until(NamedTuple):
     """When a run ends before its last step, with a checkpoint."""
 
@@ -213,7 +218,11 @@ COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("overrides", {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"}),
     (
         "--adapters",
-        {"metavar": "TYPES", "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own"},
+        {
+            "metavar": "TYPES",
+            "type": names,
+            "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own",
+        },
     ),
     ("--seeds", {"metavar": "N", "type": at_least_one, "help": "runs of each type: 3"}),
     (

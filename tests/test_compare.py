@@ -309,6 +309,7 @@ def test_mistakes_are_said_before_anything_is_trained(done, tmp_path, capsys) ->
         ([recipe, "--adapters", "lora", "--assert-equal"], "--assert-equal is for two run folders"),
         ([recipe, "--adapters", "lara,lora,lora,ia3@x"], "try:       lora"),
         ([recipe, "--adapters", "lora,lora"], "is named twice"),
+        ([recipe, "--adapters", "lora, lora "], "is named twice"),
         ([recipe, "--adapters", "ia3@x"], "expected:  a learning rate: ia3@1e-3"),
         ([recipe, "--adapters", "lora,full", "speed.base=nf4"], "full"),
         ([recipe, "--adapters", "lora", "--output", runs[0]], "is a run folder"),
