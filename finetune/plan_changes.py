@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune import adapter_types, gpus, hardware, launch, plan, plan_launch, plan_notes, plan_rows
+from finetune.data import render
 from finetune.errors import UserError
 from finetune.recipe import load
 
@@ -51,6 +52,7 @@ def run(recipe: Recipe, overrides: list[str], screen: Screen, asked: Asked) -> t
     Raises:
         UserError: what the recipe or the command line has wrong, or a run would refuse.
     """
+    render.start()
     config = launch.find(asked.config) if asked.config else None
     if config and not asked.gpu:  # the machine is this one
         launch.check_device(config)

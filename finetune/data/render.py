@@ -75,6 +75,11 @@ def render(
     return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 
+def start() -> None:
+    """Start the rendering process, which takes a second, beside what else there is to do first."""
+    _child(os.getpid())
+
+
 class Child:
     """The rendering process; it ends with its parent, since its standard input does."""
 
