@@ -233,7 +233,10 @@ TABLE = [
     of_data(17, b"", "0 rows in", "rows.jsonl"),
     of_data(18, b"\n\n  \n", "0 rows in", "rows.jsonl"),
     of_data(19, rows(GOOD_ROW, "{'messages': 1}", GOOD_ROW), "rows.jsonl:2:2", "'messages'"),
-    of_data(19, rows(*["{"] * 7, good=3), "rows.jsonl:5", "7 of 10 rows", "can't be read", "unreadable=0.7"),
+    of_data(
+        19, rows(*["{"] * 7, good=3), "rows.jsonl:1:1, :2:1", ":5:1", "7 of 10 rows", "can't be read",
+        "unreadable=0.7",
+    ),
     of_data(20, f"{GOOD_ROW}\n{GOOD_ROW[:-30]}".encode(), "rows.jsonl:2:", "looks cut off"),
     of_data(
         21, GOOD_ROW.encode() + b'\n{"prompt": "\xff"}', "rows.jsonl:2, byte", "not UTF-8", "Windows-1252"

@@ -241,7 +241,7 @@ def test_a_message_may_say_that_it_is_not_trained_on(flag: dict[str, Any]) -> No
     [
         (["Who?"], ", message 0", "a message must be a mapping"),
         ([{"role": "human", "content": "a"}], ", message 0", "no such role"),
-        ([USER, {"content": "a"}], ", message 1", "no such role"),
+        ([USER, {"content": "a"}], ", message 1", "a message has no role"),
         ([USER, {"role": ["user"], "content": "a"}], ", message 1", "no such role"),
         ([USER, {"role": "assistant", "content": None}], ", message 1", "content must be text"),
         ([USER, {"role": "assistant", "content": 5}], ", message 1", "content must be text"),
@@ -283,6 +283,7 @@ def test_a_malformed_row_is_named_with_its_message(messages: Any, place: str, wh
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"prompt": "a", "completion": CHAT}, "completion must be text"),
         ({"prompt": [USER], "completion": "a"}, "completion must be a list of messages"),
+        ({"prompt": b"a", "completion": "a"}, "prompt must be text or a list of messages"),
         ({"instruction": None, "output": "b"}, "instruction must be text"),
         ({"instruction": "a", "output": 5}, "output must be text"),
         ({"text": "  "}, "text is empty"),

@@ -312,10 +312,12 @@ def test_a_byte_order_mark_counts_in_the_place_of_a_bad_byte(tmp_path: Path) -> 
     assert bad(path).problem.where == f"{path}:1, byte 10"
 
 
-def test_utf_16_is_recognised(tmp_path: Path) -> None:
-    path = written(tmp_path, "a.jsonl", '{"text": "a"}\n'.encode("utf-16"))
-    first = read(path)[0]
-    assert isinstance(first, BadRow) and "UTF-16" in first.problem.fix
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_utf_16_is_said_once_and_not_for_each_line(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path, name, ('{"text": "a"}\n' * 3).encode("utf-16"))
+    with pytest.raises(UserError, match="not UTF-8") as raised:
+        read(path)
+    assert len(raised.value.problems) == 1 and "UTF-16" in raised.value.problems[0].fix
 
 
 # ---- shares of the data

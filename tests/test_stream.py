@@ -127,6 +127,19 @@ def test_a_bad_row_beyond_the_audit_stops_the_run(files, tokenizer, monkeypatch)
         list(data)
 
 
+def test_a_line_that_can_t_be_read_beyond_the_audit_is_said_as_anywhere(
+    files, tokenizer, monkeypatch
+) -> None:
+    monkeypatch.setattr(stream, "AUDITED", 5)
+    with Path(files[0]).open("a") as file:
+        file.write("{'messages': 1}\n")
+    with pytest.raises(UserError) as raised:
+        list(opened(files, tokenizer, shuffle_buffer=10))
+    (problem,) = raised.value.problems
+    assert str(problem).count("error:") == 1 and problem.found == "{'messages': 1}"
+    assert f"{files[0]}, byte " in problem.where and "json.dumps" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("more", "phrase"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.data.bad_rows import BadRows, row_of, shown
 from finetune.data.load import MAX_SHOWN
 from finetune.errors import Problem, UserError
 
@@ -37,6 +37,7 @@ SAID = {  # what is counted -> what is said of so many rows
     "special_in_content": "have special tokens written in a content",
     "reasoning": "hold reasoning",
 }
+BAD = ("unreadable", "malformed", "role_order")
 DROPPED = ("too_long", "nothing_trained", "unanswered")
 
 
@@ -50,6 +51,8 @@ class Report:
     """Source -> format of its rows."""
     unused: dict[str, list[str]] = field(default_factory=dict)
     """Source -> columns of its first row that nothing is made of."""
+    passed_by: dict[str, list[str]] = field(default_factory=dict)
+    """Folder -> what in it is not read."""
     notes: list[str] = field(default_factory=list)
     """What is to be known of the chat template."""
     rows: int = 0
@@ -87,12 +90,15 @@ class Report:
         """What happened to some rows: its kind, and a line that says it."""
         of = f"of {self.rows} rows"
         found = [
-            (kind, f"{n} {of} {SAID[kind]} ({_shown(self.places[kind], n)})")
+            (kind, f"{n} {of} {SAID[kind]} ({shown(self.places[kind], n)})")
             for kind, n in self.counts.items()
         ]
         for name, columns in self.unused.items():
             if columns:
                 found.append(("unused", f"columns not used: {', '.join(columns)} ({name})"))
+        for folder, names in self.passed_by.items():
+            more = f" ... ({len(names)})" if len(names) > MAX_SHOWN else ""
+            found.append(("passed_by", f"not read: {', '.join(names[:MAX_SHOWN])}{more} (in {folder})"))
         return [*found, *(("template", note) for note in self.notes)]
 
     def remarks(self) -> list[str]:
@@ -106,7 +112,7 @@ class Audit:
     def __init__(self, encoder_for: Callable[[bool], Encoder], train_on: str, vocabulary: int | None) -> None:
         self.report = Report()
         self.encoder_for, self.train_on, self.vocabulary = encoder_for, train_on, vocabulary
-        self.problems: dict[str, list[Problem]] = {}
+        self.bad_rows = BadRows()
         self.trained_by: Counter[str] = Counter()
         self.lengths, self.digests = array("i"), array("Q")  # of documents
         self.firsts = array("B")  # whether a document is the first of its row
@@ -118,13 +124,14 @@ class Audit:
         if len(places) < MAX_SHOWN:
             places.append(where)
 
-    def bad(self, bad: BadRow) -> None:
+    def bad(self, bad: BadRow, source: str) -> None:
         """A row that is left out."""
         self.report.rows += 1
-        self.count(bad.kind, bad.problem.where)
-        problems = self.problems.setdefault(bad.kind, [])
-        if len(problems) < MAX_SHOWN:
-            problems.append(bad.problem)
+        self.count(bad.kind, row_of(bad.problem.where))
+        self.bad_rows.add(bad)
+        if bad.kind != "unreadable":
+            wanted = self.report.formats[source]
+            self.bad_rows.of_format(source, wanted, bad.format or wanted, bad.problem.where)
 
     def left_out(self, kind: str, where: str, length: int) -> None:
         """A row that is left out for its length, or since nothing in it is trained on."""
@@ -213,18 +220,17 @@ class Audit:
         """
         report, expect = self.report, data.expect
         problems = self._beyond()
-        for kind in ("unreadable", "malformed", "role_order"):
-            problems += self._over(kind, (kind,), report.rows, expect, self.problems.get(kind, []))
+        for kind in BAD:
+            problems += self._over(kind, (kind,), report.rows, expect)
         if report.kept:
             if data.too_long == "error" and report.counts.get("too_long"):
                 problems.append(self._too_long(data))
             else:
-                details = self.problems.get("unanswered", [])
-                problems += self._over("dropped", DROPPED, report.rows, expect, details)
+                problems += self._over("dropped", DROPPED, report.rows, expect)
             problems += self._over("duplicates", ("duplicates",), report.kept, expect)
             problems += self._over("in_validation", ("in_validation",), held_out, expect)
             problems += self._over("no_end_of_turn", ("no_end_of_turn",), report.kept, expect)
-        problems = problems or self._nothing_left(data)
+        problems += self._nothing_left("data.name", bool(problems))
         if problems:
             raise UserError(*problems)
 
@@ -232,42 +238,35 @@ class Audit:
         """Held-out rows must be fit to evaluate on (exit 2)."""
         self.check_rows(data)
         if self.report.rows and not self.report.kept:
-            raise UserError(*self._nothing_left(data))
+            raise UserError(*self._nothing_left("data.validation" if data.validation else "data.name", False))
 
     def check_rows(self, data: Data) -> None:
         """Stop at rows of a kind that is not allowed at all: a stream can say no more of them (exit 2)."""
-        kinds = ("unreadable", "malformed", "role_order")
-        bad = [p for kind in kinds if not getattr(data.expect, kind) for p in self.problems.get(kind, ())]
+        bad = [p for kind in BAD if not getattr(data.expect, kind) for p in self.bad_rows.problems(kind)]
         bad += self._beyond()
         if data.too_long == "error" and "too_long" in self.report.counts:
             bad.append(self._too_long(data))
         if bad:
-            raise UserError(*bad[:MAX_SHOWN])
+            raise UserError(*bad)
 
-    def _over(
-        self,
-        limit: str,
-        kinds: tuple[str, ...],
-        of: int,
-        expect: Expect,
-        details: list[Problem] | None = None,
-    ) -> list[Problem]:
+    def _over(self, limit: str, kinds: tuple[str, ...], of: int, expect: Expect) -> list[Problem]:
         """The problem, if more rows than the limit are of these kinds; few are shown one by one."""
         counts = {kind: n for kind in kinds if (n := self.report.counts.get(kind, 0))}
         total, allowed = sum(counts.values()), getattr(expect, limit)
         if total <= allowed * of:
             return []
-        shown = list(details or ())
-        if total <= len(shown):
-            return shown
+        problems = {kind: self.bad_rows.problems(kind) for kind in counts}
+        details = [problem for kind in problems for problem in problems[kind]]
+        if all(problems.values()) and total <= MAX_SHOWN:
+            return details
         said = "; ".join(
-            f"{n} {SAID[kind]} ({_shown(self.report.places[kind], n)})" for kind, n in counts.items()
+            f"{n} {SAID[kind]} ({shown(self.report.places[kind], n)})" for kind, n in counts.items()
         )
-        fix = REMEDIES.get(next(iter(counts)), "")
-        fix = f"{fix}, or " if fix else ""
-        fix += f"allow it: data.expect.{limit}={_enough(total, of):g}"
+        fix = REMEDIES.get(next(iter(counts)), "mend them")
+        share = f"data.expect.{limit}={_enough(total, of):g}"
+        fix += f", or allow it: {share}" if self.report.kept else ": no row would be left without them"
         what = f"{total} of {of} rows ({total / of:.1%}) are not as expected"
-        return [*shown, Problem(what, f"data.expect.{limit}", "", said, f"at most {allowed:.1%}", fix)]
+        return [*details, Problem(what, f"data.expect.{limit}", "", said, f"at most {allowed:.1%}", fix)]
 
     def _beyond(self) -> list[Problem]:
         if not self.beyond:
@@ -276,21 +275,36 @@ class Audit:
         fix, expected = "the tokenizer must be the model's own", f"< {self.vocabulary}"
         return [Problem(what, "model.name", found=found, expected=expected, fix=fix)]
 
-    def _nothing_left(self, data: Data) -> list[Problem]:
+    def _nothing_left(self, key: str, said: bool) -> list[Problem]:
+        """That no row is trained on, and each reason for it.
+
+        Args:
+            key: what names the rows.
+            said: the problems of bad rows are said already.
+        """
         report = self.report
-        if report.kept:
+        causes = [kind for kind in (*BAD, *DROPPED) if kind in report.counts and not (said and kind in BAD)]
+        if report.kept or (said and not causes):
             return []
+        key = "data.max_length" if causes == ["too_long"] else key
         found = ", ".join(f"{n} {SAID[kind]}" for kind, n in report.counts.items())
+        remedies = {
+            **REMEDIES,
+            "too_long": f"raise data.max_length (the longest row has {report.longest} tokens), or for plain"
+            " text too_long: split",
+        }
+        fix = "; ".join(remedies[kind] for kind in causes if kind in remedies)
+        details = [problem for kind in causes for problem in self.bad_rows.problems(kind)]
         what = f"0 of {report.rows} rows keep a trained token"
-        fix = f"raise data.max_length (the longest row has {report.longest} tokens)"
-        fix += ", or for plain text too_long: split"
-        return [Problem(what, "data.max_length", found=found, fix=fix if "too_long" in report.counts else "")]
+        if causes == ["unanswered"]:
+            what = f"none of {report.rows} rows has an answer to train on"
+        return [*details, Problem(what, key, found=found, fix=fix)]
 
     def _too_long(self, data: Data) -> Problem:
         count, places = self.report.counts["too_long"], self.report.places["too_long"]
         what, found = (
             f"{count} rows are too long",
-            f"{_shown(places, count)}; the longest has {self.report.longest}",
+            f"{shown(places, count)}; the longest has {self.report.longest}",
         )
         expected = f"at most {data.max_length} tokens, or too_long: drop"
         return Problem(what, "data.max_length", found=found, expected=expected)
@@ -299,6 +313,7 @@ class Audit:
 REMEDIES = {
     "too_long": "raise data.max_length, or too_long: truncate_prompt (for plain text: split)",
     "unanswered": "end each chat with the assistant's answer",
+    "nothing_trained": "let an answer carry loss: the messages' own train or weight, and data.train_on",
     "duplicates": "remove them",
     "in_validation": "remove them from one of the two",
     "no_end_of_turn": "a chat_template whose turns end with a special token of this tokenizer",
@@ -309,17 +324,6 @@ def _speaker(example: Example, train_on: str) -> str:
     if not example.messages:
         return "text" if example.prompt is None else "every token" if train_on == "all" else "completion"
     return "every role" if train_on == "all" else "assistant"
-
-
-def _shown(places: list[str], count: int) -> str:
-    """`train.jsonl:51, :53 ...`: a file's name stands only before its first row."""
-    found, last = [], None
-    for place in places:
-        match = re.fullmatch(r"(.*?)([:\[]\d+\]?.*)", place)
-        file, row = match.groups() if match else (place, "")
-        found.append(row if match and file == last else place)
-        last = file
-    return ", ".join(found) + (" ..." if count > len(places) else "")
 
 
 def _enough(count: int, of: int) -> float:

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.data import guess
 from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
@@ -64,10 +65,16 @@ class Row:
 class BadRow(Exception):
     """A row that can't be trained on: what it is counted as, and what to say of it."""
 
-    def __init__(self, kind: str, what: str, where: str, **texts: str) -> None:
+    roles: tuple[str, ...] = ()
+    """Roles of its messages that are not known."""
+    format: str = ""
+    """The one it has, where that is not its source's."""
+
+    def __init__(self, kind: str, what: str, where: str, found: str = "", **texts: str) -> None:
         super().__init__(what)
         self.kind = kind  # unreadable | malformed | role_order | unanswered
-        self.problem = Problem(what, where=where, **texts)
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in found)  # else a terminal obeys it
+        self.problem = Problem(what, where=where, found=shown, **texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +118,37 @@ def detect(row: Row, data: Data) -> str:
     if data.format != "auto":
         return data.format
     value = _renamed(row, data)
+    if seen := _seen(value):
+        return seen
+    expected = "messages | conversations | prompt, completion | instruction, output | text"
+    more, fix = guess.columns([str(name) for name in value], value, row.where.rpartition(":")[0])
+    found, what = ", ".join(map(str, value)), f"no columns to train on{more}"
+    raise UserError(Problem(what, "data.columns", row.where, found, expected, fix))
+
+
+def _seen(value: dict[str, Any]) -> str:
+    """The format whose columns these are, or the empty string."""
     for name, needed in COLUMNS.items():
         if all(column in value for column in needed):
             turns = value.get("conversations") if name == "sharegpt" else None
             plain = isinstance(turns, list) and turns and isinstance(turns[0], dict) and "role" in turns[0]
             return "messages" if plain else name
-    expected = "messages | conversations | prompt, completion | instruction, output | text"
-    first = next(iter(value), "question")
-    fix = f"say which is which: columns: {{instruction: {first}, output: ...}}"
-    found = ", ".join(map(str, value))
-    problem = Problem("no columns to train on", "data.columns", row.where, found, expected, fix)
-    raise UserError(problem)
+    return ""
+
+
+def of_another_format(bad: BadRow, row: Row, data: Data, format: str) -> BadRow:
+    """What is wrong with a row that can't be read as `format`: perhaps that it has another one."""
+    value = {name: part for name, part in _renamed(row, data).items() if part is not None}
+    seen, chats = _seen(value), ("messages", "sharegpt")
+    if {seen, format} == set(chats):  # either may stand under either name; roles tell them apart
+        another = bool(bad.roles) and seen == "sharegpt"
+    else:
+        another = bool(seen) and any(column not in value for column in COLUMNS[format])
+    if not another or seen == format:
+        return bad
+    other = BadRow("malformed", "a row of another format", row.where, f"{seen}, not {format}")
+    other.format = seen
+    return other
 
 
 def unused(row: Row, data: Data, format: str) -> list[str]:
@@ -146,10 +173,13 @@ def convert(row: Row, data: Data, format: str) -> Example:
         return Example(row.where, prompt=prompt, completion=_text(value, "completion", row))
     roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
     turns = _turns(value, format, data, row)
-    begins = turns[0].get("role", turns[0].get("from")) if isinstance(turns[0], dict) else None
+    begins = _named(turns[0]) if isinstance(turns[0], dict) else None
     if value.get("system") and roles.get(str(begins), begins) != "system":
         turns.insert(0, {"role": "system", "content": value["system"]})
-    messages = [_message(turn, number, roles, data, row) for number, turn in enumerate(turns)]
+    try:
+        messages = [_message(turn, number, roles, data, row) for number, turn in enumerate(turns)]
+    except BadRow as bad:
+        raise _with_all_roles(bad, turns, roles) from None
     both = [(m, turn) for m, turn in zip(messages, turns, strict=True) if not _blank_system(m)]
     messages = [message for message, _ in both]
     _check_order(messages, row)
@@ -201,7 +231,8 @@ def _check_columns(row: Row, data: Data) -> None:
 def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> str:
     text = value.get(column)
     if not isinstance(text, str):
-        raise BadRow("malformed", f"{column} must be text", row.where, found=_short(text))
+        fix = f'write it as text: "{text}"' if type(text) in (int, float) and text == text else ""
+        raise BadRow("malformed", f"{column} must be text", row.where, _short(text), fix=fix)
     if not (empty or text.strip()):
         raise BadRow("malformed", f"{column} is empty", row.where)
     return text
@@ -212,8 +243,26 @@ def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
     if isinstance(turns, str) and turns.lstrip().startswith("["):  # a column of a csv file
         turns = _json(turns, column, row.where)
     if not isinstance(turns, list) or not turns:
-        raise BadRow("malformed", f"{column} must be a list of messages", row.where, found=_short(turns))
+        kinds = "text or a list of messages" if column == "prompt" else "a list of messages"
+        raise BadRow("malformed", f"{column} must be {kinds}", row.where, found=_short(turns))
     return turns
+
+
+def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> BadRow:
+    """Of a row with a role that is not known, all of them at once."""
+    if not bad.roles:
+        return bad
+    named = [_named(turn) for turn in turns if isinstance(turn, dict)]
+    unknown = [str(name) for name in named if name is not None and roles.get(str(name), name) not in ROLES]
+    bad.roles, said = tuple(dict.fromkeys(unknown)), bad.problem
+    found, fix = ", ".join(map(_short, bad.roles)), guess.role_map(bad.roles)
+    more = BadRow(bad.kind, said.what, said.where, found, expected=said.expected, fix=fix)
+    more.roles = bad.roles
+    return more
+
+
+def _named(turn: dict[str, Any]) -> Any:
+    return turn.get("role", turn.get("from"))
 
 
 def _message(turn: Any, number: int, roles: dict[str, str], data: Data, row: Row) -> Message:
@@ -224,13 +273,17 @@ def _message(turn: Any, number: int, roles: dict[str, str], data: Data, row: Row
             return turn  # nearly all there is
     where = f"{row.where}, message {number}"
     if not isinstance(turn, dict):
-        raise BadRow("malformed", "a message must be a mapping", where, found=_short(turn))
-    named = turn.get("role", turn.get("from"))
+        fix = "one list of messages, not a list of such lists" if isinstance(turn, list) else ""
+        raise BadRow("malformed", "a message must be a mapping", where, _short(turn), fix=fix)
+    named = _named(turn)
     role = roles.get(str(named), named)
+    if named is None:
+        what, found = "a message has no role", ", ".join(map(str, turn))
+        raise BadRow("malformed", what, where, found, expected="role and content, or from and value")
     if role not in ROLES:
-        meant = {**SHAREGPT_ROLES, "developer": "system", "function": "tool"}.get(str(named), "assistant")
-        expected, fix = ", ".join(ROLES), f"role_map: {{{_short(named)}: {meant}}}"
-        raise BadRow("malformed", "no such role", where, found=_short(named), expected=expected, fix=fix)
+        bad = BadRow("malformed", "no such role", where, _short(named), expected=", ".join(ROLES))
+        bad.roles = (str(named),)
+        raise bad
     message: Message = {"role": role}
     content = turn.get("content", turn.get("value"))
     calls = [*_calls(turn.get("tool_calls"), where), *_calls(turn.get("function_call"), where)]
@@ -301,14 +354,18 @@ def _json(value: Any, what: str, where: str) -> Any:
     """What a value says that may be JSON text; in the end it must be something that JSON can say."""
     try:
         if not isinstance(value, str):
-            json.dumps(value)
+            json.dumps(value, allow_nan=False)
             return value
-        found = json.loads(value)
+        found = json.loads(value, parse_constant=_no_constant)
         if "\\ud" in value.lower():  # one half of a surrogate pair is no character
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except (ValueError, TypeError, RecursionError):
         raise BadRow("malformed", f"{what} must be JSON", where, found=_short(value)) from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 def _tools(tools: Any, row: Row) -> list[dict[str, Any]] | None:

@@ -11,6 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data import guess
 from finetune.data.formats import BadRow, Row, detect
 from finetune.data.readers import READERS, without_nulls
 from finetune.errors import Exit, Problem, UserError
@@ -152,8 +153,27 @@ def files(name: str, key: str) -> list[Path] | None:
         if entry.suffix not in READERS:
             runs_code = "; such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
             expected, what = ", ".join(READERS), f"can't read {entry.name}{runs_code}"
-            raise UserError(Problem(what, key, found=entry.suffix, expected=expected))
+            fix = guess.file(entry.suffix)
+            raise UserError(Problem(what, key, found=entry.suffix, expected=expected, fix=fix))
     return paths
+
+
+def passed_by(data: Data) -> dict[str, list[str]]:
+    """Each folder that is named -> what in it is no data by its name, and is not read."""
+    found = {}
+    for name in filter(None, [*(source.name for source in sources(data)), data.validation]):
+        path = Path(os.path.expanduser(name))
+        entries = sorted(path.iterdir()) if path.is_dir() and files(name, "data.name") else []
+        others = [
+            entry.name + "/" * entry.is_dir()
+            for entry in entries
+            if entry.suffix not in (*READERS, ".md")
+            and entry.name not in BOOKKEEPING
+            and entry.name[0] != "."
+        ]
+        if others:
+            found[name] = others
+    return found
 
 
 def read(source: Source, key: str) -> Rows:
@@ -168,7 +188,9 @@ def read(source: Source, key: str) -> Rows:
             empty = False
             yield row
     if empty:
-        raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key))
+        header = any(path.suffix == ".csv" and path.stat().st_size for path in paths)
+        found = "of a csv file the first line names the columns" if header else ""
+        raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key, found=found))
 
 
 def hub_name(source: Source) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from finetune.data import load
 from finetune.data.audit import Audit, Report
 from finetune.data.chat import Encoded, make_encoder
-from finetune.data.formats import BadRow, Example, Row, convert, detect, unused
+from finetune.data.formats import BadRow, Example, Row, convert, detect, of_another_format, unused
 from finetune.data.pack import best_fit
 from finetune.data.table import Documents
 from finetune.errors import Problem, UserError
@@ -89,7 +89,7 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
             gc.enable()
             shutil.rmtree(building, ignore_errors=True)
     found = json.loads((folder / "report.json").read_text())
-    found["train"]["sources"] = sources  # where they are now
+    found["train"] |= {"sources": sources, "passed_by": load.passed_by(data)}  # as it is now
     content = [[_content(source, sources) for source in load.sources(data)], sorted(sources.values())]
     train: Any = Dataset.from_file(str(folder / "rows.arrow"))
     return Prepared(
@@ -125,7 +125,7 @@ def examples(rows: Iterable[Row | BadRow], data: Data, report: Report, name: str
         try:
             yield convert(row, data, report.formats[name])
         except BadRow as bad:
-            yield bad
+            yield of_another_format(bad, row, data, report.formats[name])
 
 
 class HeldOut(NamedTuple):
@@ -224,8 +224,10 @@ def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -
     found = examples(rows, data, audit.report, name)
     for example, encoded in encode(found, audit.encoder_for):
         if isinstance(example, BadRow) or isinstance(encoded, BadRow):
-            audit.bad(example if isinstance(example, BadRow) else encoded)
+            audit.bad(example if isinstance(example, BadRow) else encoded, name)
             continue
+        format = audit.report.formats[name]
+        audit.bad_rows.of_format(name, format, format, example.where)
         documents = fit(encoded, example, data, audit.encoder_for(bool(example.messages)))
         if isinstance(documents, str):
             audit.left_out(documents, example.where, len(encoded.ids))
@@ -294,7 +296,8 @@ def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources:
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
     here = Path(__file__).parent
-    modules = ("formats", "load", "readers", "bundled", "render", "chat", "pack", "prepare", "table", "audit")
+    modules = ("formats", "guess", "load", "readers", "bundled", "render", "chat")
+    modules += ("pack", "prepare", "table", "audit", "bad_rows")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {

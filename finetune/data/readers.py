@@ -7,11 +7,12 @@ import json
 import lzma
 import tarfile
 import zlib
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from finetune.data import guess
 from finetune.data.formats import BadRow, Row
 from finetune.errors import Problem, UserError
 
@@ -19,8 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 BOM = b"\xef\xbb\xbf"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 Rows: TypeAlias = "Iterator[Row | BadRow]"
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; Python would take the last of two values, other readers the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'two values of the key "{twice}"')
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_mapping)
 
 
 def _json_lines(path: Path) -> Rows:
@@ -32,10 +47,12 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
     """Rows of lines; `first` is the number of the first one."""
     offset = 0
     for number, line in enumerate(lines, start=first):
+        if number == 1 and line.startswith(UTF_16):  # no line of it can be read
+            raise UserError(_not_utf8(path, 1, 0, line).problem)
         text = line.removeprefix(BOM) if number == 1 else line
         if text.strip():
             try:
-                yield _row(json.loads(text.decode()), f"{path}:{number}", _escapes(text))
+                yield _row(DECODER.decode(text.decode()), f"{path}:{number}", _escapes(text))
             except UnicodeDecodeError as error:
                 yield _not_utf8(path, number, offset + len(line) - len(text) + error.start, line)
             except (ValueError, RecursionError) as error:
@@ -44,9 +61,12 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
 
 
 def _json(path: Path) -> Rows:
+    """One array of rows; or rows as in a .jsonl file, of which a single one may go over many lines."""
     with path.open("rb") as file:
-        start = file.read(1024).removeprefix(BOM).lstrip()
-    if not start.startswith(b"["):
+        lines = (line.removeprefix(BOM).strip() for line in file)
+        first, *more = [*islice(filter(None, lines), 2)] or [b""]
+    array, over_lines = first.startswith(b"["), first.endswith((b"{", b"["))
+    if more and not (array or over_lines):
         yield from _json_lines(path)
         return
     content = path.read_bytes()
@@ -55,21 +75,29 @@ def _json(path: Path) -> Rows:
     except UnicodeDecodeError:
         raise UserError(_where_not_utf8(path).problem) from None
     try:
-        values = json.loads(text)
+        values = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        number = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        if not array and (not more or getattr(error, "msg", "") == "Extra data"):
+            yield from _json_lines(path)
+            return
+        number = error.lineno if isinstance(error, json.JSONDecodeError) else 0
         lines = text.split("\n")
         line = lines[number - 1] + "\n" * (number < len(lines))
         raise UserError(_not_json(path, number, line, error).problem) from None
-    escapes = _escapes(content)
-    for index, value in enumerate(values):
-        yield _row(value, f"{path}[{index}]", escapes)
+    if isinstance(values, dict) and guess.of_columns(values):
+        what, fix = "one object of columns, or of rows by name", "an array of rows, each of them an object"
+        fix += '; of pandas: to_json(..., orient="records")'
+        raise UserError(Problem(what, where=str(path), found=", ".join(values)[:60], fix=fix))
+    escapes, rows = _escapes(content), values if array else [values]
+    for index, value in enumerate(rows):
+        yield _row(value, f"{path}[{index}]" if array else f"{path}:1", escapes)
 
 
 def _row(value: Any, where: str, escapes: bool) -> Row | BadRow:
     """A value of a JSON file; `escapes`: it may hold one half of a surrogate pair, which no text can."""
     if not isinstance(value, dict):
-        return BadRow("unreadable", "a row must be a JSON object", where)
+        fix, found = guess.value(value), json.dumps(value) if not isinstance(value, list) else "an array"
+        return BadRow("unreadable", "a row must be a JSON object", where, found[:60], fix=fix)
     if escapes:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -88,10 +116,7 @@ def _csv(path: Path) -> Rows:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
-            names = next(reader, [])
-            if len(set(names)) < len(names):
-                problem = Problem("two columns of one name", where=f"{path}:1", found=", ".join(names))
-                raise UserError(problem)
+            names = _header(reader, path)
             while True:
                 where = f"{path}:{reader.line_num + 1}"
                 try:
@@ -109,6 +134,23 @@ def _csv(path: Path) -> Rows:
                     yield BadRow("unreadable", what, where, expected=expected, found=found)
         except UnicodeDecodeError:
             raise UserError(_where_not_utf8(path).problem) from None
+
+
+def _header(reader: Any, path: Path) -> list[str]:
+    """The names of the columns, in the first line."""
+    try:
+        names = next(reader, [])
+    except csv.Error as error:  # such as "a";"b"
+        with path.open(encoding="utf-8-sig") as file:
+            names = [file.readline().rstrip()]
+        what, expected, fix = guess.separator(names) or (f"not valid CSV: {error}", "", "")
+        raise UserError(Problem(what, "", f"{path}:1", names[0][:60], expected, fix)) from None
+    if len(set(names)) < len(names):
+        raise UserError(Problem("two columns of one name", where=f"{path}:1", found=", ".join(names)))
+    if wrong := guess.separator(names):
+        what, expected, fix = wrong
+        raise UserError(Problem(what, "", f"{path}:1", names[0], expected, fix))
+    return names
 
 
 def _columnar(path: Path) -> Rows:
@@ -175,7 +217,7 @@ def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadR
     for _, kind, content in members:
         try:
             text = content.decode()
-            value = json.loads(text) if kind == "json" else text
+            value = DECODER.decode(text) if kind == "json" else text
             row |= value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
         except (ValueError, RecursionError):
             bad = bad or f"not text, or not JSON: .{kind}"
@@ -221,18 +263,20 @@ def _where_not_utf8(path: Path) -> BadRow:
 
 
 def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
-    guess = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:80] else "Windows-1252"
-    fix = f"save it as UTF-8 (it looks like {guess})"
+    like = "UTF-16" if content.startswith(UTF_16) or b"\0" in content[:80] else "Windows-1252"
+    fix = f"save it as UTF-8 (it looks like {like})"
     return BadRow("unreadable", "not UTF-8", f"{path}:{line}, byte {offset}", fix=fix)
 
 
 def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionError) -> BadRow:
-    if not isinstance(error, json.JSONDecodeError):  # too deep, or a number of thousands of digits
-        return BadRow("unreadable", f"not JSON that can be read: {error}", f"{path}:{number}")
+    if not isinstance(error, json.JSONDecodeError):  # too deep, a key twice, a number of thousands of digits
+        where = f"{path}:{number}" if number else str(path)  # of an array the parser says no line
+        return BadRow("unreadable", f"not JSON that can be read: {error}", where)
     column, shown = error.colno, line.rstrip("\r\n")
     start, rest = max(0, column - 31), shown[column - 1 :].strip()
     cut = error.msg.startswith("Unterminated") or ("escape" in error.msg and len(rest) < len("\\u0000"))
     cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))  # of nothing too
     what = "the file looks cut off" if cut and not line.endswith("\n") else "not valid JSON"
     where, found = f"{path}:{number}:{column}", shown[start : start + 60]
-    return BadRow("unreadable", f"{what}: {error.msg}", where, found=found)
+    fix = "" if "cut off" in what else guess.line(shown)
+    return BadRow("unreadable", f"{what}: {error.msg}", where, found, fix=fix)

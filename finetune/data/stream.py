@@ -78,6 +78,7 @@ def stream(
     audit.check(data, held.report.kept)
     report.sources = load.fingerprints(data, held_out=True)
     report.sources |= {path: f"streamed, {Path(path).stat().st_size:,} bytes" for path, _, _ in shards}
+    report.passed_by = load.passed_by(data)
     report.seen = AUDITED if report.rows == AUDITED else 0
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
@@ -196,13 +197,22 @@ def _shards(data: Data, seed: int) -> list[Shard]:
 def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
     for shard in shards:
         for row in _read(shard):
-            bad = isinstance(row, BadRow)
-            value, where = ({"": str(row.problem)}, row.problem.where) if bad else (row.value, row.where)
-            yield {"value": value, "where": where, "source": shard[0]}
+            if isinstance(row, BadRow):
+                said = row.problem
+                yield {
+                    "value": {"": [said.what, said.found, said.fix]},
+                    "where": said.where,
+                    "source": shard[0],
+                }
+            else:
+                yield {"value": row.value, "where": row.where, "source": shard[0]}
 
 
 def _row(value: dict[str, Any], where: str) -> Row | BadRow:
-    return BadRow("unreadable", value[""], where) if value.keys() == {""} else Row(value, where)
+    if value.keys() != {""}:
+        return Row(value, where)
+    what, found, fix = value[""]
+    return BadRow("unreadable", what, where, found, fix=fix)
 
 
 def _read(shard: Shard) -> Iterator[Row | BadRow]:
@@ -226,5 +236,5 @@ def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
                 yield (
                     Row(row.value, where)
                     if isinstance(row, Row)
-                    else BadRow(row.kind, row.problem.what, where, found=row.problem.found)
+                    else BadRow(row.kind, row.problem.what, where, row.problem.found, fix=row.problem.fix)
                 )

@@ -1,0 +1,127 @@
+"""What a row, a file or a role that can't be used most likely is: the advice that stands in its error."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+ASKED = ("prompt", "instruction", "question", "query", "input", "problem", "user", "human")
+ANSWERED = ("completion", "output", "answer", "response", "reply", "solution", "target", "assistant", "gpt")
+ROLES = {  # a role in lower case -> the one of ours that it most likely is
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "customer", "client", "person", "me", "question"), "user"),
+    **dict.fromkeys(
+        ("gpt", "bot", "ai", "model", "agent", "chatbot", "answer", "function_call"), "assistant"
+    ),
+    **dict.fromkeys(("observation", "function_response", "function", "ipython"), "tool"),
+    **dict.fromkeys(("developer", "sys"), "system"),
+}
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst", ".7z")
+TABLES = (".tsv", ".xlsx", ".xls", ".ods")
+NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+def role_map(names: Iterable[str]) -> str:
+    """The `role_map` that these roles ask for, with dots where nobody can know."""
+    found = [f"{_quoted(name)}: {ROLES.get(name.lower(), '...')}" for name in names]
+    return f"role_map: {{{', '.join(found)}}}"
+
+
+def columns(names: Sequence[str], value: dict[str, Any], file: str) -> tuple[str, str]:
+    """What may be wrong with columns that are none of ours: (what to say besides, what to try)."""
+    if file.endswith(".csv") and any(map(_like_data, names)):
+        fix = "write the names of the columns into a first line: prompt,completion"
+        return "; the first line looks like data, not like names of columns", fix
+    by_name = {name.strip().lower(): name for name in names}
+    if {"chosen", "rejected"} <= by_name.keys():
+        chosen = by_name["chosen"]
+        ours = "messages" if isinstance(value.get(chosen), list) else "completion"
+        more = ", prompt: ..." if ours == "completion" and "prompt" not in value else ""
+        fix = f"train on the chosen answers alone: columns: {{{ours}: {_quoted(chosen)}{more}}}"
+        return "; these are preferences", fix
+    lists = [name for name in names if isinstance(value.get(name), list) and any(map(_is_row, value[name]))]
+    if lists:
+        return "", f'the rows seem to be the list under "{lists[0]}": make that list alone the file'
+    asked = next((by_name[name] for name in ASKED if name in by_name), next(iter(names), "question"))
+    answered = next((by_name[name] for name in ANSWERED if by_name.get(name, asked) != asked), "")
+    if len(names) == 1:
+        fix = f"an answer in each row; columns: {{text: {_quoted(asked)}}} trains on all of the text"
+        return "; a row needs an answer too", fix
+    answer = _quoted(answered) if answered else "..."
+    ours = ("prompt", "completion") if asked.strip().lower() == "prompt" else ("instruction", "output")
+    return "", f"say which is which: columns: {{{ours[0]}: {_quoted(asked)}, {ours[1]}: {answer}}}"
+
+
+def separator(header: Sequence[str]) -> tuple[str, str, str] | None:
+    """Of a CSV file's header with another separator than the comma: what is wrong, expected, to try."""
+    found = [mark for mark in SEPARATORS if len(header) == 1 and mark in header[0]]
+    if not found:
+        return None
+    mark, name = found[0], SEPARATORS[found[0]]
+    shown = "a tab" if mark == "\t" else f'"{mark}"'
+    what = f"one column, whose name holds {shown}: is the file separated by {name}?"
+    how = f"pandas.read_csv(..., sep={json.dumps(mark)}).to_csv(..., index=False)"
+    return what, "fields separated by commas", f"save it with commas: {how}"
+
+
+def line(text: str) -> str:
+    """What to try for a line that is no JSON, or the empty string."""
+    text = text.strip()
+    if "\0" in text:
+        return "save it as UTF-8 (it looks like UTF-16)"
+    if "\r" in text:
+        return r"end lines by \n or \r\n, not by \r alone"
+    if text.startswith("{'"):
+        return "write it by json.dumps(row): this is how Python prints a dict"
+    if text in ("{", "["):
+        return "one row a line; an array of rows, which may go over many lines, belongs into a .json file"
+    if text.endswith("},"):
+        return "take the comma after each row away, or write an array into a .json file"
+    if re.match(r"[^\W\d]", text) and not re.match("true|false|null|NaN|Infinity", text):
+        return 'plain text? Write each row as {"text": ...}; a .txt file is one row'
+    return ""
+
+
+def value(found: Any) -> str:
+    """What to try for a line that is JSON, but no object."""
+    if isinstance(found, str):
+        return 'write it as {"text": ...}'
+    if isinstance(found, list) and found and isinstance(found[0], dict):
+        turns = "role" in found[0] or "from" in found[0]
+        return 'write it as {"messages": [...]}' if turns else "an array of rows belongs into a .json file"
+    return ""
+
+
+def file(suffix: str) -> str:
+    """What to do with a kind of file that is not read."""
+    if suffix.lower() in PACKED:
+        return "unpack it first"
+    return "save it as .csv, with commas, or as .jsonl" if suffix.lower() in TABLES else ""
+
+
+def of_columns(found: dict[str, Any]) -> bool:
+    """Whether the one object of a file holds columns, or rows by name, and is no row."""
+    parts = list(found.values())
+    if parts and all(isinstance(part, dict) for part in parts):
+        return True  # as pandas writes by default
+    lists = [part for part in parts if isinstance(part, list) and not any(isinstance(p, dict) for p in part)]
+    return bool(lists) and len(lists) == len(parts) and len({len(part) for part in lists}) == 1
+
+
+def _like_data(name: str) -> bool:
+    name = name.strip()
+    return len(name.split()) > 2 or len(name) > 40 or name.endswith((".", "?", "!")) or name.isdigit()
+
+
+def _is_row(found: Any) -> bool:
+    return isinstance(found, dict) and not {"role", "from"} & found.keys()
+
+
+def _quoted(name: str) -> str:
+    plain = NAME.fullmatch(name) and name.lower() not in ("true", "false", "null")
+    return name if plain else json.dumps(name, ensure_ascii=False)
