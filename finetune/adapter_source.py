@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import adapter_init, adapter_types, hub, untrusted
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
+from finetune.recipe_errors import on_the_hub, similar_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
             if hub.COMMIT.fullmatch(revision or "")
             else f"; pin it: {repo}@<commit>, or it may be another tomorrow"
         )
-        return [f"adapter.from: {adapter.source} is on the Hub; it is checked when it loads{pin}"]
+        return [f"adapter.from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
     try:
         saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -73,7 +74,8 @@ def _source_folder(source: str) -> Path | None:
     path = Path(source)
     if not path.exists():
         if local_path(source):
-            raise UserError(Problem(f"local path not found: {source}", "adapter.from"))
+            texts = {"found": f"looked in {Path.cwd()} and beside the recipe", "fix": similar_files(path)}
+            raise UserError(Problem(f"local path not found: {source}", "adapter.from", **texts))
         return None
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").exists():

@@ -177,5 +177,5 @@ def _from_hub(model: Model) -> Path:
     from finetune import hub
 
     revision = hub.commit(model.name, model.revision or "main")
-    with hub.explained(model.name):
+    with hub.explained(model.name, read=True):
         return Path(hf_hub_download(model.name, "config.json", revision=revision))

@@ -24,6 +24,7 @@ from finetune import (
 )
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
+from finetune.recipe_errors import on_the_hub
 from finetune.sections import Source
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _model(recipe: Recipe) -> list[str]:
     model.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
         return []
-    return [f"model.name: {recipe.model.name} is on the Hub; its modules are checked when it loads"]
+    return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
 
 
 def _data(recipe: Recipe) -> list[str]:

@@ -12,12 +12,14 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import Exit, Problem, UserError
 from finetune.privacy import masked
+from finetune.recipe_errors import similar_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -238,7 +240,7 @@ def download(name: str, patterns: list[str], key: str = "") -> tuple[Path, str]:
 
     repo, revision = split(name)
     check_name(repo, key)
-    with explained(repo):
+    with explained(repo, read=True):
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     return folder, folder.name
 
@@ -309,19 +311,40 @@ def _response(error: BaseException | None) -> Any:
 
 
 @contextlib.contextmanager
-def explained(repo: str) -> Iterator[None]:
-    """What the Hub or the network refuses, in one message with what to do (exit 3), and never the token."""
+def explained(repo: str, *, read: bool = False) -> Iterator[None]:
+    """What the Hub or the network refuses, in one message with what to do (exit 3), and never the token.
+
+    Args:
+        read: the name may have been meant for a folder here.
+    """
     try:
         yield
     except (http_error(), OSError, RuntimeError, ValueError) as error:
-        raise UserError(_problem(error, repo), code=Exit.ENVIRONMENT) from error
+        problem = _problem(error, repo)
+        problem = _nor_here(problem, repo) if read and _status(error) in (None, 404) else problem
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+
+
+def _status(error: Exception) -> int | None:
+    """The number of the Hub's answer; 404 also where, asked without a token, it answers 401 to what it has
+    not; `None`: there was no answer."""
+    response = _response(error)
+    status = None if response is None else response.status_code
+    return 404 if status == 401 and not any_token() else status
+
+
+def _nor_here(problem: Problem, name: str) -> Problem:
+    """Of a name that is neither on the Hub nor a folder here: it may be a path with a slip in it."""
+    near = similar_folder(name)
+    fix = f"{near}, which is here; or {problem.fix}" if near else problem.fix
+    return replace(problem, found=f"no such folder here; asked on the Hub: {problem.found}"[:300], fix=fix)
 
 
 def unread(error: Exception, name: str, revision: str) -> Problem:
     """Why a model can't be read, told apart by the Hub's answer, or by there being none."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    response, page = _response(error), f"{endpoint()}/{name}"
+    response, page, status = _response(error), f"{endpoint()}/{name}", _status(error)
     found = masked(next(iter(str(error).strip().splitlines()), ""))
     if response is None:
         files = ("config.json", "tokenizer.json", "model.safetensors")
@@ -332,16 +355,17 @@ def unread(error: Exception, name: str, revision: str) -> Problem:
         if constants.is_offline_mode():
             what, fix = "can't be had: the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
         fix += f"; or fetch it where there is a network: hf download {name} --revision {revision}"
-    elif response.headers.get("X-Error-Code") == "GatedRepo" or response.status_code == 403:
+    elif response.headers.get("X-Error-Code") == "GatedRepo" or status == 403:
         what = f"is gated, and {'this token has' if any_token() else 'without a token there is'} no access"
         fix = f"accept its terms on {page}, then `hf auth login` or HF_TOKEN of that account"
-    elif response.status_code == 401:
+    elif status == 401:
         what, fix = "the Hub does not know this token", REMEDIES[401]
-    elif response.status_code == 404:
+    elif status == 404:
         what, fix = "no such model or revision, or not for this token", REMEDIES[404]
     else:
-        what, fix = f"the Hub answers {response.status_code}", "try again later"
-    return Problem(what, "model.name", found=f"{name}@{revision}: {found}"[:300], fix=fix)
+        what, fix = f"the Hub answers {status}", "try again later"
+    problem = Problem(what, "model.name", found=f"{name}@{revision}: {found}"[:300], fix=fix)
+    return _nor_here(problem, name) if status in (None, 404) else problem
 
 
 def _problem(error: Exception, repo: str) -> Problem:
@@ -357,11 +381,11 @@ def _problem(error: Exception, repo: str) -> Problem:
         elif isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):
             what, fix = "the Hub does not take it", ""  # the metadata of the card
     else:
-        status, said = response.status_code, getattr(error, "server_message", None) or said
+        status, said = _status(error), getattr(error, "server_message", None) or said
         wait = response.headers.get("Retry-After")
         known = {401: "the Hub does not know this token", 403: "the token may not do this"}
         known |= {404: "no such repository or revision, or not for this token"}
-        what = known.get(status, f"the Hub answers {status}")
-        fix = f"try again in {wait} s" if wait else REMEDIES.get(status, "try again later")
-        said = f"{status}: {said}"
+        what = known.get(status or 0, f"the Hub answers {status}")
+        fix = f"try again in {wait} s" if wait else REMEDIES.get(status or 0, "try again later")
+        said = f"{response.status_code}: {said}"
     return Problem(what, where=repo, found=masked(said)[:300], fix=fix)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import adapter_conflicts, privacy, qat
@@ -12,7 +13,6 @@ from finetune.renames import RENAMED, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from pydantic import ValidationError
 
@@ -155,6 +155,24 @@ def similar_files(path: Path) -> str:
         return f"the folder {path.parent} does not exist"
     match = nearest(path.name, {entry.name for entry in path.parent.iterdir()})
     return str(path.parent / match) if match else ""
+
+
+def similar_folder(name: str) -> str:
+    """A folder here with a name like a Hub id's that may have been meant for it."""
+    path = Path(name.partition("@")[0])
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    match = nearest(path.name, {entry.name for entry in beside if entry.is_dir()})
+    return str(path.parent / match) if match else ""
+
+
+def on_the_hub(name: str) -> str:
+    """What a name is taken for, that is no path here: said so that a mistyped path is seen."""
+    near = similar_folder(name)
+    return (
+        f"{name} is no folder here ({near} is): it is asked for on the Hub"
+        if near
+        else f"{name} is on the Hub"
+    )
 
 
 def _place(item: Any, where: Where) -> tuple[str, ...]:

@@ -69,6 +69,40 @@ def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys
     assert "pin it" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("token", [True, False])
+def test_a_mistyped_folder_is_told_from_a_hub_id(
+    token: bool, hub: Hub, tmp_path, monkeypatch, capsys
+) -> None:
+    """Asked without a token, the Hub answers 401 to a name that it has not."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/llama", "runs/first"):
+        Path(name).mkdir(parents=True)
+    if not token:
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
+        for name in ("models/lama", "runs/frist"):
+            hub.fail(f"/{name}/", 401, times=99)
+    for key, name, near in (
+        ("model.name", "models/lama", "models/llama"),
+        ("adapter.from", "runs/frist", "runs/first"),
+    ):
+        given = [
+            str(QUICKSTART),
+            *HERE,
+            f"data.name={DATA / 'test.jsonl'}",
+            "data.validation=null",
+            f"{key}={name}",
+        ]
+        assert cli.main(["check", *given]) == 0
+        assert f"note: {key}: {name} is no folder here ({near} is)" in capsys.readouterr().out
+        assert cli.main(["train", *given, "train.output_dir=run", "--quiet"]) == 3
+        said = capsys.readouterr().err
+        assert "error: no such" in said.replace(f"{key}: ", "") and "found:     no such folder here" in said
+        assert f"try:       {near}, which is here; or check the name" in said
+    assert cli.main(["check", *given, "adapter.from=./runs/frist"]) == 2
+    assert "try:       runs/first" in capsys.readouterr().err
+
+
 class Moving(Repo):
     """A repository whose `main` is another commit whenever it is asked for."""
 
