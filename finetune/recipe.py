@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, create_model
 
-from finetune import adapter_types, recipe_errors, strict_yaml, upstream
+from finetune import adapter_types, recipe_errors, shipped, strict_yaml, upstream
 from finetune.errors import Problem, UserError, nearest
 from finetune.renames import owner_of
 from finetune.sections import (
@@ -252,7 +252,9 @@ def _read(path: Path) -> strict_yaml.Document:
             )
         text = strict_yaml.text_of(path, "the recipe")
     except OSError as error:
-        near = recipe_errors.similar_files(path)
+        near, ships = recipe_errors.similar_files(path), shipped.named(path)
+        if ships and not os.path.exists(near):
+            near = f"it ships with this program: finetune recipes {ships} --copy . writes it here"
         fix = near or "finetune recipes lists the shipped ones"
         raise UserError(
             Problem(f"cannot read the recipe: {error.strerror}", where=str(path), fix=fix)

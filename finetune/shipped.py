@@ -28,6 +28,13 @@ def recipes() -> dict[str, Path]:
     return {name: path for name, path in named.items() if name not in NOT_RECIPES}
 
 
+def named(path: Path) -> str:
+    """The shipped recipe that a path which leads nowhere ends in (`recipes/quickstart.yaml`), or nothing."""
+    parts, known = (path.with_suffix("") if path.suffix in (".yaml", ".yml") else path).parts, recipes()
+    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((end for end in ends if end in known), "")
+
+
 def purpose(path: Path) -> str:
     """The first comment of a recipe that is not for an editor."""
     for line in path.read_text(encoding="utf-8").splitlines():

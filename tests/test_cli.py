@@ -82,6 +82,24 @@ def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
     assert raised.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("quickstart", "quickstart"),
+        ("recipes/quickstart.yaml", "quickstart"),
+        ("recipes/llama3_8b/dora.yaml", "llama3_8b/dora"),
+    ],
+)
+def test_a_shipped_recipe_that_is_not_here_can_be_had(given, name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", given]) == 2
+    said = capsys.readouterr().err
+    assert f"it ships with this program: finetune recipes {name} --copy . writes it here" in said
+    assert cli.main(["recipes", name, "--copy", "."]) == 0
+    assert cli.main(["check", "my/absent.yaml"]) == 2
+    assert "ships" not in capsys.readouterr().err
+
+
 def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
     assert cli.main(["recipes"]) == 0
     listed = capsys.readouterr().out

@@ -23,7 +23,7 @@ LAYERS = (
     ("strict_yaml", "strict_json", "upstream", "renames", "sections", "arguments", "gpus"),
     ("adapter_types",),
     ("adapter_conflicts", "qat", "attention_choice", "optimizers", "launch_env", "launch_config", "shards"),
-    ("recipe_errors",),
+    ("recipe_errors", "shipped"),
     (
         "recipe",
         "receipts",
@@ -45,7 +45,6 @@ LAYERS = (
         "adapters",
         "adalora",
         "callbacks",
-        "shipped",
         "trackers",
         "stopping",
         "resume",
