@@ -90,7 +90,7 @@ def adalora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, An
 def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
     """What a run of a few steps has of AdaLoRA's schedule, by recipe key, where the recipe states it for a
     whole one."""
-    if adapter.type != "adalora":
+    if find(adapter.type).peft != "adalora":
         return {}
     stated = {key: value for key, value in adapter if key in adapter.model_fields_set and value is not None}
     few = {"tinit": steps // 10, "tfinal": steps // 3}

@@ -12,7 +12,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def broken(name: str) -> str:
     try:
         importlib.import_module(FLASH_MODULES[name])
     except Exception as error:  # whatever a foreign extension raises is its reason
-        return f"{name} is installed and can't be imported: {str(error).splitlines()[0]}"
+        return f"{name} is installed and can't be imported: {first_line(error)}"
     return ""
 
 

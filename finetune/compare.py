@@ -35,7 +35,7 @@ from accelerate import PartialState
 from finetune import adapter_types, check, compare_table, evaluate, hardware, ranks, scoring, train
 from finetune.compare_table import MARK
 from finetune.data import load as data_files
-from finetune.errors import Exit, Problem, UserError, nearest
+from finetune.errors import Exit, Problem, UserError, first_line, nearest
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
@@ -299,7 +299,7 @@ def why(error: Exception) -> str:
     """An error in one line."""
     if isinstance(error, UserError):
         return "; ".join(": ".join(filter(None, (p.key, p.what, p.found))) for p in error.problems)
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def clear(place: Path) -> None:

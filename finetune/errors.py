@@ -67,6 +67,11 @@ class UserError(Exception):
         self.code = code
 
 
+def first_line(error: BaseException | str) -> str:
+    """Of what an error says; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class Stopped(KeyboardInterrupt):
     """A run that was told to end, and can be resumed (exit 75); its text says what it leaves behind."""
 

@@ -154,8 +154,11 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     chosen = recipe.eval.every and recipe.eval.keep_best and "/" not in recipe.eval.best
     notes = [CHOSEN] if chosen and not other else []
     if kept.exists() and not other:
-        lines = kept.read_text(encoding="utf-8").splitlines()
-        examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in map(json.loads, lines)]
+        with kept.open(
+            encoding="utf-8"
+        ) as lines:  # str.splitlines ends one at U+2028 too, which a text may hold
+            kept_rows = [json.loads(line) for line in lines]
+        examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept_rows]
         return prepare.encode_held_out(examples, recipe.data, tokenizer), notes
     notes += check_unchanged(load.fingerprints(recipe.data, held_out=True), folder, other)
     rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)

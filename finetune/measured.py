@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -129,7 +130,8 @@ def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
         place.mkdir(parents=True, exist_ok=True)
     if path is None or not rows or Path(path).suffix != ".jsonl":
         return None
-    lines = Path(path).read_text(encoding="utf-8").splitlines()[:rows]
+    with Path(path).open(encoding="utf-8") as file:
+        lines = [line.rstrip("\n") for line in itertools.islice(file, rows)]
     (place / "held_out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(place / "held_out.jsonl")
 
@@ -212,12 +214,9 @@ def _command(words: list[str], log: str, environment: dict[str, str]) -> None:
 
 def why(log: str, code: int) -> str:
     """Why a run failed, in a line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines[-1:]
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("found:")]
     if code < 0:
         return f"ended by signal {-code}" + (", which the system sends where memory is short" * (code == -9))
-    text = ": ".join([*said[-1:], *found[-1:]]) or f"exit code {code}"
+    text = trial.said(log)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

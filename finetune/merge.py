@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune import evaluate, hardware, model, proof, qat, quantize, run_folder, scoring
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
+from finetune.given import writing
 from finetune.sections import Model
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def write_merged(
     except (NotImplementedError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         fix = f"use it beside its base, by PEFT, as `finetune evaluate {folder.path}` does"
         problem = Problem(
-            f"PEFT can't merge {kind}", where=str(folder.adapter), found=proof.said(error), fix=fix
+            f"PEFT can't merge {kind}", where=str(folder.adapter), found=first_line(error), fix=fix
         )
         raise UserError(problem) from error
     merged.to(dtype)
@@ -325,17 +326,6 @@ def staging(target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A disk that is full or read-only is the user's to mend."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            Problem("can't be written", where=str(path), found=error.strerror or proof.said(error))
-        ) from error
-
-
-@contextlib.contextmanager
 def located(folder: RunFolder) -> Iterator[None]:
     """Say of which run an error speaks; and fp32 weights may not fit where bf16 ones did."""
     try:
@@ -346,6 +336,6 @@ def located(folder: RunFolder) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         fix = f"on the CPU: ACCELERATE_USE_CPU=true finetune merge {folder.path}"
         problem = Problem(
-            "out of GPU memory: merging needs the weights in fp32", found=proof.said(error), fix=fix
+            "out of GPU memory: merging needs the weights in fp32", found=first_line(error), fix=fix
         )
         raise UserError(problem, code=Exit.ENVIRONMENT) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import hub, launch_env, shapes, untrusted
 from finetune.adapter_types import QUANTISED
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.hardware import DTYPES, STORED
 from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
@@ -315,7 +315,7 @@ def _from_hub(load: Any, model: Model, **options: Any) -> Any:
         # said, not left out: without it transformers asks at the terminal whether it may run the code
         return load(model.name, revision=revision, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         if "trust_remote_code" in str(error):
             what = "needs code of its own to be run, which this program does not do"
             fix = "a model that transformers knows by itself, or one converted to such"

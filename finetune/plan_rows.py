@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,7 +46,8 @@ def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
             return None
         every += paths
         for path in paths:
-            lines += round(_lines(path) * source.weight)
+            stat = path.stat()
+            lines += round(_lines(path, stat.st_mtime_ns, stat.st_size) * source.weight)
     lines, most = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
     lengths, how = plan_tokens.lengths(data, model, every)
     if not lengths:
@@ -112,7 +114,8 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
     return count_steps(train, rows.number, batch, processes)
 
 
-def _lines(path: Path) -> int:
+@cache  # a plan and each of its changes count them
+def _lines(path: Path, changed: int, size: int) -> int:
     lines, last = 0, b"\n"
     with path.open("rb") as file:
         for block in iter(lambda: file.read(2**20), b""):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from finetune import check, checkpoint, faults, prove
+from finetune import adapter_types, check, checkpoint, faults, prove
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
     check.pinned(recipe)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="finetune-preflight-"))
     lived, straight = folder / "run", folder / "straight"
-    steps = 12 if recipe.adapter.type.endswith("adalora") else 3  # so many it needs to prune
+    steps = (
+        12 if adapter_types.find(recipe.adapter.type).peft == "adalora" else 3
+    )  # so many it needs to prune
     own = [text for text in prove.shortened(recipe) if "save_total_limit" not in text]  # the recipe's counts
     short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
     train = ["train", *command, *short, "--quiet"]

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 
 from finetune import check, evaluate, quantize
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import fp8_base
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def reopened(
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise UserError(
-            Problem("what was saved does not open", found=said(error)), code=Exit.ARTEFACT
+            Problem("what was saved does not open", found=first_line(error)), code=Exit.ARTEFACT
         ) from error
     opened, found = loaded
     wrong = sorted(found["missing_keys"]) + sorted(found["unexpected_keys"])
@@ -212,8 +212,3 @@ def placed(setup: Setup) -> dict[str, Any]:
     device: Any = PartialState(cpu=setup.hardware.device == "cpu").device
     place = {} if device.type == "cpu" else {"device_map": {"": str(device)}}
     return {"attn_implementation": setup.attn_implementation, **place}
-
-
-def said(error: Exception) -> str:
-    """The first line of an error."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

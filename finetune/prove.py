@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import check, checkpoint, hardware
+from finetune import adapter_types, check, checkpoint, hardware
 from finetune.batch import most_processes, split_batch
 from finetune.errors import Exit, Problem, UserError
 
@@ -170,7 +170,10 @@ def _logged(folder: Path) -> dict[str, str]:
 def shortened(recipe: Recipe) -> list[str]:
     """Overrides for a proof of a minute: the recipe's own steps and rows, no more of them than it takes."""
     overrides = []
-    if recipe.adapter.type == "adalora" and "tinit" not in recipe.adapter.model_fields_set:
+    if (
+        adapter_types.find(recipe.adapter.type).peft == "adalora"
+        and "tinit" not in recipe.adapter.model_fields_set
+    ):
         overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the proof
     processes, _ = most_processes(recipe.train, hardware.detect().count)
     batch = split_batch(recipe.train, processes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune import qat
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def load(
     except (
         Exception
     ) as error:  # torchao raises ImportError, AssertionError, ValueError ... for what is not there
-        found = f"{type(error).__name__}: {_first_line(error)}"
+        found = f"{type(error).__name__}: {first_line(error)}"
         fix = "ACCELERATE_USE_CPU=true, or another --quantize"
         problem = Problem(f"torchao can't make {kind} weights on {hardware.name}", found=found, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
@@ -107,7 +107,7 @@ def load(
         if isinstance(error, torch.OutOfMemoryError):
             raise
         what, fix = f"torchao can't make this model's layers {kind}", "another --quantize"
-        raise UserError(Problem(what, found=_first_line(error), fix=fix)) from error
+        raise UserError(Problem(what, found=first_line(error), fix=fix)) from error
 
 
 def left_out(model: torch.nn.Module) -> tuple[int, list[str]]:
@@ -120,7 +120,3 @@ def left_out(model: torch.nn.Module) -> tuple[int, list[str]]:
 def is_quantised(weight: torch.Tensor) -> bool:
     """Whether torchao holds it."""
     return type(weight).__module__.startswith("torchao.")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")

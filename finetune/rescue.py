@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune import estimate, faults, ranks, state
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import apply, loss
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class MicroBatches:
         fewer = [f"train.per_device_train_batch_size={rows // 2}"] if rows > 1 else []
         what = f"out of memory in step {step}, with {'one row' if rows == 1 else f'{rows} rows'} at once"
         fix = "; or ".join([*fewer, *self.fixes][:3]) + "; what each gives: finetune plan"
-        found = "; ".join(filter(None, [said.splitlines()[0], self.held()]))
+        found = "; ".join(filter(None, [first_line(said), self.held()]))
         return UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
 
     def again(self, step: int) -> bool:

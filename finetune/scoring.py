@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from finetune import hardware
 from finetune.data import chat
 from finetune.data.chat import Encoded
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import attention
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
     try:
         yield
     except torch.OutOfMemoryError as error:
-        problem = Problem("out of GPU memory", found=str(error).splitlines()[0], fix=fix)
+        problem = Problem("out of GPU memory", found=first_line(error), fix=fix)
         raise UserError(problem, code=code) from error
 
 

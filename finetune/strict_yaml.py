@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.errors import Problem, UserError
+from finetune.errors import Problem, UserError, first_line
 
 if TYPE_CHECKING:
     import pathlib
@@ -168,5 +168,5 @@ def _mark(source: str, event: Any) -> str:
 def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-    said = getattr(error, "problem", None) or str(error).splitlines()[0]
+    said = getattr(error, "problem", None) or first_line(error)
     return Problem("not valid YAML", where=where, found=said)

@@ -16,7 +16,7 @@ import sqlalchemy
 from optuna.trial import TrialState
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +110,7 @@ def _no_journal(error: OSError | ValueError, url: str) -> UserError:
 
 def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> UserError:
     """A database's error as ours, without its password."""
-    said = redacted(str(error.__cause__ or error).splitlines()[0], url)
+    said = redacted(first_line(error.__cause__ or error), url)
     what = "not a storage URL" if code == Exit.INPUT else "the storage can't be used"
     expected = "sqlite:///FILE, postgresql://user@host/database, mysql+pymysql://..., journal:FILE"
     where = "--storage"

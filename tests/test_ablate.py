@@ -316,7 +316,15 @@ def test_a_folder_that_cannot_be_made_is_said_before_a_run(tmp_path, monkeypatch
 def test_why_a_run_failed_is_its_log_s_last_error() -> None:
     log = "warning\nerror: out of memory (a.yaml)\n  found:     at 1 row\n"
     assert measured.why(log, 5) == "out of memory (a.yaml): at 1 row"
+    assert measured.why(log + "error: and then\n", 5).endswith("; and then")
     assert "signal 9" in measured.why("", -9)
+
+
+def test_held_out_rows_are_cut_at_ends_of_lines_alone(tmp_path) -> None:
+    rows = ['{"text": "a\u2028b"}', '{"text": "c"}', '{"text": "d"}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    kept = measured.cut_held_out(str(tmp_path / "rows.jsonl"), tmp_path, 2)
+    assert Path(str(kept)).read_text(encoding="utf-8") == "\n".join(rows[:2]) + "\n"
 
 
 def test_bars_of_a_rung_that_was_not_stacked() -> None:

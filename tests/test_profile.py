@@ -24,6 +24,7 @@ from finetune import (
     operations,
     plan,
     profile,
+    prove,
     recipe,
     state,
     train,
@@ -207,7 +208,12 @@ def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkey
     assert short.adapter.options()["tinit"] + short.adapter.options()["tfinal"] < 8
     assert list(tmp_path.iterdir()) == []
     adapter = recipe.load(QUICKSTART, whole).adapter
-    recipe.load(QUICKSTART, [*whole, *measured.length(3, 1, adapter)])
+    short_ones = measured.length(3, 1, adapter)
+    recipe.load(QUICKSTART, [*whole, *short_ones])
+    quantised = recipe.load(QUICKSTART, [*whole, "adapter.type=qadalora"])
+    assert measured.length(3, 1, quantised.adapter) == short_ones and "adapter.tinit=0" in short_ones
+    unstated = [recipe.load(QUICKSTART, [f"adapter.type={kind}"]) for kind in ("adalora", "qadalora")]
+    assert prove.shortened(unstated[0]) == prove.shortened(unstated[1])
     assert not [text for text in measured.length(3, 1, recipe.load(QUICKSTART).adapter) if "adapter" in text]
 
 

@@ -322,7 +322,8 @@ def test_batches_hold_each_row_once_and_stay_small() -> None:
 
 def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:
     rows = (MODEL.parent / "data" / "test.jsonl").read_text().splitlines()[:8]
-    (tmp_path / "held_out.jsonl").write_text("\n".join(rows))
+    rows[0] = rows[0].replace('"content": "', '"content": "\u2028', 1)  # an end of line to str.splitlines
+    (tmp_path / "held_out.jsonl").write_text("\n".join(rows), encoding="utf-8")
     run = train(f"data.validation={tmp_path / 'held_out.jsonl'}")
     before = run.read("eval.json")["tuned"]
     (tmp_path / "held_out.jsonl").write_text("\n".join(rows[:-1]))
