@@ -128,7 +128,10 @@ def test_rows_of_two_formats_are_counted_and_the_fewer_ones_placed(tmp_path) -> 
     assert found.where == f"{place}:7" and found.what.startswith("rows of 2 formats in")
     assert f"27 rows are messages (first {place}:1)" in found.found
     assert f"3 rows are prompt_completion (first {place}:7)" in found.found
-    assert "data.name: [" in found.fix
+    assert "a file for each format" in found.fix
+    allowed = read(tmp_path, rows, expect={"malformed": 0.1}).report["train"]
+    said = "3 of 30 rows are malformed (" + place + ":7, :14, :21): a row of another format"
+    assert allowed.kept == 27 and said in allowed.remarks()
     found, summary = problems(tmp_path, [text(0), *(chat(n) for n in range(9))])
     assert found.where == f"{place}:1", "the first row may be the odd one"
     assert "1 rows are prompt_completion" in found.found and "9 rows are messages" in found.found

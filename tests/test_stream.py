@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from finetune import cli
-from finetune.data import stream
+from finetune.data import bad_rows, stream
 from finetune.data.formats import Row
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
@@ -138,6 +138,7 @@ def test_a_line_that_can_t_be_read_beyond_the_audit_is_said_as_anywhere(
     (problem,) = raised.value.problems
     assert str(problem).count("error:") == 1 and problem.found == "{'messages': 1}"
     assert f"{files[0]}, byte " in problem.where and "json.dumps" in problem.fix
+    assert bad_rows.shown(["a, byte 1", "a, byte 2", "b, byte 3"], 4) == "a, byte 1, byte 2, b, byte 3 ..."
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ class Report:
     """Rows of each kind in SAID."""
     places: dict[str, list[str]] = field(default_factory=dict)
     """The first rows of each kind."""
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+    """Of bad rows that are left out: what is wrong with the first of each kind."""
     mix: dict[str, dict[str, float]] = field(default_factory=dict)
     """Source -> rows, tokens and weight, where there are several."""
     packing: dict[str, float] = field(default_factory=dict)
@@ -89,8 +91,9 @@ class Report:
     def noted(self) -> list[tuple[str, str]]:
         """What happened to some rows: its kind, and a line that says it."""
         of = f"of {self.rows} rows"
+        why = {kind: f": {'; '.join(reasons)}" for kind, reasons in self.reasons.items()}
         found = [
-            (kind, f"{n} {of} {SAID[kind]} ({shown(self.places[kind], n)})")
+            (kind, f"{n} {of} {SAID[kind]} ({shown(self.places[kind], n)}){why.get(kind, '')}")
             for kind, n in self.counts.items()
         ]
         for name, columns in self.unused.items():
@@ -129,6 +132,9 @@ class Audit:
         self.report.rows += 1
         self.count(bad.kind, row_of(bad.problem.where))
         self.bad_rows.add(bad)
+        reasons = self.report.reasons.setdefault(bad.kind, [])
+        if bad.problem.what not in reasons and len(reasons) < MAX_SHOWN:
+            reasons.append(bad.problem.what)
         if bad.kind != "unreadable":
             wanted = self.report.formats[source]
             self.bad_rows.of_format(source, wanted, bad.format or wanted, bad.problem.where)

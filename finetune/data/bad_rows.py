@@ -88,10 +88,10 @@ class BadRows:
                 f"rows of {len(said)} formats in {source}",
                 f"one: {wanted}, that of its first row",
             )
-            fix = "a file for each format, all of them in data.name: [a.jsonl, b.jsonl]"
+            fix = "a file for each format; data.name takes a list of them"
             if wanted not in said:
                 what, expected, fix = "no row has the format that is asked for", wanted, "data.format: auto"
-            found.append(Problem(what, "data.name", first, counts, expected, fix))
+            found.append(Problem(what, "", first, counts, expected, fix))
         return found
 
 
@@ -104,8 +104,8 @@ def shown(places: list[str], count: int) -> str:
     """`train.jsonl:51, :53 ...`: a file's name stands only before its first row."""
     found, last = [], None
     for place in places:
-        match = re.fullmatch(r"(.*?)([:\[]\d+\]?.*)", place)
+        match = re.fullmatch(r"(.*?)([:\[]\d+\]?.*|, byte \d+)", place)
         file, row = match.groups() if match else (place, "")
-        found.append(row if match and file == last else place)
+        found.append(row.removeprefix(", ") if match and file == last else place)
         last = file
     return ", ".join(found) + (" ..." if count > len(places) else "")
