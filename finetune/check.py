@@ -59,9 +59,9 @@ def run(recipe: Recipe) -> list[str]:
             notes += look(recipe)
         except UserError as error:
             (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
-    asked = (
-        recipe.speed.base if recipe.speed.base != "auto" else adapter_types.find(recipe.adapter.type).storage
-    )
+    kind = adapter_types.find(recipe.adapter.type)
+    problems += optimizers.problems(recipe.train, kind.learning_rate)
+    asked = recipe.speed.base if recipe.speed.base != "auto" else kind.storage
     missing = hardware.missing_package(asked)
     optimizer = optimizers.missing_packages(optimizers.asked(recipe.train), recipe.speed)
     lacking = (missing, recipe.speed.qat and qat.missing(), *optimizer)
@@ -199,6 +199,7 @@ def _tasks(recipe: Recipe) -> list[str]:
         from finetune import tasks  # most recipes have none, and its imports take a tenth of a second
 
         tasks.check(recipe.eval)
+        tasks.check_names(recipe.eval)
     if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
         raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
     return []

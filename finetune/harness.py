@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 
 from finetune import hardware, paired, scoring, task_files, tasks
 from finetune.data.render import render
-from finetune.errors import Exit, Problem, UserError, nearest
+from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,13 +80,9 @@ def _theirs(name: str) -> str | dict[str, Any]:
 
 def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
     """lm-eval's tasks by name, its errors as ours."""
-    known = set(manager.all_tasks)
-    for name in specs:
-        if isinstance(name, str) and name not in known:
-            fix = (
-                nearest(name, known) or "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
-            )
-            raise UserError(Problem("no such task", "eval.tasks", found=name, fix=fix))
+    named = [name for name in specs if isinstance(name, str)]
+    if problems := tasks.unknown(named, set(manager.all_tasks)):
+        raise UserError(*problems)
     try:
         return manager.load(specs)["tasks"]
     except (ConnectionError, OSError) as error:

@@ -19,6 +19,15 @@ SMALLEST = 4096  # numbers of a tensor from which bitsandbytes and torchao keep 
 _OF_BITSANDBYTES = re.compile("8bit|32bit|bnb|paged|ademamix")
 _OF_TORCHAO = re.compile("adamw_torch_[48]bit")
 _LOW_BITS = re.compile("[48]bit|bnb_8bit")
+# What transformers asks for beside those: by optimizer, the module and its package
+_OF_OTHERS = (
+    ("galore.*", "galore_torch", "galore-torch"), ("apollo.*", "apollo_torch", "apollo-torch"),
+    ("lomo|adalomo", "lomo_optim", "lomo-optim"), ("grokadamw", "grokadamw", "grokadamw"),
+    ("schedule_free.*", "schedulefree", "schedulefree"), ("stable_adamw", "optimi", "torch-optimi"),
+    ("adamw_torch_xla", "torch_xla", "torch_xla"), ("adamw_torch_npu.*", "torch_npu", "torch_npu"),
+    ("adamw_anyprecision", "torchdistx", "torchdistx"),
+)  # fmt: skip
+_OF_MODULES = re.compile("(galore|apollo).*")
 # Bytes of optimizer state for each number that trains; 8 bits: two moments and a scale for 256 of each
 _STATE = (
     (r"adamw_torch_4bit", 1.06), (r"ademamix_8bit|paged_ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
@@ -47,25 +56,39 @@ def unsaved(train: Train, splitter: str) -> str:
 
 def missing_packages(optim: str, speed: Speed) -> list[Problem]:
     """Packages that the optimizer needs and this environment has not; nothing is imported."""
-    needs = {
-        "train.optim": "torchao"
-        if _OF_TORCHAO.fullmatch(optim)
-        else "bitsandbytes"
-        if _OF_BITSANDBYTES.search(optim)
-        else ""
-    }
-    needs["speed.offload"] = "torchao" if speed.offload in ("optimizer", "all") else ""
-    extra = {"torchao": "quantize", "bitsandbytes": "bnb"}
-    return [
-        Problem(
-            f"needs {package}, which is not installed",
-            key,
-            found=optim if key == "train.optim" else speed.offload,
-            fix=f"pip install 'finetune-toolkit[{extra[package]}]'",
-        )
-        for key, package in needs.items()
-        if package and not installed(package)
+    low_bits = "torchao" if _OF_TORCHAO.fullmatch(optim) else ""
+    low_bits = low_bits or ("bitsandbytes" if _OF_BITSANDBYTES.search(optim) else "")
+    extra = {"torchao": "'finetune-toolkit[quantize]'", "bitsandbytes": "'finetune-toolkit[bnb]'"}
+    needs = [("train.optim", optim, low_bits, extra.get(low_bits, ""))]
+    needs += [
+        ("train.optim", optim, module, pip) for name, module, pip in _OF_OTHERS if re.fullmatch(name, optim)
     ]
+    if speed.offload in ("optimizer", "all"):
+        needs.append(("speed.offload", speed.offload, "torchao", extra["torchao"]))
+    return [
+        Problem(f"needs {module}, which is not installed", key, found=found, fix=f"pip install {pip}")
+        for key, found, module, pip in needs
+        if module and not installed(module)
+    ]
+
+
+def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
+    """Settings under which no optimizer would train anything, or this one would not be made.
+
+    Args:
+        usual: learning rates of the adapter's type.
+    """
+    found, optim = [], asked(train)
+    if train.learning_rate == 0:
+        expected = "{:g} to {:g} is usual".format(*usual) if usual else ""
+        fix = f"learning_rate: {(usual[0] * usual[1]) ** 0.5 if usual else 2e-4:.0e}"
+        what = "nothing is learnt at a rate of 0"
+        found.append(Problem(what, "train.learning_rate", found="0", expected=expected, fix=fix))
+    if _OF_MODULES.fullmatch(optim) and not train.passed_on().get("optim_target_modules"):
+        what = f"{optim} needs to know which modules' gradients it projects"
+        fix = "train.optim_target_modules: all-linear"
+        found.append(Problem(what, "train.optim", found=optim, fix=fix))
+    return found
 
 
 def check(train: Train, speed: Speed, setup: Setup) -> None:

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from importlib.util import find_spec
@@ -24,10 +25,12 @@ from pydantic import Field, ValidationError
 from finetune import recipe_errors, shipped, strict_yaml, task_files
 from finetune.data import load, render
 from finetune.data.formats import BadRow
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Section, Source
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from finetune.sections import Eval
 
 SUFFIXES = (".yaml", ".yml")
@@ -96,6 +99,41 @@ def check(settings: Eval) -> None:
         lacking = Problem("needs vLLM", "eval.engine", fix="pip install vllm, or eval.engine: hf")
     if lacking:
         raise UserError(lacking, code=Exit.ENVIRONMENT)
+
+
+def check_names(settings: Eval) -> None:
+    """Look for lm-eval's own tasks in its files; for those that no file is called after it lists them all,
+    which takes seconds.
+
+    Raises:
+        UserError: there is no such task (exit 2).
+    """
+    package = find_spec("lm_eval")
+    roots = [Path(place) / "tasks" for place in (package.submodule_search_locations or ())] if package else []
+    asked = [name for name in settings.tasks if not is_file(name)]
+    if unseen := [name for name in asked if not any(_has_file(root, name) for root in roots)]:
+        from lm_eval.tasks import TaskManager
+
+        if problems := unknown(unseen, TaskManager().all_tasks):
+            raise UserError(*problems)
+
+
+def _has_file(root: Path, name: str) -> bool:
+    """Whether a file that is called after a task, or is in a folder that is, states its name."""
+    states = re.compile(rf"^(task|group|tag):\s*['\"]?{re.escape(name)}['\"]?\s*$", re.MULTILINE)
+    plain = re.fullmatch(r"[\w-]+", name) is not None
+    files = itertools.chain(root.rglob(f"{name}.yaml"), root.rglob(f"{name}/**/*.yaml")) if plain else ()
+    return any(states.search(path.read_text(encoding="utf-8")) for path in files)
+
+
+def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:
+    """What is wrong with names of tasks that lm-eval has not."""
+    other = "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
+    missing = [name for name in names if name not in known]
+    return [
+        Problem("no such task", "eval.tasks", found=name, fix=nearest(name, known) or other)
+        for name in missing
+    ]
 
 
 def is_file(name: str) -> bool:

@@ -244,7 +244,7 @@ def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
         ("speed.offload=optimizer,train.optim=adamw_8bit", 2, "torch's AdamW"),
         ("speed.offload=all,adapter.loraplus_lr_ratio=16", 2, "an optimizer of its own"),
         ("speed.offload=optimizer,adapter.type=adalora", 2, "masks ranks between steps"),
-        ("train.optim=galore_adamw", 3, "galore"),
+        ("train.optim=galore_adamw,train.optim_target_modules=all-linear", 3, "pip install galore-torch"),
     ],
 )
 def test_what_can_t_be_had_says_what_can(override: str, code: int, said: str, train, capsys) -> None:
@@ -267,6 +267,25 @@ def test_a_package_that_is_missing_is_known_before_anything_loads(
     assert cli.main(["check", str(QUICKSTART), override]) == 3
     said = capsys.readouterr().err
     assert f"needs {package}" in said and "pip install 'finetune-toolkit[" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        ("train.optim=galore_adamw", 2, "train.optim_target_modules: all-linear"),
+        ("train.optim=schedule_free_adamw", 3, "pip install schedulefree"),
+        ("train.optim=stable_adamw", 3, "pip install torch-optimi"),
+        ("train.optim=adalomo", 3, "pip install lomo-optim"),
+        ("train.learning_rate=0", 2, "nothing is learnt at a rate of 0"),
+        ("train.learning_rate=0", 2, "expected:  1e-05 to 0.01 is usual\n  try:       learning_rate: 3e-04"),
+    ],
+)
+def test_what_can_train_nothing_is_known_before_anything_loads(
+    override, code, said, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(optimizers, "installed", lambda name: False)
+    assert cli.main(["check", str(QUICKSTART), override]) == code
+    assert said in capsys.readouterr().err
 
 
 def test_cuda_graphs_are_refused_where_they_can_t_be(tmp_path, capsys) -> None:

@@ -170,6 +170,22 @@ def test_tasks_are_found_before_weights_are_read(two_layers, tmp_path, capsys, s
     assert "no such task" in said and "arc_easy" in said
 
 
+def test_a_check_knows_the_names_of_lm_evals_tasks(capsys, monkeypatch) -> None:
+    """Most by a file, in no time; one without is looked for among them all."""
+    from lm_eval.tasks import TaskManager
+
+    listed: list[bool] = []
+    made = TaskManager.__init__
+    monkeypatch.setattr(TaskManager, "__init__", lambda self: (listed.append(True), made(self))[1])
+    asked = ["check", "recipes/quickstart.yaml"]
+    assert cli.main([*asked, "eval.tasks=[arc_easy, mmlu, winogrande, general_knowledge]"]) == 0
+    assert not listed, capsys.readouterr().err
+    assert cli.main([*asked, "eval.tasks=[arc_eazy, arc_easy, gsm8x]"]) == 2
+    said = capsys.readouterr().err
+    assert listed and said.count("no such task") == 2
+    assert "arc_eazy\n  try:       arc_easy" in said and "gsm8x\n  try:       gsm8k" in said
+
+
 def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None:
     from finetune import harness
 
