@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import check, hardware, launch, measured
+from finetune import check, hardware, ladder, launch, measured
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
@@ -150,7 +150,7 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[lis
             config = asked.accelerate[side]
             job = measured.Job(
                 path,
-                [*values, *measured.overrides(alike)],
+                [*values, *ladder.overrides(alike)],
                 folder,
                 accelerate=str(launch.find(config)) if config else None,
             )

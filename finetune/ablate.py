@@ -132,7 +132,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     alone(bench, rows)
     variant, kept = stack(bench, rows)
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
-    best = load_recipe(asked.path, [*asked.overrides, *measured.overrides(best_values(bench, rows, variant))])
+    best = load_recipe(asked.path, [*asked.overrides, *ladder.overrides(best_values(bench, rows, variant))])
     (place / "best.yaml").write_text(ablate_table.best(best, found), encoding="utf-8")
     ablate_table.write(place, found)
     ablate_table.show(bench.screen, found, place)
@@ -141,7 +141,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
 
 def check_baseline(asked: Asked, steps: Ladder) -> None:
     """What `finetune check` says of the baseline, before anything runs; of the ladder's values, where."""
-    overrides = measured.overrides(steps.baseline.set)
+    overrides = ladder.overrides(steps.baseline.set)
     try:
         check.run(load_recipe(asked.path, [*asked.overrides, *overrides]))
     except UserError as error:
@@ -209,7 +209,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
     held_out = bench.held_out if number == 1 else None
     values = [*bench.asked.overrides, *bench.short, *variant.overrides]
-    values += measured.overrides({"data.validation": held_out})
+    values += ladder.overrides({"data.validation": held_out})
     folder = place / f"{stem(bench.asked)}-{stage}-{number}"
     job = measured.Job(bench.asked.path, values, folder, variant.mixed_precision)
     fresh = measured.make(job, cpu=bench.machine.device == "cpu")

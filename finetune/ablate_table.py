@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import measured, plots, run_folder, summary
+from finetune.data import view
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -115,17 +116,6 @@ def picture(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any]) -> str:
     """One self-contained HTML file."""
-    import jinja2
-
-    here = Path(__file__).parent
-    folders = jinja2.FileSystemLoader([here, here / "data"])
-    pages = jinja2.Environment(
-        loader=folders,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     stack, base = found["stack"], found["baseline"]
     figures = [
         ("times the baseline", f"{found['speedup']:.2f}"),
@@ -143,7 +133,9 @@ def page(found: dict[str, Any]) -> str:
         "rows": cells(found),
         "reasons": reasons(found),
     }
-    return pages.get_template("ablate.html.jinja").render(**given, notes=NOTES, command=found["command"])
+    return (
+        view.pages().get_template("ablate.html.jinja").render(**given, notes=NOTES, command=found["command"])
+    )
 
 
 def write(place: Path, found: dict[str, Any]) -> None:

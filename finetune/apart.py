@@ -36,9 +36,7 @@ def evaluate(folder: RunFolder, live: verify.Live, ledger: Ledger) -> dict[str, 
             said = " ".join(done.stderr.split())[-500:]
             fix = f"finetune evaluate {folder.path}; what was trained is saved"
             problem = Problem("what was saved can't be evaluated", found=said, fix=fix)
-            raise UserError(
-                problem, code=Exit(done.returncode) if done.returncode in list(Exit) else Exit.TRAINING
-            )
+            raise UserError(problem, code=Exit.of(done.returncode))
     ranks.wait()
     return folder.read("eval.json")
 

@@ -93,6 +93,40 @@ def resume(text: str) -> str:
     return text
 
 
+def in_order(words: list[str]) -> list[str]:
+    """A command line as argparse reads what is meant: `--resume` may have no value, and would take what
+    follows for one; `--tasks a b RUN` would take RUN for a task."""
+    words = ["--resume=newest" if word == "--resume" else word for word in words]
+    if words[:1] != ["evaluate"] or "--tasks" not in words:
+        return words
+    start = words.index("--tasks") + 1
+    end = next((at for at in range(start, len(words)) if words[at].startswith("-")), len(words))
+    named = [at for at in range(start, end) if "=" not in words[at]]
+    others = [word for word in words[1 : start - 1] + words[end:] if "=" not in word and word[:1] != "-"]
+    if len(named) > 1 and not others and _is_a_run(words[named[-1]]):
+        words.insert(1, words.pop(named[-1]))
+    return words
+
+
+def _is_a_run(word: str) -> bool:
+    """Whether it is no task: those of lm-eval have names without a slash, one of your own is a YAML file."""
+    return Path(word).is_dir() or (not word.endswith((".yaml", ".yml")) and ("/" in word or "@" in word))
+
+
+def check_read(command: str, overrides: list[str]) -> None:
+    """Refuse overrides of what a command on a finished run does not read (exit 2)."""
+    read = ("model", "data", "speed", "eval") if command != "publish" else ("publish", "model", "data")
+    other = [
+        text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
+    ]
+    what = f"{command} does not read it: the run is as it was trained"
+    texts = {"expected": f"keys of {', '.join(read)}", "fix": "drop it, or train again with it"}
+    if other:
+        raise UserError(
+            *(Problem(what, text.partition("=")[0], f"override {text!r}", **texts) for text in other)
+        )
+
+
 def second_run(options: argparse.Namespace) -> str:
     """The second of two run folders."""
     given = {"--adapters": options.adapters, "--seeds": options.seeds, "--budget": options.budget}

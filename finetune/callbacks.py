@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from transformers import TrainerCallback
 
-from finetune import attention_choice, optimizers, qat, ranks
+from finetune import attention_choice, optimizers, qat, ranks, strict_json
 from finetune.errors import Exit
 from finetune.speed import apply, fp8_base, offload
 
@@ -143,7 +143,7 @@ class Metrics(TrainerCallback):
     def append(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({k: _json(v) for k, v in record.items()}) + "\n")
+            file.write(json.dumps(strict_json.spelt(record)) + "\n")
 
     def loads(self) -> None:
         """From now on rows are waited for: what was logged and saved after the step is done."""
@@ -361,8 +361,3 @@ def memory(hardware: Hardware) -> dict[str, float | None]:
         "host_memory_gib": host,
         "gpu_utilisation": busy,
     }
-
-
-def _json(value: Any) -> Any:
-    """Non-finite numbers are not JSON; they are written as text, never replaced."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

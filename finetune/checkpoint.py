@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import faults
+from finetune import faults, hub
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
             else:
                 path.write_text(json.dumps(value), encoding="utf-8")
             flush(path)
-            files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            files[name] = {"bytes": path.stat().st_size, "sha256": hub.sha256(path)}
         text = _signed({"format": FORMAT, "step": step, "files": files})
         (staged / MANIFEST).write_text(text, encoding="utf-8")
         flush(staged / MANIFEST)
@@ -300,7 +300,7 @@ def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
         raise Damaged(f"{name} is missing")
     if file.stat().st_size != said["bytes"]:
         raise Damaged(f"{name} has {file.stat().st_size} bytes, not {said['bytes']}")
-    if _sha256(file) != said["sha256"]:
+    if hub.sha256(file) != said["sha256"]:
         raise Damaged(f"{name} has another content than was written")
 
 
@@ -375,8 +375,3 @@ def _signed(manifest: dict[str, Any]) -> str:
     """As text, with a digest of itself."""
     digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     return json.dumps({**manifest, "sha256": digest})
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

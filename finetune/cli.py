@@ -228,11 +228,11 @@ def evaluate(options: argparse.Namespace) -> None:
     from finetune import launch
     from finetune.screen import Screen, quieten_libraries
 
-    run = opened(options)
     if options.tasks is not None:  # `--tasks a,b c eval.limit=8`
         tasks = [part for text in options.tasks if "=" not in text for part in text.split(",")]
         options.overrides += [text for text in options.tasks if "=" in text]
         options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
+    run = opened(options)
     again = ["evaluate", str(run.path), *options.overrides, *flags(options)]
     launch.if_needed(again, functools.partial(processes_of, run, options.overrides))
     quieten_libraries()
@@ -403,9 +403,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """argparse ends a list of positionals at the first option; overrides may also follow options."""
     top = parser()
     words = list(sys.argv[1:] if given is None else given)
-    # An option whose value may be left out would take what follows it for its value
-    words = ["--resume=newest" if word == "--resume" else word for word in words]
-    options, extra = top.parse_known_args(words)
+    options, extra = top.parse_known_args(arguments.in_order(words))
     if extra and not (
         hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
     ):

@@ -32,7 +32,7 @@ import psutil
 import torch
 from accelerate import PartialState
 
-from finetune import adapter_types, check, compare_table, evaluate, hardware, ranks, scoring, train
+from finetune import adapter_types, check, compare_table, evaluate, hardware, measured, ranks, scoring, train
 from finetune.compare_table import MARK
 from finetune.data import load as data_files
 from finetune.errors import Exit, Problem, UserError, first_line, nearest
@@ -261,9 +261,7 @@ def make_way(job: Job, screen: Screen, head: str) -> bool:
             screen.say(f"{head} kept: {compare_table.line(job.folder)}")
             todo = False
         else:
-            aside = path.parent / "aside" / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-            aside.parent.mkdir(exist_ok=True)
-            path.rename(aside)
+            aside = measured.set_aside(path)
             why = "is of another recipe or other data" if finished else "was not finished"
             screen.say(f"{head} what is there {why}; moved to {aside}")
     return ranks.from_main(lambda: todo)

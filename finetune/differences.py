@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types
+from finetune import adapter_types, run_folder
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder, open_run
@@ -22,7 +21,6 @@ SAME_BASE = 1e-2  # relative, of the base's held-out loss: kernels and dtypes mo
 MISSING = "-"
 AT_MOST = 8  # rows of a table of differences
 OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache")
-LINE = re.compile(r"  (?:# )?(\w+): (.*?)  (?:# (.*)|\((.*)\))")  # of recipe.resolved.yaml
 
 
 class Found(NamedTuple):
@@ -82,14 +80,8 @@ def recipes(a: RunFolder, b: RunFolder) -> Found:
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
     """Dotted key -> value as it is written in recipe.resolved.yaml, and who set it."""
-    found, section = {}, ""
-    for line in folder.recipe.read_text(encoding="utf-8").splitlines():
-        match = LINE.fullmatch(line)
-        if match:
-            found[f"{section}.{match[1]}"] = (match[2], match[3] or match[4])
-        elif line.endswith(":") and not line.startswith(("#", " ")):
-            section = line[:-1]
-    return found
+    found = run_folder.settings(folder.recipe.read_text(encoding="utf-8"))
+    return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
 
 
 def environments(a: RunFolder, b: RunFolder) -> Found:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from finetune import architecture, check, estimate, measure, qat
+from finetune import architecture, attention_choice, check, estimate, measure, qat
 from finetune import hardware as hw
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.attention_choice import Rows
@@ -124,7 +124,8 @@ def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, st
         rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
     dtype = hw.DTYPES[hw.launch(machine).precision]
     try:
-        return hw.choose_attention(recipe.model.attention if recipe else "auto", machine, dtype, rows=rows)
+        asked = recipe.model.attention if recipe else "auto"
+        return hw.Choice(*attention_choice.choose(asked, machine, dtype, None, rows))
     except UserError as error:
         return "-", error.problems[0].found or ""
 
@@ -147,7 +148,7 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
         Optimisation("activation recompute", "speed.recompute", recompute, why),
         Optimisation("4-bit base (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
         Optimisation("CPU offload", "speed.offload", *_offload(speed.offload, machine)),
-        _loss(speed, recipe),
+        _loss(speed),
         _qat(speed),
     ]
 
@@ -160,7 +161,7 @@ def _offload(asked: str, machine: Hardware) -> tuple[str, str]:
     return ("off", "asked for: none") if asked == "none" else ("active", asked)
 
 
-def _loss(speed: Speed, recipe: Recipe | None) -> Optimisation:
+def _loss(speed: Speed) -> Optimisation:
     name, where = "chunked loss", "speed.loss"
     if speed.loss == "trl":
         return Optimisation(name, where, "off", "asked for: trl")

@@ -31,6 +31,11 @@ class Exit(IntEnum):
     TRAINING = 5  # non-finite loss, out of memory at the smallest batch, a broken promise in training
     STOPPED = 75  # stopped by a signal, resumable
 
+    @classmethod
+    def of(cls, code: int) -> Exit:
+        """Of a process that has ended with `code`: TRAINING where that is none of these."""
+        return cls(code) if code in list(cls) else cls.TRAINING
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -143,7 +143,7 @@ def choose(
         what, fix = "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs", "base: nf4"
         raise UserError(Problem(what, "speed.base", found="int8", fix=fix), code=Exit.ENVIRONMENT)
     dtype = compute_dtype(started.precision, storage.value)
-    chosen = choose_attention(attention, hardware, dtype, attends, rows)
+    chosen = Choice(*attention_choice.choose(attention, hardware, dtype, attends, rows))
     return Setup(hardware, started, chosen, storage)
 
 
@@ -205,17 +205,6 @@ def default_precision(hardware: Hardware) -> Choice:
         "fp16",
         f"{hardware.name} has no bf16 (compute capability below 8.0): fp16 with a loss scaler",
     )
-
-
-def choose_attention(
-    asked: str, hardware: Hardware, dtype: str, attends: Attends | None = None, rows: Rows | None = None
-) -> Choice:
-    """The attention implementation, by the recipe's name for it: `attention_choice.choose`.
-
-    Raises:
-        UserError: an explicit request that can't be met here, or not for this model (exit 3).
-    """
-    return Choice(*attention_choice.choose(asked, hardware, dtype, attends, rows))
 
 
 def loader(hardware: Hardware, processes: int) -> dict[str, Any]:

@@ -185,6 +185,7 @@ def same(path: Path, there: Listed | None) -> bool:
 
 
 def sha256(path: Path) -> str:
+    """Of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

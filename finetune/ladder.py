@@ -18,6 +18,8 @@ from finetune.sections import Section
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from finetune.hardware import Hardware
 
 OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
@@ -132,6 +134,11 @@ class Ladder(Section):
         return next(rung for rung in self.rungs if rung.name == name)
 
 
+def overrides(values: dict[str, Any]) -> list[str]:
+    """As the command line takes them."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
 class Variant(NamedTuple):
     """A recipe with some rungs."""
 
@@ -141,7 +148,7 @@ class Variant(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
+        return overrides(self.values)
 
 
 def read(path: Path) -> Ladder:
@@ -219,9 +226,7 @@ def check_values(ladder: Ladder, kind: str) -> None:
         of_another = section == "adapter" and names[0] not in models["adapter"].model_fields
         if value == OURS or of_another or key == "adapter.type":
             continue
-        raw: Any = value
-        for name in reversed(path):
-            raw = {name: raw}
+        raw = _under(path, value)
         try:
             models["recipe"].model_validate(raw)
         except ValidationError as error:
@@ -246,10 +251,15 @@ def key_problem(key: str, value: Any, at: str) -> Problem | None:
     if names[0] in known[section] and (len(names) == 1 or not inner or names[1] in inner):
         return None
     path = (section, *names[: 2 if names[0] in known[section] else 1])
-    raw: Any = value
-    for name in reversed(path):
-        raw = {name: raw}
+    raw = _under(path, value)
     return recipe_errors.unknown_key(path, raw, {path: at}, known)
+
+
+def _under(path: Sequence[str], value: Any) -> Any:
+    """A value as it stands in a recipe under nested keys."""
+    for name in reversed(path):
+        value = {name: value}
+    return value
 
 
 def _order_problems(ladder: Ladder) -> list[Problem]:

@@ -10,6 +10,8 @@ from finetune.batch import split_batch
 from finetune.operations import COPIES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from finetune.hardware import Hardware
     from finetune.plan import Plan
     from finetune.recipe import Recipe
@@ -36,50 +38,46 @@ def judge(
     """
     gpu = made.machine.device == "cuda"
     masked = attention == "eager" or (gpu and attention == "sdpa")
-    busy = 1 - found["data wait"] - found["launch gaps"]
-    gains = {
-        "data": found["data wait"],
-        "launch": found["launch gaps"] - USUAL_GAPS[made.machine.device],
-        "padding": padding * busy,
-        "attention": found["attention"] * (0.67 if masked else 0.0),
-        "communication": found["communication"],
-        "copies": found.get(COPIES, 0.0),
-        "memory": found["memory-bound"] * 0.3 * gpu,
-    }
-    worst = max(gains, key=lambda name: gains[name])
-    if gains[worst] < ENOUGH:
-        share = found["products"] + found["attention"]
-        text = f"products and attention take {share:.0%} of the step: nothing large is in their way"
-        text += f"; products reach {reached[0]:.0%} of {reached[1]}" if reached else ""
-        return text, faster_products(whole, made)
-    said = {
-        "data": (
-            f"the step waits for data {found['data wait']:.0%} of its time",
-            loader(whole, made.machine),
+    waits, gaps, copied = found["data wait"], found["launch gaps"], found.get(COPIES, 0.0)
+    sums, passes, attends = found["communication"], found["memory-bound"], found["attention"]
+    kernel = "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here")
+    rarer = "train.effective_batch_size: larger, so that they are rarer"
+    causes: list[tuple[float, str, Callable[[], str]]] = [  # what could be had back, what is so, the lever
+        (waits, f"the step waits for data {waits:.0%} of its time", lambda: loader(whole, made.machine)),
+        (
+            gaps - USUAL_GAPS[made.machine.device],
+            f"nothing is computed for {gaps:.0%} of the step: too small a batch",
+            lambda: more_rows(whole, gpu),
         ),
-        "launch": (
-            f"nothing is computed for {found['launch gaps']:.0%} of the step: too small a batch",
-            more_rows(whole, gpu),
+        (
+            padding * (1 - waits - gaps),
+            f"{padding:.0%} of the tokens are padding",
+            lambda: less_padding(whole, gpu),
         ),
-        "padding": (f"{padding:.0%} of the tokens are padding", less_padding(whole, gpu)),
-        "attention": (
-            f"{attention} attention takes {found['attention']:.0%} of the step",
-            "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here"),
+        (
+            attends * (0.67 if masked else 0.0),
+            f"{attention} attention takes {attends:.0%} of the step",
+            lambda: kernel,
         ),
-        "communication": (
-            f"sums between processes take {found['communication']:.0%} of the step",
-            "train.effective_batch_size: larger, so that they are rarer",
+        (sums, f"sums between processes take {sums:.0%} of the step", lambda: rarer),
+        (
+            copied,
+            f"copies to the CPU's memory and back take {copied:.0%} of the step",
+            lambda: fewer_copies(whole, made),
         ),
-        "copies": (
-            f"copies to the CPU's memory and back take {found.get(COPIES, 0.0):.0%} of the step",
-            fewer_copies(whole, made),
+        (
+            passes * 0.3 * gpu,
+            f"passes over memory take {passes:.0%} of the step",
+            lambda: fewer_passes(whole, made),
         ),
-        "memory": (
-            f"passes over memory take {found['memory-bound']:.0%} of the step",
-            fewer_passes(whole, made),
-        ),
-    }
-    return said[worst]
+    ]
+    gain, said, lever = max(causes, key=lambda cause: cause[0])
+    if gain >= ENOUGH:
+        return said, lever()
+    share = found["products"] + attends
+    text = f"products and attention take {share:.0%} of the step: nothing large is in their way"
+    text += f"; products reach {reached[0]:.0%} of {reached[1]}" if reached else ""
+    return text, faster_products(whole, made)
 
 
 def fewer_copies(whole: Recipe, made: Plan) -> str:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import signals, trial
+from finetune import hub, ladder, signals, trial
 from finetune.adapter_types import in_few_steps
 from finetune.data import load
 from finetune.differences import evaluation, step_lines
@@ -85,11 +85,7 @@ def stoppable() -> Iterator[None]:
 def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
     """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
     few = {"train.max_steps": steps, "train.warmup_steps": warm_up, **in_few_steps(adapter, steps)}
-    return overrides({**ALIKE, **few})
-
-
-def overrides(values: dict[str, Any]) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return ladder.overrides({**ALIKE, **few})
 
 
 def identity(job: Job) -> str:
@@ -99,7 +95,7 @@ def identity(job: Job) -> str:
     values.pop("publish")
     values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
     values["train"].pop("output_dir", None)
-    config = load.sha256(Path(job.accelerate)) if job.accelerate else None
+    config = hub.sha256(Path(job.accelerate)) if job.accelerate else None
     parts = [values, [job.mixed_precision, config], contents(recipe.data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -117,7 +113,7 @@ def contents(data: Data) -> list[str]:
 
 @functools.cache
 def _content(path: Path, changed: int, size: int) -> str:
-    return load.sha256(path)
+    return hub.sha256(path)
 
 
 def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
@@ -170,11 +166,11 @@ def make(job: Job, *, cpu: bool) -> bool:
     return True
 
 
-def set_aside(folder: Path) -> None:
-    """What stands in a run's place and is not it."""
+def set_aside(folder: Path) -> Path:
+    """Move what stands in a run's place and is not it; returns where to."""
     aside = folder.parent / "aside" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     aside.parent.mkdir(exist_ok=True)
-    folder.rename(aside)
+    return folder.rename(aside)
 
 
 def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool) -> int:

@@ -43,7 +43,7 @@ def storage_and_attention(
     dtype = hardware.compute_dtype(precision, base.value)
     shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
     attends = attention_choice.read(found.config)
-    return base, hardware.choose_attention(recipe.model.attention, machine, dtype, attends, shown)
+    return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))
 
 
 def fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: bool) -> Choice:

@@ -112,7 +112,6 @@ def scatter(
     xlabel: str,
     ylabel: str,
     *,
-    alt: str = "",
     front: Sequence[str] = (),
 ) -> str:
     """Named points with error bars, one marker and colour each; the x axis may be a log one.
@@ -136,7 +135,7 @@ def scatter(
         axes.errorbar([point.x], [point.y], **errors, **look, elinewidth=1.2, capsize=3, label=point.label)
     axes.margins(0.12)
     _finish(axes, shown, named=True)
-    return _svg(figure, alt or f"{ylabel} against {xlabel}")
+    return _svg(figure, f"{ylabel} against {xlabel}")
 
 
 def dots(
@@ -147,7 +146,6 @@ def dots(
     *,
     best: int | None = None,
     line: Curve | None = None,
-    alt: str = "",
 ) -> str:
     """Points that have no names, over numbers (a log axis where they span LOG_FROM times or more) or words.
 
@@ -174,14 +172,14 @@ def dots(
         look |= {"marker": "*", "color": SERIES[2], "label": "best"}
         axes.plot([places[best]], [y[best]], markersize=12, **look)
     _finish(axes, shown, named=best in shown or bool(line))
-    return _svg(figure, alt or f"{ylabel} against {xlabel}")
+    return _svg(figure, f"{ylabel} against {xlabel}")
 
 
 def _short(word: str) -> str:
     return word if len(word) <= 14 else word[:12] + ".."
 
 
-def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = "") -> str:
+def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str) -> str:
     """Horizontal bars, a row for each label from the top down, one bar of each series in it."""
     figure, axes = _axes(xlabel, "")
     thick = 0.8 / len(series)
@@ -205,7 +203,7 @@ def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str, *, alt: str = 
     figure.set_size_inches(1.6 * WIDTH, HEIGHT + 0.28 * max(0, len(rows) - 6))
     _finish(axes, rows, named=True, height=figure.get_figheight())
     figure.subplots_adjust(left=0.36)
-    return _svg(figure, alt or f"{xlabel}, by {', '.join(series)}")
+    return _svg(figure, f"{xlabel}, by {', '.join(series)}")
 
 
 def smoothed(values: Numbers) -> list[float]:

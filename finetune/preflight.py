@@ -79,11 +79,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     columns = ("phase", "seconds", "host GiB", "GPU GiB")
     screen.table(f"the life of {command[0]}, in {steps} steps", columns, [_row(phase) for phase in phases])
-    differing = [part for part in parts if part.differing]
-    if differing:
-        what, fix = "a killed and resumed run is not the run itself", "finetune check --prove-resume"
-        found = "; ".join(f"{part.name}: {', '.join(part.differing[:3])}" for part in differing)
-        raise UserError(Problem(what, found=found, fix=fix), code=Exit.ARTEFACT)
+    prove.refuse(parts, "a killed and resumed run is not the run itself", "finetune check --prove-resume")
     kept = recipe.train.save_total_limit
     screen.say(
         f"killed, resumed and straight: {len(parts)} parts, not a bit differs",
@@ -130,11 +126,9 @@ def _live(
         errors.seek(0)
         text = errors.read().strip()
     if process.returncode not in expected:
-        codes = {member.value for member in Exit}
-        code = Exit(process.returncode) if process.returncode in codes else Exit.TRAINING
         found = "\n".join(text.splitlines()[-12:]) or f"exit {process.returncode}"
         what, fix = f"the preflight ends in: {phases[-1].name}", shlex.join(["finetune", *words])
-        raise UserError(Problem(what, found=found, fix=fix), code=code)
+        raise UserError(Problem(what, found=found, fix=fix), code=Exit.of(process.returncode))
     return phases
 
 

@@ -307,10 +307,11 @@ def shares(trace: Trace, ran: list[Ran]) -> dict[str, float]:
     return {**found, "data wait": waited, "launch gaps": max(0.0, rest - sum(found.values()))}
 
 
-def ceiling(seconds: float = 0.3, width: int = 1024) -> float:
+def ceiling() -> float:
     """FLOP/s of a large square product on this CPU, in fp32: the best of many, by this thread's own time."""
+    width = 1024
     x, weight = torch.randn(width, width), torch.randn(width, width)
-    best, until = math.inf, time.perf_counter() + seconds
+    best, until = math.inf, time.perf_counter() + 0.3
     while time.perf_counter() < until or best == math.inf:
         begun = time.thread_time()
         torch.nn.functional.linear(x, weight)

@@ -16,6 +16,7 @@ from accelerate import PartialState
 from finetune import check, evaluate, quantize
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import fp8_base
+from finetune.speed.head import base_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +101,7 @@ def in_fp32(opened: Any) -> None:
     """
     if any(quantize.is_quantised(parameter) for parameter in opened.parameters()):
         return
-    base = opened.get_base_model() if hasattr(opened, "get_base_model") else opened
+    base = base_of(opened)
     if getattr(base, "quantization_method", None) == fp8_base.METHOD:
         base.dequantize(torch.float32)
     for parameter in opened.parameters():

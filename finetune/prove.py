@@ -91,11 +91,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
     changed = f" (with {', '.join(own)})" if own else ""
     said = f"{HALF} steps, stopped, and {last - HALF} in a new process, against {last} steps{changed}"
     screen.say("", f"{said}: {time.monotonic() - started:.0f} s")
-    wrong = [part for part in parts if part.differing]
-    if wrong:
-        what, fix = "a resumed run is not the run itself", "please report it, with the recipe"
-        found = "; ".join(f"{part.name}: {', '.join(part.differing[:3])}" for part in wrong)
-        raise UserError(Problem(what, found=found, fix=fix), code=Exit.ARTEFACT)
+    refuse(parts, "a resumed run is not the run itself", "please report it, with the recipe")
     screen.say("proved: a run of this recipe can be stopped and resumed; not a bit differs")
 
 
@@ -183,6 +179,13 @@ def shortened(recipe: Recipe) -> list[str]:
     return [*overrides, *ALWAYS]
 
 
+def refuse(parts: list[Part], what: str, fix: str) -> None:
+    """Say which parts differ, if any do (exit 4)."""
+    wrong = [f"{part.name}: {', '.join(part.differing[:3])}" for part in parts if part.differing]
+    if wrong:
+        raise UserError(Problem(what, found="; ".join(wrong), fix=fix), code=Exit.ARTEFACT)
+
+
 def _train(words: list[str]) -> None:
     """`finetune train` in a process of its own, until it stops as asked."""
     command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
@@ -190,9 +193,7 @@ def _train(words: list[str]) -> None:
     if done.returncode not in (Exit.STOPPED, Exit.DONE):
         said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
         what, fix = "the run of the proof fails", shlex.join(["finetune", *command[3:]])
-        found, code = "\n".join(said[-12:]), done.returncode
-        known = code in {member.value for member in Exit}
-        raise UserError(Problem(what, found=found, fix=fix), code=Exit(code) if known else Exit.TRAINING)
+        raise UserError(Problem(what, found="\n".join(said[-12:]), fix=fix), code=Exit.of(done.returncode))
 
 
 def _verdict(part: Part) -> str:

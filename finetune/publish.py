@@ -139,7 +139,7 @@ def run(
         written = card.make(staged, recipe, base, kind, name, merge_report(folder, weights))
         written.save(staged / "README.md")
         files["README.md"] = staged / "README.md"
-        for note in [*notes, *say_of(base, section, files)]:
+        for note in [*notes, *say_of(base, files)]:
             screen.say(f"note: {note}")
         if dry_run or not repo:
             show(screen, files, section, staged)
@@ -312,7 +312,7 @@ def unnamed_base(name: str) -> str:
     return f"the base is a local folder, called `{name}` in the card; {where}"
 
 
-def say_of(base: Base, section: Publish, files: dict[str, Path]) -> list[str]:
+def say_of(base: Base, files: dict[str, Path]) -> list[str]:
     """What is worth knowing of what goes up."""
     notes = [] if base.on_hub else [unnamed_base(base.name)]
     if not base.licence_from:

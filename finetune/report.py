@@ -8,16 +8,16 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import shlex
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from finetune import report_scores, strict_json, strict_yaml
+from finetune import report_scores, run_folder, strict_json, strict_yaml
 from finetune.data import view
 from finetune.data.audit import Report
 from finetune.errors import Problem, UserError
+from finetune.given import writing
 from finetune.plots import Curve, curves, smoothed
 from finetune.report_scores import Verdict, number, share
 from finetune.screen import Screen
@@ -43,15 +43,6 @@ CHARTS = (  # key in metrics.jsonl, name, whether the axis begins at zero, what 
     ("data_wait", "share of the time spent waiting for data", True, "{median} in the median"),
 )
 LONGEST = 2000  # characters of a text that are shown
-LINE = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
-
-
-class Setting(NamedTuple):
-    section: str
-    key: str
-    value: str
-    who: str
-    """Who set it and why; "default" if nobody."""
 
 
 @dataclass
@@ -61,7 +52,7 @@ class Run:
     path: Path
     missing: list[str] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)
-    settings: list[Setting] = field(default_factory=list)
+    settings: list[run_folder.Setting] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Report] = field(default_factory=dict)
@@ -93,11 +84,8 @@ def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdi
     found = read(Path(path))
     verdict = judge(found)
     page, target = render(found, verdict), Path(output or found.path / "report.html")
-    try:
+    with writing(target):
         target.write_bytes(page.encode("utf-8", "replace"))  # half a surrogate pair is no text
-    except OSError as error:
-        said = error.strerror or str(error)
-        raise UserError(Problem("can't be written", where=str(target), found=said)) from error
     return target, verdict
 
 
@@ -143,18 +131,9 @@ def read(path: Path) -> Run:
 
 
 def _read_recipe(found: Run, text: str) -> None:
-    section = ""
-    for line in text.splitlines():
-        if line.startswith("# left out: "):
-            found.notices.append(line.removeprefix("# left out: "))
-        elif match := LINE.fullmatch(line):
-            value, _, who = match["rest"].rpartition("  (" if match["note"] else "  # ")
-            who = who.removesuffix(")") if match["note"] else who
-            found.settings.append(
-                Setting(section, match["key"], value or match["rest"], who if value else "")
-            )
-        elif line.endswith(":"):
-            section = line[:-1]
+    left_out = "# left out: "
+    found.notices += [line.removeprefix(left_out) for line in text.split("\n") if line.startswith(left_out)]
+    found.settings += run_folder.settings(text)
     found.recipe.update(strict_yaml.parse(text, "recipe.resolved.yaml").value)
 
 
@@ -369,16 +348,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
 @functools.cache
 def template(name: str = "report.html.jinja") -> Any:
     """A page's template, which a comparison of many runs compiles once."""
-    import jinja2
-
-    here = Path(__file__).parent
-    pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([here, here / "data"]),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    pages = view.pages()
     pages.filters |= {"shown": shown, "share": share, "value": number, "duration": duration}
     return pages.get_template(name)
 

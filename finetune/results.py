@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
-from finetune import harness, paired, scoring, summary, tasks
-from finetune.data import load
+from finetune import harness, hub, paired, scoring, summary, tasks
 
 if TYPE_CHECKING:
     from finetune.data.prepare import HeldOut
@@ -146,11 +145,11 @@ def files_hashed(settings: Eval) -> dict[str, str]:
     """Hash of what each local task and the general text was, by task: runs with other ones don't compare."""
     found = {}
     for name in filter(tasks.is_file, settings.tasks):
-        task, digest = tasks.read(name), load.sha256(tasks.file(name))
-        rows = load.sha256(tasks.rows_file(task, name)) if task else ""
+        task, digest = tasks.read(name), hub.sha256(tasks.file(name))
+        rows = hub.sha256(tasks.rows_file(task, name)) if task else ""
         found[task.task if task else name] = f"{digest[:32]}{rows[:32]}"
     if isinstance(settings.general, str):
-        found[GENERAL] = load.sha256(Path(settings.general))
+        found[GENERAL] = hub.sha256(Path(settings.general))
     return found
 
 

@@ -19,7 +19,7 @@ from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from finetune.checkpoint import Found
-    from finetune.hardware import Hardware, Setup
+    from finetune.hardware import Setup
     from finetune.screen import Screen
     from finetune.sections import Speed
 
@@ -102,16 +102,11 @@ def contract(
         "device": hardware.device,
         "storage of the base": setup.storage.value,
         "attention": setup.attention.value,
-        "hardware": known_as(hardware),
+        "hardware": hardware.name,
         **{f"versions.{name}": found for name, found in run_folder.packages().items() if found},
         "versions.python": platform.python_version(),
     }
     return {"recipe": _keys(recipe), "facts": facts, "chosen": {}}
-
-
-def known_as(hardware: Hardware) -> str:
-    """The GPU's name, or the processor's."""
-    return hardware.name or platform.processor()
 
 
 def compare(

@@ -11,13 +11,14 @@ import glob
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
 EVALUATED = "eval.json"
+_SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "held_out.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
 # What of a run is published beside its weights, so that it can be opened elsewhere
 PUBLISHED = (
@@ -242,6 +244,30 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
             lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({who})")
     lines += [f"# left out: {notice}" for notice in recipe.origin.notices]
     return "\n".join(lines) + "\n"
+
+
+class Setting(NamedTuple):
+    """A line of recipe.resolved.yaml."""
+
+    section: str
+    key: str
+    value: str
+    """As it is written there."""
+    who: str
+    """Who set it and why; "default" if nobody."""
+
+
+def settings(resolved: str) -> list[Setting]:
+    """Of the text that `resolved_yaml` makes."""
+    found, section = list[Setting](), ""
+    for line in resolved.split("\n"):
+        if match := _SETTING.fullmatch(line):
+            value, _, who = match["rest"].rpartition("  (" if match["note"] else "  # ")
+            who = who.removesuffix(")") if match["note"] else who
+            found.append(Setting(section, match["key"], value or match["rest"], who if value else ""))
+        elif line.endswith(":") and not line.startswith(("#", " ")):
+            section = line[:-1]
+    return found
 
 
 def _shown(recipe: Recipe, section: str) -> list[str]:

@@ -79,7 +79,7 @@ def make_fast(
     proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
         attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
-    section, before = resume.as_chosen(recipe.speed, found, resume.known_as(setup.hardware))
+    section, before = resume.as_chosen(recipe.speed, found, setup.hardware.name)
     fast = speed.apply(adapted, section, work, setup.hardware, ledger)
     fast |= {f"speed.{key}": fast[f"speed.{key}"]._replace(reason=AS_BEFORE) for key in before}
     fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))

@@ -194,10 +194,6 @@ def _set_allocation(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
         adalora.restore_allocation(trainer.model, {**weights, **kept})
 
 
-def _optimizer(trainer: Any) -> Any:
-    return trainer.optimizer.state_dict()
-
-
 def _set_optimizer(trainer: Any, kept: Any) -> None:
     trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     for number, moments in kept.get("state", {}).items():  # torchao's offloaded one has it elsewhere, whole
@@ -205,14 +201,6 @@ def _set_optimizer(trainer: Any, kept: Any) -> None:
             if isinstance(value, torch.Tensor):
                 moments[name] = shards.part_of(value, trained[int(number)])
     trainer.optimizer.load_state_dict(kept)
-
-
-def _scheduler(trainer: Any) -> Any:
-    return trainer.lr_scheduler.state_dict()
-
-
-def _set_scheduler(trainer: Any, kept: Any) -> None:
-    trainer.lr_scheduler.load_state_dict(kept)
 
 
 def _scaler(trainer: Any) -> Any:
@@ -264,20 +252,19 @@ def _set_batches(trainer: Any, kept: Any) -> None:
     trainer.batches = kept.to(trainer.args.device)
 
 
-def _epoch_rng(trainer: Any) -> Any:
-    return trainer.epoch_rng
-
-
 PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, puts it back)
     "weights": (_weights, _set_weights),
     "allocation": (_allocation, _set_allocation),
-    "optimizer": (_optimizer, _set_optimizer),
-    "scheduler": (_scheduler, _set_scheduler),
+    "optimizer": (lambda trainer: trainer.optimizer.state_dict(), _set_optimizer),
+    "scheduler": (
+        lambda trainer: trainer.lr_scheduler.state_dict(),
+        lambda trainer, kept: trainer.lr_scheduler.load_state_dict(kept),
+    ),
     "scaler": (_scaler, _set_scaler),
     "callbacks": (_callbacks, _set_callbacks),
     "rng": (lambda trainer: random_state(), lambda trainer, kept: set_random_state(kept)),
     # As it was when the epoch began: what a sampler draws then decides on the order of the rows
-    "epoch_rng": (_epoch_rng, lambda trainer, kept: set_random_state(kept)),
+    "epoch_rng": (lambda trainer: trainer.epoch_rng, lambda trainer, kept: set_random_state(kept)),
     "log": (_log, _set_log),
     "batches": (_batches, _set_batches),
 }

@@ -130,9 +130,7 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
     screen.say("")
 
 
-def show_result(
-    screen: Screen, recipe: Recipe, folder: RunFolder, ledger: Ledger, result: dict[str, Any]
-) -> None:
+def show_result(screen: Screen, folder: RunFolder, ledger: Ledger, result: dict[str, Any]) -> None:
     """Receipts, base against tuned, samples side by side, and what to do next."""
     receipts = [(r.option, "yes" if r.ok else "NO", r.asked, r.got) for r in ledger.receipts]
     screen.table("receipts", ("what", "true", "asked", "got"), receipts)

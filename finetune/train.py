@@ -107,7 +107,7 @@ def _run(
     screen, ledger = Screen(quiet=quiet), Ledger()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
-    folder = start_folder(where, setup, arguments)
+    folder = start_folder(where, arguments)
     harness.check(recipe.eval)
     set_seed(recipe.train.seed)
 
@@ -165,7 +165,7 @@ def _run(
         evaluate.release()
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
-        summary.show_result(screen, recipe, folder, ledger, result)
+        summary.show_result(screen, folder, ledger, result)
     return folder
 
 
@@ -316,7 +316,7 @@ def find_checkpoint(
     return found
 
 
-def start_folder(where: str | None, setup: Setup, arguments: SFTConfig) -> RunFolder:
+def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
     """The run folder, which rank 0 has claimed and names for all, and the Trainer's own place in it.
 
     Raises:

@@ -342,6 +342,6 @@ def final(asked: Asked) -> None:
     words += ["--accelerate", asked.accelerate] if asked.accelerate else []
     code = subprocess.run([sys.executable, "-m", "finetune", *words], check=False).returncode
     if code:
-        fix, known = shlex.join(["finetune", *words]), [int(one) for one in Exit]
+        fix = shlex.join(["finetune", *words])
         problem = Problem("the final run did not end well", found=f"exit {code}", fix=fix)
-        raise UserError(problem, code=Exit(code) if code in known else Exit.TRAINING)
+        raise UserError(problem, code=Exit.of(code))

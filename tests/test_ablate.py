@@ -267,7 +267,7 @@ def job_of(climbed: Climbed, asked: ab_test.Asked, side: int, place: Path) -> me
     adapter = recipe.load(asked.baseline, asked.overrides).adapter
     fields = [*asked.overrides, *measured.length(asked.steps, asked.warm_up, adapter)]
     held = {"train.seed": 42, "data.validation": str(place / "held_out.jsonl")}
-    fields += measured.overrides({**held, "data.validation_fraction": None})
+    fields += ladder.overrides({**held, "data.validation_fraction": None})
     folder = place / f"{('baseline', 'optimised')[side]}-1"
     job = measured.Job((asked.baseline, asked.optimised)[side], fields, folder)
     source = ("baseline/quickstart-baseline-1", "memory/no_recompute_rank16/quickstart-alone-1")[side]

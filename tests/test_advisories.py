@@ -24,7 +24,7 @@ import torch
 from conftest import DATA, MODEL, QUICKSTART, ROOT
 from hub_server import Hub
 
-from finetune import adapter_source, checkpoint, cli, hardware, model, run_folder, untrusted
+from finetune import adapter_source, checkpoint, cli, hardware, hub, model, run_folder, untrusted
 from finetune.data import render
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
@@ -233,7 +233,7 @@ def test_cve_2026_24152_a_manifest_names_no_pickle(advisory: str, canary, tmp_pa
 
 def name_in_manifest(path: Path, name: str, file: Path) -> None:
     """A manifest that is whole, and names one more file of a checkpoint, with its true size and hash."""
-    said = {"bytes": file.stat().st_size, "sha256": checkpoint._sha256(file)}
+    said = {"bytes": file.stat().st_size, "sha256": hub.sha256(file)}
     files = {**checkpoint.read_json(path, checkpoint.MANIFEST)["files"], name: said}
     changed = {"format": checkpoint.FORMAT, "step": 1, "files": files}
     (path / checkpoint.MANIFEST).write_text(checkpoint._signed(changed))

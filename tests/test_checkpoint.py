@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import checkpoint, claim, nested, run_folder
+from finetune import checkpoint, claim, hub, nested, run_folder
 from finetune.errors import Problem, UserError
 
 TREE: dict[str, Any] = {
@@ -155,14 +155,14 @@ def test_a_newer_format_is_refused_not_passed_over(tmp_path) -> None:
 def test_a_file_that_can_t_be_read_is_damage(tmp_path, monkeypatch) -> None:
     for step in (1, 2):
         checkpoint.write(tmp_path, step, content(step), None)
-    original = checkpoint._sha256
+    original = hub.sha256
 
     def sha256(path: Any) -> str:
         if path.parent.name == "step-2":
             raise OSError(5, "Input/output error")
         return original(path)
 
-    monkeypatch.setattr(checkpoint, "_sha256", sha256)
+    monkeypatch.setattr(hub, "sha256", sha256)
     found = checkpoint.newest(tmp_path)
     assert found and found.step == 1 and "can't be read (Input/output error)" in found.notes[0]
 
@@ -214,7 +214,7 @@ def test_names_stay_inside_their_folder(tmp_path) -> None:
     (tmp_path / "elsewhere.json").write_text("{}")
     path = checkpoint.write(tmp_path, 1, content(), None)
     manifest = checkpoint.read_json(path, checkpoint.MANIFEST)
-    entry = {"bytes": 2, "sha256": checkpoint._sha256(tmp_path / "elsewhere.json")}
+    entry = {"bytes": 2, "sha256": hub.sha256(tmp_path / "elsewhere.json")}
     for name in ("../elsewhere.json", "/etc/hostname", "..", "state.json/../../elsewhere.json", "a.bin"):
         changed = {"format": 1, "step": 1, "files": {**manifest["files"], name: entry}}
         (path / checkpoint.MANIFEST).write_text(checkpoint._signed(changed))

@@ -124,6 +124,41 @@ def test_evaluate_wants_a_run(tmp_path, capsys) -> None:
     assert "no recipe.resolved.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "run", "tasks"),
+    [
+        (["--tasks", "a", "b", "RUN"], "RUN", ["a", "b"]),
+        (["--tasks", "a,b", "RUN", "eval.limit=4", "--quiet"], "RUN", ["a,b", "eval.limit=4"]),
+        (["--tasks", "my/a.yaml", "me/notes@main"], "me/notes@main", ["my/a.yaml"]),
+        (["--tasks", "a", "--quiet", "RUN"], "RUN", ["a"]),
+        (["RUN", "--tasks", "a", "b"], "RUN", ["a", "b"]),
+    ],
+)
+def test_tasks_may_stand_before_the_run(words, run, tasks, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").mkdir()
+    options = cli.parse(["evaluate", *words])
+    assert (options.run, options.tasks) == (run, tasks)
+    with pytest.raises(SystemExit):
+        cli.parse(["evaluate", "--tasks", "a", "my/b.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "read"),
+    [
+        (["evaluate", "RUN", "train.learning_rate=3"], "train.learning_rate", "model, data, speed, eval"),
+        (["evaluate", "RUN", "--tasks", "a", "adapter.r=3"], "adapter.r", "model, data, speed, eval"),
+        (["merge", "RUN", "train.seed=3"], "train.seed", "model, data, speed, eval"),
+        (["chat", "RUN", "publish.repo=a/b"], "publish.repo", "model, data, speed, eval"),
+        (["publish", "RUN", "adapter.type=ia3"], "adapter.type", "publish, model, data"),
+    ],
+)
+def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, read, capsys) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert f"error: {key}: {words[0]} does not read it" in said and f"expected:  keys of {read}" in said
+
+
 def test_several_processes_are_launched(monkeypatch) -> None:
     """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
     seen = []

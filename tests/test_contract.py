@@ -101,7 +101,7 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
         count = sum(layer.gradient_checkpointing for layer in apply.decoder_layers(model))
         return count, fast["speed.recompute"]
 
-    assert resumed(resume.known_as(setup.hardware)) == (3, hardware.Choice("3 of 6", stages.AS_BEFORE))
+    assert resumed(setup.hardware.name) == (3, hardware.Choice("3 of 6", stages.AS_BEFORE))
     assert resumed("another GPU")[0] == 0, "its memory is another"
     for then, now, kept in (
         (("auto", "auto"), ("auto", "auto"), {"recompute", "offload"}),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import hashlib
 import os
 import re
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune import hub
 from finetune.data import guess
 from finetune.data.formats import BadRow, Row, detect
 from finetune.data.readers import READERS, without_nulls
@@ -96,14 +96,8 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
         if paths is None:
             found[hub_name(source)] = _commit(source)
         for path in paths or ():
-            found[str(path.resolve())] = sha256(path)
+            found[str(path.resolve())] = hub.sha256(path)
     return found
-
-
-def sha256(path: Path) -> str:
-    """Of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_disjoint(data: Data) -> None:

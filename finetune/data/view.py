@@ -271,23 +271,28 @@ def write_html(
         max_length: the most tokens a row may have.
         count: rows to show; `None`: PAGE_ROWS, or fewer where they are so long that a page would be slow.
     """
-    import jinja2
-
     report = prepared.report["train"]
     if count is None:
         packed = report.packing.get("budget", 0) * report.packing.get("fill", 0)
         count = min(PAGE_ROWS, math.ceil(PAGE_TOKENS / (packed or report.tokens / max(1, report.kept) or 1)))
     rows = [documents(tokenizer, row) for row in chosen(prepared, count)]
-    folder = jinja2.FileSystemLoader(Path(__file__).parent)
-    page = jinja2.Environment(
-        loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+    page = pages()
     page.filters |= {"visible": visible, "cut": cut, "share": share}
     given = {"title": Path(recipe_name).stem, "recipe": recipe_name, "max_length": max_length}
     given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared.report)}
     given |= {"mix": mix(report), "fills": _fills(prepared)}
     given |= {"rows": rows, "extent": _extent(prepared, len(rows))}
     path.write_text(page.get_template("view.html.jinja").render(given), encoding="utf-8")
+
+
+def pages() -> Any:
+    """The templates of all pages that are written; what is not there is an error."""
+    import jinja2
+
+    here = Path(__file__).parent
+    folders = jinja2.FileSystemLoader([here.parent, here])
+    strict = {"autoescape": True, "undefined": jinja2.StrictUndefined}
+    return jinja2.Environment(loader=folders, trim_blocks=True, lstrip_blocks=True, **strict)
 
 
 def _fills(prepared: Prepared) -> list[float]:

@@ -19,6 +19,7 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile
 from finetune.hardware import Choice
 from finetune.speed.fp8 import Fp8Linear
+from finetune.speed.head import base_of
 from finetune.speed.offload import Activations
 
 if TYPE_CHECKING:
@@ -225,11 +226,6 @@ def decoder_layers(model: Any) -> list[Any]:
     """The decoder layers of a transformers or PEFT model, in order; none where they are not to be found."""
     layers = getattr(base_of(model).get_decoder(), "layers", None)
     return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
-
-
-def base_of(model: Any) -> Any:
-    """The transformers model under an adapter, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def memory(

@@ -158,7 +158,7 @@ def scaled_bias(base: Any, scale: float) -> Tensor | None:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model under an adapter."""
+    """The transformers model under an adapter, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
