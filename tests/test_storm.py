@@ -5,13 +5,11 @@ import os
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
 
 COUNTS = {"kill -9": 25, "SIGTERM": 12}  # `make soak` also while it evaluates, with workers, on two ranks
 
 
-@pytest.mark.usefixtures("the_only_launch")
 def test_what_is_killed_or_stopped_at_any_time_goes_on_bit_for_bit() -> None:
     """Runs that prune AdaLoRA's ranks, killed; LoRA with dropout, told to stop."""
     words = ["--kills", str(COUNTS["kill -9"]), "--signals", str(COUNTS["SIGTERM"])]
