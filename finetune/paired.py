@@ -18,6 +18,7 @@ ITERATIONS = 10_000
 AT_ONCE = 4_000_000  # draws held in memory: 32 MB
 # Fewer rows that differ can't tell at 95 %: if all of them point one way, a sign test still gives p > .05
 FEWEST = 6
+TOO_FEW = "too few rows"
 
 
 def difference(
@@ -36,12 +37,13 @@ def difference(
         of: the metric, given the mean over rows (`weights`: sum of values over sum of weights).
 
     Returns:
-        {"value", "low", "high", "rows", "verdict": "better" | "same" | "worse"}
+        {"value", "low", "high", "rows", "verdict": "better" | "same" | "worse" | TOO_FEW}, the last where
+        no difference could have been told from chance
     """
     before, after = np.asarray(base, float), np.asarray(tuned, float)
     counts = np.ones(len(before)) if weights is None else np.asarray(weights, float)
     if not len(before):
-        return {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 0, "verdict": "same"}
+        return {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 0, "verdict": TOO_FEW}
     value = float(of(after.sum() / counts.sum()) - of(before.sum() / counts.sum()))
     if not math.isfinite(value):  # a loss of inf or nan: no number of draws makes it comparable
         verdict = "worse" if np.isfinite(before).all() else "same"
@@ -49,7 +51,7 @@ def difference(
     drawn = np.sort(_resampled(before, after, counts, of))
     low, high = float(np.quantile(drawn, 0.025)), float(np.quantile(drawn, 0.975))
     differ = int((before != after).sum())
-    verdict = "same"
+    verdict = "same" if len(before) >= FEWEST else TOO_FEW
     if differ >= FEWEST and not low <= 0 <= high:
         verdict = "better" if (value > 0) == higher_is_better else "worse"
     return {"value": value, "low": low, "high": high, "rows": len(before), "verdict": verdict}

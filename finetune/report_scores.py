@@ -36,7 +36,7 @@ class Row(NamedTuple):
     """Tuned minus base, with its sign."""
     interval: str
     verdict: str
-    """better | same | worse, or nothing if it was not tested."""
+    """better | same | worse | too few rows, or nothing if it was not tested."""
     note: str = ""
 
 

@@ -173,11 +173,14 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
         elif task.get("asked", True) and task["main"]:
             asked += [found["verdict"]] if found else []
             said.append(_said(f"{name} {task['main']}", task["main"], task))
-    decided = [word for word in (*words, *asked) if word != "same"]
-    word = decided[0] if decided else ("same" if words or asked else "unknown")
+    told = [word for word in (*words, *asked) if word != paired.TOO_FEW]
+    decided = [word for word in told if word != "same"]
+    word = decided[0] if decided else ("same" if told else "unknown")
     if {"better", "worse"} <= {word, *asked}:
         word = "mixed"
     why = ", ".join(said) or "nothing was held out: data.validation or eval.tasks"
+    if word == "unknown" and paired.TOO_FEW in (*words, *asked):
+        why += f"; no difference over fewer than {paired.FEWEST} rows can be told from chance: hold more out"
     return {"word": word, "why": why, "forgot": forgot}
 
 

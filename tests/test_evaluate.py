@@ -60,8 +60,22 @@ def test_a_verdict_is_of_what_was_asked() -> None:
     assert results.verdict({**nothing, "tasks": {"a": task("worse"), "b": task("better")}})["word"] == "mixed"
     part = {"part": task("worse", asked=False), "group": task("same")}
     assert results.verdict({**nothing, "tasks": part})["word"] == "same"
+    few = "too few rows"
+    assert results.verdict({**nothing, "tasks": {"a": task(few), "b": task("same")}})["word"] == "same"
+    assert results.verdict({**loss, "tasks": {"a": task(few)}})["word"] == "better"
     forgot = results.verdict({**loss, "tasks": {"a": task("worse", forgetting=True)}})
     assert forgot["word"] == "better" and forgot["forgot"] == ["a"]
+
+
+def test_too_few_rows_are_not_called_the_same(train, two_layers, tmp_path) -> None:
+    """A handful may well differ by chance: that nothing is known is said, not that nothing changed."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[:3]) + "\n")
+    run = train(f"model.name={two_layers}", f"data.validation={rows}", "train.max_steps=2", "eval.samples=0")
+    found = run.read("eval.json")
+    assert found["difference"]["loss"]["verdict"] == "too few rows" and found["verdict"]["word"] == "unknown"
+    assert "(too few rows); no difference over fewer than 6 rows" in found["verdict"]["why"]
+    assert "Not known whether it is better" in (run.path / "report.html").read_text()
 
 
 def test_sources_are_told_apart(train, two_layers, tmp_path) -> None:

@@ -36,9 +36,11 @@ def test_which_way_is_better() -> None:
 
 def test_few_rows_tell_nothing() -> None:
     """Five rows that all went up may well be chance: a sign test gives p = 1/16."""
-    assert difference([0.0] * 5, [1.0] * 5, higher_is_better=True)["verdict"] == "same"
+    assert difference([0.0] * 5, [1.0] * 5, higher_is_better=True)["verdict"] == "too few rows"
+    assert difference([0.5] * 5, [0.5] * 5, higher_is_better=True)["verdict"] == "too few rows"
+    assert difference([0.5] * 6, [0.5] * 6, higher_is_better=True)["verdict"] == "same"
     assert difference([0.0] * 6, [1.0] * 6, higher_is_better=True)["verdict"] == "better"
-    assert difference([], [], higher_is_better=True)["verdict"] == "same"
+    assert difference([], [], higher_is_better=True)["verdict"] == "too few rows"
 
 
 def test_equal_rows_are_the_same_and_a_broken_model_is_worse() -> None:
