@@ -17,6 +17,8 @@ from finetune.errors import Exit, Problem, UserError
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from finetune.hardware import Hardware
     from finetune.sections import Adapter, Data, Model, Speed
 
@@ -298,63 +300,76 @@ def means_fp8(speed: Speed) -> bool:
 
 
 def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
-    """What splits weights, against the machine and the recipe."""
-    found: list[Problem] = []
+    """What splits weights, or their state, against the machine and the recipe."""
     stored = adapter_types.find(kind).storage or ("fp8" if means_fp8(speed) else speed.base)
-    if machine.device == "cpu" and on("ACCELERATE_USE_FSDP"):
-        what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
-        found.append(Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml"))
-    if machine.device == "cpu" and zero_stage() and said("ACCELERATE_MIXED_PRECISION", "no") != "no":
-        what = f"DeepSpeed of the {CONFIG} computes in 16 bits on GPUs alone"
-        asked = said("ACCELERATE_MIXED_PRECISION")
-        found.append(Problem(what, found=f"mixed_precision: {asked}", fix='mixed_precision: "no" on a CPU'))
-    if machine.device == "cpu" and zero_stage() and on("ACCELERATE_USE_CPU"):
-        what = f"DeepSpeed of the {CONFIG} becomes plain DDP under use_cpu: nothing would be split"
-        found.append(Problem(what, found="use_cpu: true", fix="use_cpu: false, with no GPU visible"))
-    if on("ACCELERATE_USE_FSDP") and said("FSDP_VERSION", "1") != "2":
-        what = f"fsdp_config of the {CONFIG} asks for FSDP1, which mixes no dtypes and is given up upstream"
-        found.append(Problem(what, found=said("FSDP_VERSION", "1"), fix="fsdp_version: 2"))
+    found = list(_twice(speed))
+    if on("ACCELERATE_USE_FSDP"):
+        found += _fsdp(machine, stored)
+    if on("ACCELERATE_USE_DEEPSPEED"):
+        found += _deepspeed(machine, stored)
+    unsplit = ("int8", "torchao_int8", "fp4") if sharded() == "DeepSpeed" else ("int8", "torchao_int8")
+    if sharded() and stored in unsplit:
+        what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
+        found.append(Problem(what, "speed.base", found=stored, fix="speed.base: bf16"))
+    if splitter() and adapter_types.find(kind).peft == "adalora":
+        what = f"{splitter()} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by "
+        what += "whole ones"
+        found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
+    return found
+
+
+def _twice(speed: Speed) -> Iterator[Problem]:
+    """What the launch and the recipe would both do."""
     if on("FSDP_ACTIVATION_CHECKPOINTING"):
         what = (
             f"fsdp_activation_checkpointing of the {CONFIG} and speed.recompute would both recompute layers"
         )
         fix = "fsdp_activation_checkpointing: false; speed.recompute: all"
-        found.append(Problem(what, "speed.recompute", found=str(speed.recompute), fix=fix))
-    if said("ACCELERATE_DYNAMO_BACKEND", "no") not in ("", "no"):
+        yield Problem(what, "speed.recompute", found=str(speed.recompute), fix=fix)
+    if (compiler := said("ACCELERATE_DYNAMO_BACKEND", "no")) not in ("", "no"):
         what = (
             f"dynamo_config of the {CONFIG} and speed.compile would both compile; compiling is the recipe's"
         )
         fix = "drop dynamo_config; speed.compile: true"
-        found.append(Problem(what, "speed.compile", found=said("ACCELERATE_DYNAMO_BACKEND"), fix=fix))
-    if on("ACCELERATE_USE_FSDP") and on("FSDP_CPU_RAM_EFFICIENT_LOADING") and stored in ("fp8", "nf4", "fp4"):
+        yield Problem(what, "speed.compile", found=compiler, fix=fix)
+
+
+def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
+    if machine.device == "cpu":
+        what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
+        yield Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml")
+    if (version := said("FSDP_VERSION", "1")) != "2":
+        what = f"fsdp_config of the {CONFIG} asks for FSDP1, which mixes no dtypes and is given up upstream"
+        yield Problem(what, found=version, fix="fsdp_version: 2")
+    if on("FSDP_CPU_RAM_EFFICIENT_LOADING") and stored in ("fp8", "nf4", "fp4"):
         what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} hands on no base in {stored}"
         fix = "fsdp_cpu_ram_efficient_loading: false (accelerate_configs/fsdp2_8_quantised.yaml)"
-        found.append(Problem(what, "speed.base", found=stored, fix=fix))
-    if sharded() and stored in ("int8", "torchao_int8", "fp4" if sharded() == "DeepSpeed" else "int8"):
-        what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
-        found.append(Problem(what, "speed.base", found=stored, fix="speed.base: bf16"))
-    deepspeed = on("ACCELERATE_USE_DEEPSPEED")  # ZeRO-2 too casts the whole module
-    if (deepspeed and stored == "fp8") or (sharded() == "DeepSpeed" and stored == "nf4"):
+        yield Problem(what, "speed.base", found=stored, fix=fix)
+
+
+def _deepspeed(machine: Hardware, stored: str) -> Iterator[Problem]:
+    precision = said("ACCELERATE_MIXED_PRECISION", "no")
+    if machine.device == "cpu" and precision != "no":
+        what = f"DeepSpeed of the {CONFIG} computes in 16 bits on GPUs alone"
+        yield Problem(what, found=f"mixed_precision: {precision}", fix='mixed_precision: "no" on a CPU')
+    if machine.device == "cpu" and on("ACCELERATE_USE_CPU"):
+        what = f"DeepSpeed of the {CONFIG} becomes plain DDP under use_cpu: nothing would be split"
+        yield Problem(what, found="use_cpu: true", fix="use_cpu: false, with no GPU visible")
+    if stored == "fp8" or (stored == "nf4" and sharded()):  # ZeRO-2 too casts the whole module
         what = f"DeepSpeed of the {CONFIG} casts or splits weights, and the recipe's are codes ({stored})"
         fix = "accelerate_configs/ddp_8.yaml, where it fits on each GPU, or fsdp2_8_quantised.yaml"
-        found.append(Problem(what, "speed.base", found=stored, fix=fix))
-    by = splitter()
-    if by and adapter_types.find(kind).peft == "adalora":
-        what = f"{by} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by whole ones"
-        found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
-    if on("ACCELERATE_USE_DEEPSPEED") and (file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")):
+        yield Problem(what, "speed.base", found=stored, fix=fix)
+    if file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         what = f"a file of DeepSpeed's in place of the {CONFIG}'s section is not held against the recipe"
         fix = "zero_stage and what else it says, in deepspeed_config"
-        found.append(Problem(what, "--deepspeed_config_file", found=file, fix=fix))
-    if on("ACCELERATE_USE_DEEPSPEED") and fp8().kind:
+        yield Problem(what, "--deepspeed_config_file", found=file, fix=fix)
+    if fp8().kind:
         what = f"DeepSpeed knows no mixed_precision: fp8, which the {CONFIG} asks for"
-        found.append(Problem(what, found="fp8", fix=BASE_INSTEAD))
-    if said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") and on("ACCELERATE_USE_DEEPSPEED"):
+        yield Problem(what, found="fp8", fix=BASE_INSTEAD)
+    if steps := said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
         what = f"gradient_accumulation_steps of the {CONFIG} is what train.effective_batch_size decides"
         fix = "drop it from deepspeed_config"
-        steps = said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-        found.append(Problem(what, "train.effective_batch_size", found=steps, fix=fix))
-    return found
+        yield Problem(what, "train.effective_batch_size", found=steps, fix=fix)
 
 
 def _parallelism(model: Model, data: Data) -> list[Problem]:
