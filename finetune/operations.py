@@ -62,11 +62,15 @@ class Ran(NamedTuple):
         return begun, begun + (self.seconds if self.begun is not None else 0.0)
 
 
-def computed(events: Iterable[Any], *, cuda: bool) -> list[Ran]:
-    """Kernels of the profiler's events, or operations of the CPU, and seconds that each computed."""
+def computed(events: Iterable[Any], *, cuda: bool, lost: float = 0.0) -> list[Ran]:
+    """Kernels of the profiler's events, or operations of the CPU, and seconds that each computed.
+
+    Args:
+        lost: seconds in which the CPU's thread did not run; no more than these is taken for waits.
+    """
     events = list(events)
     scores = score_shapes(events)
-    found = _kernels(events) if cuda else _on_cpu(events)
+    found = _kernels(events) if cuda else _on_cpu(events, lost)
     return [
         Ran(name, kind_of(name, operation, scores), seconds, operation, begun)
         for name, operation, seconds, begun in found
@@ -122,9 +126,10 @@ def _kernels(events: list[Any]) -> Iterator[tuple[str, Any, float, float]]:
             yield event.name, by.popleft() if by else None, event.self_device_time_total / 1e6, begun
 
 
-def _on_cpu(events: list[Any]) -> Iterator[tuple[str, Any, float, None]]:
+def _on_cpu(events: list[Any], lost: float) -> Iterator[tuple[str, Any, float, None]]:
     """The CPU's profiler gives times of the clock. One of an operation that took far longer than others of
-    its name and about its shapes held a wait for the CPU, which another process had: theirs is taken.
+    its name and about its shapes may have held a wait for the CPU, which another process had: as much as the
+    thread lost is taken off. A thread that always ran waited for nothing: memory that is new takes as long.
     """
     alike: dict[tuple[Any, ...], list[tuple[Any, float]]] = {}
     for event in events:
@@ -132,11 +137,16 @@ def _on_cpu(events: list[Any]) -> Iterator[tuple[str, Any, float, None]]:
             about = [[size.bit_length() for size in shape] for shape in event.input_shapes or []]
             times = alike.setdefault((event.name, str(about)), [])
             times.append((event, event.self_cpu_time_total / 1e6))
+    found = list[tuple[Any, float, float]]()
     for times in alike.values():
         usual = statistics.median_low(seconds for _, seconds in times)
         for event, seconds in times:
-            own = usual if seconds > 3 * usual + INTERRUPTED else seconds
-            yield event.name, event, max(0.0, own - OVERHEAD), None
+            beyond = seconds - usual if seconds > 3 * usual + INTERRUPTED else 0.0
+            found.append((event, seconds, beyond))
+    waits = sum(beyond for _, _, beyond in found)
+    share = min(1.0, lost / waits) if waits else 0.0
+    for event, seconds, beyond in found:
+        yield event.name, event, max(0.0, seconds - share * beyond - OVERHEAD), None
 
 
 def score_shapes(events: Iterable[Any]) -> set[tuple[int, ...]]:

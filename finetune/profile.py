@@ -88,7 +88,7 @@ class Trace(TrainerCallback):
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
-        self.ended = self.begun = self.traced = 0.0
+        self.ended = self.begun = self.traced = self.lost = 0.0
         self.waits: list[float] = []
         self.steps: list[float] = []
         self.tokens = self.real = self.computed = self.scored = 0
@@ -153,7 +153,7 @@ class Trace(TrainerCallback):
             if self.cuda:
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
             self.profiler.start()
-            self.traced = self.own()
+            self.traced, self.lost = self.own(), time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         before, self.ended = self.ended, self.now()
@@ -161,6 +161,7 @@ class Trace(TrainerCallback):
             if state.global_step == WARM + TIMED + TRACED["cuda" if self.cuda else "cpu"]:
                 self.leave()
                 self.traced = self.own() - self.traced
+                self.lost = max(0.0, time.perf_counter() - self.lost - self.traced)
                 self.profiler.stop()
                 raise Traced
         elif state.global_step > WARM:
@@ -236,7 +237,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     file = folder / (f"trace-{rank}.json" if rank else "trace.json")
     trace.profiler.export_chrome_trace(str(file))
     memory = snapshot(file.with_name(file.name.replace("trace", "memory")).with_suffix(".pickle"), trace.cuda)
-    ran = operations.computed(trace.profiler.events(), cuda=trace.cuda)
+    ran = operations.computed(trace.profiler.events(), cuda=trace.cuda, lost=trace.lost)
     found, seconds = shares(trace, ran), statistics.median(trace.steps)
     padding = 1 - trace.real / max(1, trace.tokens)
     reached, needed = roofline(trace, ran, whole, machine, seconds)

@@ -239,6 +239,16 @@ def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monk
     assert len({(trace.computed, trace.scored) for trace in traces}) == 1
 
 
+def test_no_more_is_taken_for_waits_than_the_thread_lost() -> None:
+    """New memory makes an operation as slow as another process does; a thread that always ran did it all."""
+    events = [
+        FunctionEvent(1, "aten::mul", 0, 0, lasts, input_shapes=[[8]]) for lasts in (100,) * 5 + (9100,) * 3
+    ]
+    for lost, left in ((0.0, 27.8), (9e-3, 18.8), (1.0, 0.8)):
+        ran = operations.computed(events, cuda=False, lost=lost)
+        assert sum(each.seconds for each in ran) * 1e3 == pytest.approx(left, abs=0.05)
+
+
 def test_a_range_on_a_gpu_is_no_kernel() -> None:
     """`forward` spans every kernel in it: counted, it would be most of a step, as passes over memory."""
     step = Recorded()
