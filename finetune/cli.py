@@ -32,6 +32,7 @@ RECIPE = ("recipe", {"metavar": "RECIPE", "help": "a recipe file; `finetune reci
 MAYBE_RECIPE = ("recipe", {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"})
 RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organisation/name@revision on the Hub"})
 OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
+OF_RUN = ("overrides", {**OVERRIDES[1], "help": "such as model.name=FOLDER, where the base lies now"})
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -387,13 +388,13 @@ def parser() -> argparse.ArgumentParser:
     add(plan, RECIPE, OVERRIDES, *arguments.PLAN)
     add(profile, RECIPE, OVERRIDES, arguments.TRACED)
     add(ablate, RECIPE, OVERRIDES, *arguments.ABLATE)
-    add(evaluate, RUN, OVERRIDES, *arguments.EVALUATE)
-    add(merge, RUN, OVERRIDES, *arguments.MERGE)
-    add(publish, RUN, OVERRIDES, *arguments.PUBLISH)
+    add(evaluate, RUN, OF_RUN, *arguments.EVALUATE)
+    add(merge, RUN, OF_RUN, *arguments.MERGE)
+    add(publish, RUN, OF_RUN, *arguments.PUBLISH)
     add(report, RUN, ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}))
     add(compare, *arguments.COMPARE)
     add(tune, RECIPE, OVERRIDES, *arguments.TUNE)
-    add(chat, RUN, OVERRIDES, *arguments.CHAT)
+    add(chat, RUN, OF_RUN, *arguments.CHAT)
     add(recipes, *arguments.RECIPES)
     add(doctor, MAYBE_RECIPE, OVERRIDES, arguments.MEASURE)
     return top

@@ -236,7 +236,7 @@ class Train(Section):
     """Ours; `train_section` adds every SFTConfig field that no other section owns."""
 
     output_dir: str | None = None
-    """The run folder; `null`: runs/<recipe>-<time>."""
+    """The run folder; `null`: `runs/<recipe>-<time>`."""
     effective_batch_size: int = Field(default=32, ge=1)
     """Sequences in one optimizer step, over all processes."""
     per_device_train_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None

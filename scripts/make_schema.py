@@ -1,9 +1,141 @@
-"""Write the JSON schema of recipes into the package (`make schema`); a test keeps it current."""
+"""Write the JSON schema of recipes into the package, and docs/recipe.md (`make schema`); tests compare."""
+
+from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 from finetune.recipe import json_schema
+from finetune.sections import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS, Train
 from finetune.shipped import SCHEMA
 
-SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
-print(f"wrote {SCHEMA}")
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipe.md"
+HEAD = """\
+# Every key of a recipe
+
+Made by `scripts/make_schema.py` (`make schema`) from what the program reads. `model.name`, `data.name` and
+`adapter.type` are required. Any key can be given on the command line too: `data.packing=true`.
+
+`finetune check RECIPE` names every mistake in a recipe; `recipe.resolved.yaml` in the run folder has each
+value that was used. An editor completes and checks a recipe whose first line is a comment,
+`yaml-language-server: $schema=` and the path to [the schema](../finetune/recipe.schema.json).
+
+Of the environment: `FINETUNE_CACHE` is the folder of prepared data and of what `finetune doctor --measure`
+found (else `~/.cache/finetune`), `HF_TOKEN` the Hub's token, `FINETUNE_STORAGE` the storage of
+[finetune tune](tune.md); `FINETUNE_TIMEOUT_SECONDS` and `FINETUNE_FAULT` are in [stopping.md](stopping.md).
+"""
+BELOW = {
+    "Source": ("data.name", "an item with keys of its own"),
+    "Expect": ("data.expect", ""),
+    "Qat": ("speed.qat", ""),
+}
+ADAPTER = """
+PEFT's own keys, by type; what each means is said in PEFT's documentation and in the schema:
+"""
+TRAIN = """
+SFTConfig's own keys; what each means is said in TRL's and transformers' documentation and in the schema:
+"""
+
+
+def page() -> str:
+    """docs/recipe.md."""
+    schema = json_schema()
+    kinds = schema["$defs"]
+    text = HEAD
+    for section, described in schema["properties"].items():
+        text += f"\n## {section}\n\n"
+        if section == "adapter":
+            text += adapter(kinds, described["discriminator"]["mapping"])
+            continue
+        its = kinds[section.capitalize()]["properties"]
+        own = {key: value for key, value in its.items() if section != "train" or key in Train.model_fields}
+        text += table(own)
+        if section == "train":
+            text += f"{TRAIN}\n{names(its.keys() - own.keys())}.\n"
+        for kind, (key, what) in BELOW.items():
+            if key.startswith(f"{section}."):
+                text += f"\n### {key}{f': {what}' if what else ''}\n\n{table(kinds[kind]['properties'])}"
+    return text
+
+
+def adapter(kinds: dict[str, Any], types: dict[str, str]) -> str:
+    ours = {**PEFT_KEYS, **LORA_KEYS, **ADALORA_KEYS}
+    every = {name: kinds[where.rpartition("/")[2]]["properties"] for name, where in types.items()}
+    shared = {key: its[key] for its in every.values() for key in ours if key in its}
+    rows = {"type": {"description": "The method, of the table below. Swapping it is all it takes."}}
+    for key in ours:
+        rows[key] = {**shared[key], "description": f"{shared[key]['description']} {of(key, every)}".strip()}
+    text = table(rows) + ADAPTER + "\n| type | keys |\n|---|---|\n"
+    alike: dict[str, list[str]] = {}
+    for name, its in sorted(every.items()):
+        alike.setdefault(names(its.keys() - ours.keys() - {"type"}) or "none", []).append(name)
+    return text + "".join(f"| {names(found)} | {keys} |\n" for keys, found in alike.items())
+
+
+def of(key: str, every: dict[str, Any]) -> str:
+    """Which types have it, if only some do."""
+    having = [name for name in sorted(every) if key in every[name]]
+    return f"Of {names(having)}." if len(having) < 10 else ""
+
+
+def names(keys: Any) -> str:
+    return ", ".join(f"`{key}`" for key in sorted(keys))
+
+
+def table(keys: dict[str, Any]) -> str:
+    text = "| key | default | values | what it does |\n|---|---|---|---|\n"
+    for key, described in keys.items():
+        told = "default" in described and "$ref" not in described
+        shown = f"`{json.dumps(described['default'])}`" if told else ""
+        what = " ".join(described.get("description", "").split())
+        text += "| {} |\n".format(" | ".join([f"`{key}`", shown, values(described), shown_whole(what)]))
+    return text
+
+
+def shown_whole(text: str) -> str:
+    """As Markdown that hides nothing: outside `code` a <word> would be HTML."""
+    parts = text.replace("|", "\\|").split("`")
+    return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts))
+
+
+def values(described: dict[str, Any]) -> str:
+    """What may stand there, in words."""
+    if "anyOf" in described:
+        parts = [values(part) for part in described["anyOf"] if part.get("type") != "null"]
+        return ", ".join(part for part in parts if part)
+    if "$ref" in described:
+        return "keys, below"
+    if "enum" in described or "const" in described:
+        return ", ".join(f"`{value}`" for value in described.get("enum", [described.get("const")]))
+    if "pattern" in described:
+        (kinds,) = re.findall(r"^\^\(?([a-z0-9|]+)\)?:", described["pattern"])
+        return ", ".join(f"`{kind}:N`" for kind in kinds.split("|"))
+    kind = described.get("type", "")
+    if kind == "array":
+        return f"a list of: {values(described['items'])}"
+    if kind == "object":
+        of_each = described["additionalProperties"]
+        return f"name: {values(of_each) if 'enum' in of_each else 'name'}"
+    limits = [
+        ("minimum", "from {}"),
+        ("exclusiveMinimum", "above {}"),
+        ("maximum", "to {}"),
+        ("exclusiveMaximum", "below {}"),
+    ]
+    said = [form.format(described[limit]) for limit, form in limits if limit in described]
+    word = {
+        "string": "text",
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "": "",
+    }[kind]
+    return " ".join([word, *said])
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {SCHEMA}, {PAGE}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ADAPTERS, ROOT
+from conftest import ADAPTERS, ROOT, module_of
 
 from finetune import cli, recipe, shipped
 
@@ -200,6 +200,11 @@ def in_one_order(value: object) -> object:
 def test_the_schema_is_current() -> None:
     now = json.loads(json.dumps(recipe.json_schema()))
     assert in_one_order(json.loads(shipped.SCHEMA.read_text())) == in_one_order(now), "make schema"
+
+
+def test_every_key_of_a_recipe_is_in_the_docs() -> None:
+    make_schema = module_of("scripts", "make_schema")
+    assert (ROOT / "docs" / "recipe.md").read_text() == make_schema.page(), "make schema"
 
 
 def test_there_are_recipes_for_each_model_and_adapter() -> None:
