@@ -169,8 +169,9 @@ def test_mistakes(run, talk, tmp_path, capsys) -> None:
 def test_at_a_terminal(run) -> None:
     """Columns side by side; Ctrl-C stops an answer, and ends the talk at the prompt."""
     ours, theirs = pty.openpty()
-    program = (
-        "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from finetune.cli import main; "
+    program = (  # tests in the background of a shell inherit an interrupt that is ignored
+        "import fcntl, signal, sys, termios; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0); from finetune.cli import main; "
     )
     command = [sys.executable, "-c", program + "sys.exit(main(sys.argv[1:]))", "chat", str(run().path)]
     command += ["--max-new-tokens", "2000"]

@@ -30,8 +30,8 @@ def test_allocating_asks_the_device_nothing_and_is_pefts() -> None:
         loss = ours.base_model.model(input_ids=ids, labels=ids).loss + 0.5 * adalora.orthogonality(vectors)
         loss.backward()
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            for mine, same in zip(ours.parameters(), model.parameters(), strict=True):
-                same.grad = mine.grad
+            for mine, its in zip(ours.parameters(), model.parameters(), strict=True):
+                its.grad = mine.grad
             optimizer.step()
         torch.cuda.synchronize()
         try:
