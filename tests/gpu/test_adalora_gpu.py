@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_adalora import STEPS, adamw, tiny
+from test_adalora import STEPS, adamw, same, tiny
 
 from finetune import adalora, faults
 
