@@ -25,7 +25,6 @@ from finetune import (
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.recipe_errors import on_the_hub
-from finetune.sections import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,8 +177,7 @@ def _model(recipe: Recipe) -> list[str]:
 def _data(recipe: Recipe) -> list[str]:
     data = recipe.data
     notes = []
-    named = [(source, "data.name") for source in load.sources(data)]
-    named += [(Source(name=data.validation), "data.validation")] if data.validation is not None else []
+    named = load.named(data)
     if not data.name or not all(source.name for source, _ in named):
         raise UserError(Problem("is empty", "data.name"))
     for source, key in named:

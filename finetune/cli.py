@@ -140,12 +140,13 @@ def rehearse(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> N
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check a recipe, its files and its module names."""
+    """Check a recipe, its files, its module names and the first rows of its data."""
     from finetune import check as checks
+    from finetune.data import bad_rows
 
     recipe = load(options)
     with located(recipe):
-        notes = checks.run(recipe)
+        notes = [*checks.run(recipe), *filter(None, [bad_rows.first_rows(recipe.data)])]
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
         print(*(f"note: {note}" for note in notes), f"fine: {options.recipe}: {what}", sep="\n")
@@ -242,10 +243,10 @@ def evaluate(options: argparse.Namespace) -> None:
     from finetune import summary
     from finetune.scoring import memory_errors
 
+    screen = Screen(quiet=options.quiet)
     with memory_errors():
-        result = evaluation.run(run.path, options.overrides)
+        result = evaluation.run(run.path, options.overrides, screen=screen)
     if os.environ.get("RANK", "0") == "0":
-        screen = Screen(quiet=options.quiet)
         summary.show_scores(screen, result)
         reporting.after(run.path, screen)
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Hardware, Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
+    from finetune.screen import Screen
     from finetune.sections import Eval, Model
 
 OTHER = "eval.other.json"  # of rows that the run did not hold out
@@ -63,6 +64,7 @@ def run(
     overrides: list[str] | tuple[str, ...] = (),
     *,
     inspect: Callable[[Any], None] | None = None,
+    screen: Screen | None = None,
 ) -> dict[str, Any]:
     """Reopen a run folder cold, evaluate base and tuned, and write eval.json.
 
@@ -70,6 +72,7 @@ def run(
         path: the run folder.
         overrides: of its recipe: `eval.tasks=[arc_easy]`, `model.name=...` where the base lies elsewhere.
         inspect: called with the reopened model before it is evaluated; may raise.
+        screen: says what is asked of a model when that begins, for each may take minutes.
 
     Returns:
         The content of eval.json; without held-out rows `base` and `tuned` are empty.
@@ -93,17 +96,21 @@ def run(
     rows, notes = held_out(folder, recipe, tokenizer)
     notes += [*storage_note(recipe), *model.foreign_template(recipe.model, tokenizer)]
 
-    def measured(asked: Any) -> Measured:
-        return measure(asked, tokenizer, rows, texts, recipe)
+    def measured(asked: Any, which: str) -> Measured:
+        def say(what: str) -> None:
+            if screen and PartialState().is_main_process:
+                screen.say(f"{which}: {what} ...")
 
-    after, before = measured(tuned), None
+        return measure(asked, tokenizer, rows, texts, recipe, say)
+
+    after, before = measured(tuned, "tuned"), None
     if base_stands(tuned):
         with tuned.disable_adapter():
-            before = measured(tuned)
+            before = measured(tuned, "base")
     tuned = None
     release()
     if not before:
-        before = measured(open_base(recipe))
+        before = measured(open_base(recipe), "base")
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes)
@@ -116,17 +123,27 @@ def run(
     return result
 
 
-def measure(asked: Any, tokenizer: Any, rows: list[HeldOut], texts: list[str], recipe: Recipe) -> Measured:
+def measure(
+    asked: Any,
+    tokenizer: Any,
+    rows: list[HeldOut],
+    texts: list[str],
+    recipe: Recipe,
+    say: Callable[[str], None],
+) -> Measured:
     """Everything one model is asked."""
     started, settings = time.perf_counter(), recipe.eval
+    score, general, found = None, None, {}
     with scoring.memory_errors():
-        answers = settings.answers
-        score = (
-            scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=answers) if rows else None
-        )
-        general = scoring.score_texts(asked, tokenizer, texts, settings) if texts else None
-        by_harness = settings.tasks and settings.engine == "hf"
-        found = harness.run(asked, tokenizer, settings) if by_harness else {}
+        if rows:
+            say(f"loss{' and answers' * settings.answers} of {len(rows):,} held-out rows")
+            score = scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=settings.answers)
+        if texts:
+            say(f"loss of {len(texts):,} general texts")
+            general = scoring.score_texts(asked, tokenizer, texts, settings)
+        if settings.tasks and settings.engine == "hf":
+            say(f"tasks {', '.join(settings.tasks)}")
+            found = harness.run(asked, tokenizer, settings)
     return Measured(score, general, found, time.perf_counter() - started)
 
 

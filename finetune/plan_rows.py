@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune import plan_tokens
 from finetune.batch import count_steps
-from finetune.data import load
+from finetune.data import bad_rows, load
+from finetune.errors import UserError
 
 if TYPE_CHECKING:
     from finetune.batch import Batch
@@ -96,8 +97,17 @@ def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
 
 def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
     """Why a run would not take the rows; empty: it would, as far as that is known."""
+    if rows is None:
+        return ""
+    try:
+        bad_rows.first_rows(data)
+    except UserError as error:
+        first = error.problems[0]
+        return (
+            f"a run would refuse rows: {first.what} ({first.where or first.key}); `finetune check` says all"
+        )
     long, refuses = too_long(rows, data)
-    if refuses or rows is None or rows.number >= batch.effective:
+    if refuses or rows.number >= batch.effective:
         return long if refuses else ""
     if not rows.number:
         return "there is no row to train on"

@@ -18,8 +18,9 @@ HEAD = """\
 Made by `scripts/make_schema.py` (`make schema`) from what the program reads. `model.name`, `data.name` and
 `adapter.type` are required. Any key can be given on the command line too: `data.packing=true`.
 
-`finetune check RECIPE` names every mistake in a recipe; `recipe.resolved.yaml` in the run folder has each
-value that was used. An editor completes and checks a recipe whose first line is a comment,
+`finetune check RECIPE` names every mistake in a recipe and in the first rows of its data;
+`recipe.resolved.yaml` in the run folder has each value that was used.
+An editor completes and checks a recipe whose first line is a comment,
 `yaml-language-server: $schema=` and the path to [the schema](../finetune/recipe.schema.json).
 
 Of the environment: `FINETUNE_CACHE` is the folder of prepared data and of what `finetune doctor --measure`

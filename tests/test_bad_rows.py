@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MODEL
+from conftest import MODEL, QUICKSTART
 
+from finetune import cli
+from finetune.data import bad_rows
 from finetune.data.prepare import Prepared, prepare
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
@@ -285,3 +287,41 @@ def test_a_packed_file_or_a_sheet_comes_with_what_to_do(tmp_path) -> None:
     for name, helps in (("a.jsonl.gz", "unpack it"), ("a.xlsx", ".csv"), ("a.tsv", ".csv")):
         (found,) = problems(tmp_path, "", name)
         assert helps in found.fix
+
+
+# ---- what `finetune check` says of them
+
+
+def checked(rows: Path, *options: str) -> int:
+    return cli.main(["check", str(QUICKSTART), f"data.name={rows}", *options])
+
+
+def test_check_reads_the_first_rows(tmp_path: Path, capsys) -> None:
+    rows = tmp_path / "rows.jsonl"
+    write(rows, [*map(chat, range(3)), {"messages": [USER, {**ANSWER, "role": "bot"}]}, text(4), chat(5)])
+    write(held := tmp_path / "held.csv", 'prompt,completion\na,b\n"c,d\n')
+    assert checked(rows, f"data.validation={held}") == 2
+    said = capsys.readouterr().err
+    for part in (f"{rows}:4, message 1", "rows of 2 formats", f"{rows}:5", "not valid CSV", f"{held}:3"):
+        assert part in said
+    plan = ["plan", str(QUICKSTART), f"data.name={rows}", "data.validation=null", "--gpu", "l4"]
+    assert cli.main(plan) == 0
+    assert "a run would refuse rows: no such role" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "`finetune check` says all" in said
+    assert cli.main([*plan, "data.expect.malformed=0.5"]) == 0
+    assert "would refuse rows" not in capsys.readouterr().out
+    assert checked(rows, "data.validation=null", "data.expect.malformed=0.5") == 0
+    assert "6 rows were read" in capsys.readouterr().out
+
+
+def test_a_row_without_turns_lacks_those_of_its_format(tmp_path: Path) -> None:
+    (lacks,) = problems(tmp_path, [chat(0), {"text": None}])
+    assert lacks.what == "messages must be a list of messages"
+
+
+def test_check_reads_no_more_than_the_first_rows(tmp_path: Path, capsys) -> None:
+    write(rows := tmp_path / "rows.jsonl", [*map(chat, range(bad_rows.FIRST)), {"messages": "none"}])
+    assert checked(rows, "data.validation=null") == 0
+    assert f"{bad_rows.FIRST} rows were read; `finetune data` reads all" in capsys.readouterr().out
+    write(rows, [*map(chat, range(bad_rows.FIRST - 1)), {"messages": "none"}])
+    assert checked(rows, "data.validation=null") == 2

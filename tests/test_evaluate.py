@@ -127,7 +127,9 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     other.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[20:30]) + "\n")
     asked = [*here, f"data.validation={other}"]
     assert cli.main(["evaluate", str(moved.path), *asked]) == 0
-    assert "is not what the run held out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "is not what the run held out" in said
+    assert all(f"{which}: loss and answers of 10 held-out rows ..." in said for which in ("tuned", "base"))
     assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
     assert moved.read("eval.other.json")["settings"]["rows"] == 10
 

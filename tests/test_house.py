@@ -116,6 +116,12 @@ def test_imports_point_downwards() -> None:
             assert level[other] < level[own], f"{own} imports {other}"
 
 
+def test_every_module_stands_in_the_table() -> None:
+    told = set(re.findall(r"`([a-z0-9_/]+\.py)`", (PACKAGE.parent / "CONTRIBUTING.md").read_text()))
+    found = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if not p.name.startswith("__")}
+    assert {name for name in found if not name.startswith("examples")} - told == set()
+
+
 def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
     """Every other function receives its own section."""
     takers = set()

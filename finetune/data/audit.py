@@ -131,13 +131,10 @@ class Audit:
         """A row that is left out."""
         self.report.rows += 1
         self.count(bad.kind, row_of(bad.problem.where))
-        self.bad_rows.add(bad)
+        self.bad_rows.add(bad, source, self.report.formats.get(source, ""))
         reasons = self.report.reasons.setdefault(bad.kind, [])
         if bad.problem.what not in reasons and len(reasons) < MAX_SHOWN:
             reasons.append(bad.problem.what)
-        if bad.kind != "unreadable":
-            wanted = self.report.formats[source]
-            self.bad_rows.of_format(source, wanted, bad.format or wanted, bad.problem.where)
 
     def left_out(self, kind: str, where: str, length: int) -> None:
         """A row that is left out for its length, or since nothing in it is trained on."""

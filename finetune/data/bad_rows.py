@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
 
-from finetune.data import guess
+from finetune.data import guess, load
 from finetune.data.formats import ROLES, BadRow
 from finetune.data.load import MAX_SHOWN
-from finetune.errors import Problem
+from finetune.errors import Problem, UserError
 
+if TYPE_CHECKING:
+    from finetune.sections import Data
+
+FIRST = 200  # rows of each source, that can be read in a moment
 MAX_NAMED = 12  # roles, the most frequent ones
 MAX_KINDS = 10  # of problems in rows of one kind
 
@@ -26,8 +32,8 @@ class BadRows:
         self.formats: dict[str, dict[str, tuple[int, str]]] = {}
         """Source -> each format that its rows have, the wanted one first -> how many there are, the first."""
 
-    def add(self, bad: BadRow) -> None:
-        """A bad row."""
+    def add(self, bad: BadRow, source: str, wanted: str) -> None:
+        """A bad row of a source, whose rows are to have this format."""
         key = bad.kind, bad.problem.what
         self.rows[key] += 1
         first = self.first.setdefault(key, [])
@@ -36,6 +42,8 @@ class BadRows:
         self.roles.update(bad.roles)
         for role in bad.roles:
             self.role_places.setdefault(role, bad.problem.where)
+        if bad.kind != "unreadable":
+            self.of_format(source, wanted, bad.format or wanted, bad.problem.where)
 
     def of_format(self, source: str, wanted: str, format: str, where: str) -> None:
         """A row of a source, bad or not, that has this format."""
@@ -93,6 +101,37 @@ class BadRows:
                 what, expected, fix = "no row has the format that is asked for", wanted, "data.format: auto"
             found.append(Problem(what, "", first, counts, expected, fix))
         return found
+
+
+def first_rows(data: Data) -> str:
+    """Read the first rows of each source that lies in files, as far as can be without a tokenizer.
+
+    Returns:
+        What was read; empty: no row is on this machine.
+
+    Raises:
+        UserError: rows of a kind of which `data.expect` allows none (exit 2).
+    """
+    found, formats, problems, count = BadRows(), dict[str, str](), list[Problem](), 0
+    for source, key in load.named(data):
+        if load.files(source.name, key) is None:
+            continue
+        try:
+            rows = load.examples(load.read(source, key), data, source.name, formats, {})
+            for row in islice(rows, FIRST):
+                count += 1
+                wanted = formats.get(source.name, "")
+                if isinstance(row, BadRow):
+                    found.add(row, source.name, wanted)
+                else:
+                    found.of_format(source.name, wanted, wanted, row.where)
+        except UserError as error:
+            problems += error.problems
+    kinds = dict.fromkeys(kind for kind, _ in found.first)
+    problems += [one for kind in kinds if not getattr(data.expect, kind) for one in found.problems(kind)]
+    if problems:
+        raise UserError(*problems)
+    return f"{count:,} rows were read; `finetune data` reads all, as the model will see them" if count else ""
 
 
 def row_of(where: str) -> str:

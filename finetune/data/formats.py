@@ -200,7 +200,8 @@ def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any
         if data.train_on != "all":
             given = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in given]
         return [*given, *answer]
-    return list(_list(value, "messages" if "messages" in value else "conversations", row))
+    chats = "conversations" not in value and format != "sharegpt"
+    return list(_list(value, "messages" if chats or "messages" in value else "conversations", row))
 
 
 def _renamed(row: Row, data: Data) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.data import guess
-from finetune.data.formats import BadRow, Row, detect
+from finetune.data.formats import BadRow, Row, convert, detect, of_another_format, unused
 from finetune.data.readers import READERS, without_nulls
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
@@ -20,6 +20,9 @@ from finetune.recipe_errors import similar_files
 from finetune.sections import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from finetune.data.formats import Example
     from finetune.data.readers import Rows
     from finetune.sections import Data
 
@@ -38,6 +41,14 @@ def sources(data: Data) -> list[Source]:
         source.model_copy(update={key: getattr(source, key) or value for key, value in defaults.items()})
         for source in found
     ]
+
+
+def named(data: Data) -> list[tuple[Source, str]]:
+    """What is trained on and held out, each with the key that names it."""
+    named = [(source, "data.name") for source in sources(data)]
+    return named + (
+        [(Source(name=data.validation), "data.validation")] if data.validation is not None else []
+    )
 
 
 def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
@@ -185,6 +196,29 @@ def read(source: Source, key: str) -> Rows:
         header = any(path.suffix == ".csv" and path.stat().st_size for path in paths)
         found = "of a csv file the first line names the columns" if header else ""
         raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key, found=found))
+
+
+def examples(
+    rows: Iterable[Row | BadRow], data: Data, name: str, formats: dict[str, str], left: dict[str, list[str]]
+) -> Iterator[Example | BadRow]:
+    """Each row as an example, or as what is wrong with it.
+
+    Args:
+        name: of the source, whose first row decides on the format.
+        formats: its format by its name, noted here.
+        left: columns of the first row that are not read, noted here.
+    """
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        if name not in formats:
+            formats[name] = detect(row, data)
+            left[name] = unused(row, data, formats[name])
+        try:
+            yield convert(row, data, formats[name])
+        except BadRow as bad:
+            yield of_another_format(bad, row, data, formats[name])
 
 
 def hub_name(source: Source) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from finetune.data import load
 from finetune.data.audit import Audit, Report
 from finetune.data.chat import Encoded, make_encoder
-from finetune.data.formats import BadRow, Example, Row, convert, detect, of_another_format, unused
+from finetune.data.formats import BadRow, Example, Row
 from finetune.data.pack import best_fit
 from finetune.data.table import Documents
 from finetune.errors import Problem, UserError
@@ -111,21 +111,6 @@ def _building(cache: Path) -> Path:
         fix = "data.cache: a folder that can be written, or FINETUNE_CACHE"
         problem = Problem(f"nothing can be kept in {cache}", "data.cache", found=str(error.strerror), fix=fix)
         raise UserError(problem) from None
-
-
-def examples(rows: Iterable[Row | BadRow], data: Data, report: Report, name: str) -> Iterator[Any]:
-    """Each row as an example, or as what is wrong with it. The first row decides on the format."""
-    for row in rows:
-        if isinstance(row, BadRow):
-            yield row
-            continue
-        if name not in report.formats:
-            report.formats[name] = detect(row, data)
-            report.unused[name] = unused(row, data, report.formats[name])
-        try:
-            yield convert(row, data, report.formats[name])
-        except BadRow as bad:
-            yield of_another_format(bad, row, data, report.formats[name])
 
 
 class HeldOut(NamedTuple):
@@ -221,7 +206,7 @@ def _chunk(found: Iterator[Any]) -> list[Any]:
 
 def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
     """(example, tokens of its documents) of each row that is kept; the audit counts every row."""
-    found = examples(rows, data, audit.report, name)
+    found = load.examples(rows, data, name, audit.report.formats, audit.report.unused)
     for example, encoded in encode(found, audit.encoder_for):
         if isinstance(example, BadRow) or isinstance(encoded, BadRow):
             audit.bad(example if isinstance(example, BadRow) else encoded, name)
