@@ -103,9 +103,7 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
         bad_rows.first_rows(data)
     except UserError as error:
         first = error.problems[0]
-        return (
-            f"a run would refuse rows: {first.what} ({first.where or first.key}); `finetune check` says all"
-        )
+        return f"{first.what} ({first.where or first.key}); `finetune check` says all"
     long, refuses = too_long(rows, data)
     if refuses or rows.number >= batch.effective:
         return long if refuses else ""
