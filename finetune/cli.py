@@ -146,7 +146,7 @@ def check(options: argparse.Namespace) -> None:
 
     recipe = load(options)
     with located(recipe):
-        notes = [*checks.run(recipe), *filter(None, [bad_rows.first_rows(recipe.data)])]
+        notes = checks.run(recipe) + bad_rows.first_rows(recipe.data)
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
         print(*(f"note: {note}" for note in notes), f"fine: {options.recipe}: {what}", sep="\n")

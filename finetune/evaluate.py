@@ -96,12 +96,12 @@ def run(
     rows, notes = held_out(folder, recipe, tokenizer)
     notes += [*storage_note(recipe), *model.foreign_template(recipe.model, tokenizer)]
 
-    def measured(asked: Any, which: str) -> Measured:
-        def say(what: str) -> None:
-            if screen and PartialState().is_main_process:
-                screen.say(f"{which}: {what} ...")
+    def say(what: str) -> None:
+        if screen and PartialState().is_main_process:
+            screen.say(f"{what} ...")
 
-        return measure(asked, tokenizer, rows, texts, recipe, say)
+    def measured(asked: Any, which: str) -> Measured:
+        return measure(asked, tokenizer, rows, texts, recipe, lambda what: say(f"{which}: {what}"))
 
     after, before = measured(tuned, "tuned"), None
     if base_stands(tuned):
@@ -112,6 +112,7 @@ def run(
     if not before:
         before = measured(open_base(recipe), "base")
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
+        say(f"tuned and base: tasks {', '.join(recipe.eval.tasks)}")
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes)
     result["settings"]["model"] = f"{recipe.model.name} {recipe.model.revision or ''}".strip()

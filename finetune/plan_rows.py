@@ -10,10 +10,11 @@ from finetune import plan_tokens
 from finetune.batch import count_steps
 from finetune.data import bad_rows, load
 from finetune.errors import UserError
+from finetune.sections import Data
 
 if TYPE_CHECKING:
     from finetune.batch import Batch
-    from finetune.sections import Data, Model, Train
+    from finetune.sections import Model, Train
 
 
 class Rows(NamedTuple):
@@ -99,11 +100,9 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
     """Why a run would not take the rows; empty: it would, as far as that is known."""
     if rows is None:
         return ""
-    try:
-        bad_rows.first_rows(data)
-    except UserError as error:
-        first = error.problems[0]
-        return f"{first.what} ({first.where or first.key}); `finetune check` says all"
+    paths = [path for source, key in load.named(data) for path in load.files(source.name, key) or ()]
+    if why := _unusable(plan_tokens.stamped(paths), data.model_dump_json()):
+        return why
     long, refuses = too_long(rows, data)
     if refuses or rows.number >= batch.effective:
         return long if refuses else ""
@@ -120,6 +119,17 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
     if rows is None or rows.number < batch.effective:
         return None
     return count_steps(train, rows.number, batch, processes)
+
+
+@cache  # a plan and each of its changes ask
+def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
+    """What is wrong with the first rows, if a run would refuse them."""
+    try:
+        bad_rows.first_rows(Data.model_validate_json(asked))
+    except UserError as error:
+        first = error.problems[0]
+        return f"{first.what} ({first.where or first.key}); `finetune check` says all"
+    return ""
 
 
 @cache  # a plan and each of its changes count them

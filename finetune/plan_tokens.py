@@ -12,16 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data import bundled
-from finetune.data.formats import BadRow, Example, convert, detect
+from finetune.data import bundled, load
+from finetune.data.formats import BadRow, Example
 from finetune.data.readers import json_lines
 from finetune.data.render import render
 from finetune.sections import Data
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from finetune.data.formats import Row
     from finetune.sections import Model
 
 CHARACTERS = 4  # of a token, in text that is not tokenised here
@@ -35,28 +34,32 @@ def lengths(data: Data, model: Model, paths: Sequence[Path]) -> tuple[list[float
     """Tokens of the first rows of each jsonl file, and how they are known."""
     folder = _file(model, "tokenizer.json")
     template = bundled.read_template(data.chat_template) if data.chat_template else _template(model)
-    stamped = tuple((str(path), path.stat().st_mtime_ns) for path in paths)
     asked = data.model_dump_json(include=READ)
     return _lengths(
-        stamped, asked, str(folder or ""), str(_file(model, "tokenizer_config.json") or ""), template
+        stamped(paths), asked, str(folder or ""), str(_file(model, "tokenizer_config.json") or ""), template
     )
+
+
+def stamped(paths: Iterable[Path]) -> tuple[tuple[str, int], ...]:
+    """Files, and when they were changed: what is kept of them holds as long."""
+    return tuple((str(path), path.stat().st_mtime_ns) for path in paths)
 
 
 @cache  # a plan asks for each change it tries
 def _lengths(
     paths: tuple[tuple[str, int], ...], asked: str, tokenizer: str, config: str, template: str
 ) -> tuple[list[float], str]:
-    data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[tuple[int, Example | None]]()
+    data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[Example | BadRow]()
     for path, _ in paths:
         with open(path, "rb") as file:
-            rows += _read(json_lines(islice(file, SAMPLED), Path(path)), data)
-    sizes = [size for size, _ in rows]
+            rows += load.examples(json_lines(islice(file, SAMPLED), Path(path)), data, path, {}, {})
+    sizes = list(map(_characters, rows))
     if not tokenizer:
         why = "the model's tokenizer is not here"
         return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters a token, for {why}"
     chosen, characters = list[tuple[int, Example]](), 0
-    for index, (size, example) in enumerate(rows):
-        if example is not None and characters + size <= TOKENISED:
+    for index, (size, example) in enumerate(zip(sizes, rows, strict=True)):
+        if isinstance(example, Example) and characters + size <= TOKENISED:
             chosen.append((index, example))
             characters += size
     found = _tokens([example for _, example in chosen], tokenizer, config, template)
@@ -67,22 +70,6 @@ def _lengths(
     known = {index: float(tokens) for (index, _), tokens in zip(chosen, found, strict=True) if tokens}
     made = [known.get(index, size * each) for index, size in enumerate(sizes)]
     return made, f"by the model's tokenizer and template, from {len(known)} of them"
-
-
-def _read(rows: Any, data: Data) -> list[tuple[int, Example | None]]:
-    """Characters of each row, and what it says; `None` if it can't be trained on."""
-    found, format = list[tuple[int, Example | None]](), ""
-    row: Row | BadRow
-    for row in rows:
-        if isinstance(row, BadRow):
-            found.append((0, None))
-            continue
-        format = format or detect(row, data)
-        try:
-            found.append((_characters(row.value), convert(row, data, format)))
-        except BadRow:
-            found.append((0, None))
-    return found
 
 
 def _tokens(examples: list[Example], tokenizer: str, config: str, template: str) -> list[int] | None:
@@ -106,9 +93,11 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
 
 
 def _characters(part: Any) -> int:
-    """Of all texts in a row."""
+    """Of all texts in an example, or in a part of one; what can't be trained on has none."""
     if isinstance(part, str):
         return len(part)
+    if isinstance(part, Example):
+        part = [part.messages, part.tools, part.prompt, part.completion]
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return sum(map(_characters, inner))
 

@@ -5,6 +5,6 @@ from finetune.screen import quieten_libraries
 quieten_libraries()
 
 import matplotlib.backends.backend_svg  # noqa: E402 (for those that are forked)
-import matplotlib.figure  # noqa: E402, F401
+import matplotlib.figure  # noqa: E402, F401 (once, before any fork)
 
-from finetune import card, check, plan, publish, train  # noqa: E402, F401
+from finetune import card, check, plan, publish, train  # noqa: E402, F401 (once, before any fork)

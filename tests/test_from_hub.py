@@ -231,7 +231,6 @@ def test_merged_says_what_makes_it(trained, capsys) -> None:
 
 
 def test_a_quantised_model_s_card_has_its_own_scores(hub: Hub, trained, monkeypatch) -> None:
-    pytest.importorskip("torchao")
     monkeypatch.setattr("finetune.proof.PROBE_ROWS", 2)
     folder = trained()
     assert cli.main(["merge", str(folder.path), "--quantize", "int8", "--quiet"]) == 0

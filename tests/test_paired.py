@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from finetune.paired import difference
 
 
 def test_the_interval_is_scipys() -> None:
-    stats = pytest.importorskip("scipy.stats")
     random = np.random.default_rng(1)
     base = random.normal(2.0, 1.0, 300)
     tuned = base - 0.1 + random.normal(0.0, 0.5, 300)

@@ -47,7 +47,6 @@ def test_names_are_those_of_the_installed_transformers() -> None:
 
 
 def test_tensorboard_hears_training_evaluation_and_scores(train, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)

@@ -103,11 +103,11 @@ class BadRows:
         return found
 
 
-def first_rows(data: Data) -> str:
+def first_rows(data: Data) -> list[str]:
     """Read the first rows of each source that lies in files, as far as can be without a tokenizer.
 
     Returns:
-        What was read; empty: no row is on this machine.
+        A note of how many were read, if any is on this machine.
 
     Raises:
         UserError: rows of a kind of which `data.expect` allows none (exit 2).
@@ -131,7 +131,8 @@ def first_rows(data: Data) -> str:
     problems += [one for kind in kinds if not getattr(data.expect, kind) for one in found.problems(kind)]
     if problems:
         raise UserError(*problems)
-    return f"{count:,} rows were read; `finetune data` reads all, as the model will see them" if count else ""
+    said = f"{count:,} rows were read; `finetune data` reads all, as the model will see them"
+    return [said] if count else []
 
 
 def row_of(where: str) -> str:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import metrics, receipts
-from test_offload import assert_same, batches, distance, gradients, model_of
+from test_offload import assert_same, batches, gradients, model_of
+from test_optimizers import distance
 
 from finetune import optimizers
 from finetune.receipts import Ledger
