@@ -15,6 +15,7 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 *-int8         norms made again, gate and up kept in int8
 *-mlp-small    and all else that layers keep in the CPU's memory
 *-graphs       the compiled layers as CUDA graphs
+*-fa4, -fa3    attention by that kernel, or by cuDNN (*-cudnn)
 1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
 135m-*         SmolLM2-135M's, as the smallest that plans are held against
 lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
@@ -112,6 +113,12 @@ ROWS = {
     "70b-fp8-half": Row(("speed.base=fp8", *INT8, f"{AWAY}:40", ATTENTION), "70b-fp8", length=8192, batch=1),
     "cap-24": Row(("speed.compile=true",), length=2048, batch=8, cap_gib=24),
     "cap-48": Row(("adapter.type=qlora", "speed.compile=true"), "70b-nf4", length=2048, batch=1, cap_gib=48),
+}
+KERNELS = {"fa4": "flash_attention_4", "fa3": "flash_attention_3", "cudnn": "cudnn"}
+ROWS |= {
+    f"lora-{base}-{short}": Row((f"speed.base={base}", f"model.attention={kernel}", *WHOLE))
+    for base in ("bf16", "fp8")
+    for short, kernel in KERNELS.items()
 }
 CAPS = {
     "24gb": 22.0,
@@ -265,8 +272,9 @@ def ours(job: Job) -> dict[str, Any]:
     return result(job, seconds, steps[-1]["loss"], peak, attention=attention, real=real)
 
 
-def of_recipe(job: Job, folder: Path) -> list[str]:
-    """What a recipe of recipes/gpus is given here: this model, texts, and fewer rows a step."""
+def of_recipe(job: Any, folder: Path) -> list[str]:
+    """What a shipped recipe is given here, by a Job of this file or of multi_gpu.py: this model, texts, fewer
+    rows a step."""
     data = [f"data.name={job.data}", "data.format=text", "data.train_on=all", "data.too_long=split"]
     data += ["data.validation_fraction=null", "eval.general=false", "eval.samples=0"]
     train = [

@@ -89,7 +89,7 @@ def passages(text: str) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
-def train(base: str, files: dict[str, Any], options: Any, folder: Path) -> dict[str, Any]:
+def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes: str) -> dict[str, Any]:
     """One run: its losses by step, those of the held-out rows, and that of what was saved."""
     import torch
 
@@ -101,7 +101,7 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path) -> dict[
     stored, _, recompute = base.partition("-")
     settings |= {"base": stored, "recompute": recompute or "auto"}
     recipe.write_text(RECIPE.format(folder=run, **settings, **files))
-    if code := cli.main(["train", str(recipe), "--quiet"]):
+    if code := cli.main(["train", str(recipe), *changes, "--quiet"]):
         sys.exit(f"{base}: exit {code}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "eval.json").read_text())

@@ -12,11 +12,13 @@ lora-*          8B, LoRA r=16 on all linear layers, rows of 4,096, four on each 
 70b-fp8         70B, LoRA r=16 on attention, rows of 8,192, one on each GPU: MLPerf's, DDP on the fp8 base
 70b-bf16-fsdp2  the same on a bf16 base that all GPUs share (the checkpoint takes 132 GiB of --work)
 32k, 128k       8B on the fp8 base, one row of so many tokens on each GPU; 128k with inputs on the CPU
-128k-cp         one row of 131,072 tokens on four GPUs (context parallelism, FSDP2, bf16)
+128k-cp         one row of 131,072 tokens that all GPUs share (context parallelism, FSDP2, bf16)
 nccl            every setting of nccl.env that can matter on one machine, each beside none: eight layers, DDP
                 and FSDP2 (`--rows nccl --gpus 2`)
 *-fsdp2 *-zero3 8B LoRA in bf16, the base split: what that costs where DDP would do
 full-*          8B, every weight trained
+isc25           recipes/isc25/as_submitted.yaml: DoRA, FlashAttention 3, fp8, a GPU's share of 256 rows of 512
+isc25-te        recipes/isc25/transformer_engine.yaml: 1B, every weight, TransformerEngine's fp8
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu import ATTENTION, FULL, RECIPE, WARM, failure
+from gpu import ATTENTION, FULL, RECIPE, WARM, failure, of_recipe
 
 RESULTS = Path(__file__).with_name("multi_gpu.json")
 ROOT = Path(__file__).parents[1]
@@ -53,6 +55,8 @@ class Row(NamedTuple):
     layers: int | None = None
     variables: tuple[tuple[str, str], ...] = ()
     """Of the environment, as accelerate_configs/nccl.env has them."""
+    recipe: str = ""
+    """In recipes, in place of gpu.py's own."""
 
 
 WHOLE = ("speed.compile=true", "speed.recompute=none")
@@ -81,6 +85,11 @@ ROWS = {
         length=131072,
         batch=1,
         shared=True,
+    ),
+    # 16 rows x 2 accumulated, as on eight GPUs
+    "isc25": Row("8xh100_fp8", (), length=512, batch=32, recipe="isc25/as_submitted.yaml"),
+    "isc25-te": Row(
+        "8xh100_fp8_te", (), "1b-bf16", length=512, batch=32, recipe="isc25/transformer_engine.yaml"
     ),
 }
 
@@ -114,7 +123,7 @@ class Job(NamedTuple):
     out: Path
 
     @property
-    def rows(self) -> int:
+    def batch(self) -> int:
         """Rows of a step, over all processes."""
         return self.row.batch * (1 if self.row.shared else self.gpus)
 
@@ -143,7 +152,7 @@ def main() -> None:
             job = plan(name, gpus, options)
             shape, stored, layers = job.model.name.split("-")
             make_model(job.model, shape, stored, int(layers))
-            make_data(job.data, (job.steps + 2) * job.rows * job.length, documents=False)
+            make_data(job.data, (job.steps + 2) * job.batch * job.length, documents=False)
             key = f"{name} x{gpus}"
             measured[key] = launch(job, tiny=options.tiny)
             found.write_text(json.dumps(measured, indent=1) + "\n")
@@ -167,12 +176,19 @@ def plan(name: str, gpus: int, options: Any) -> Job:
 
 def command(job: Job, recipe: Path, *, tiny: bool = False) -> list[str]:
     """The launch of a row; one process runs in place, under the config's meaning of its base."""
-    given = [str(recipe), f"train.effective_batch_size={job.rows}", *job.row.changes]
+    given = [str(recipe), f"train.effective_batch_size={job.batch}", *job.row.changes]
+    if job.row.recipe:
+        folder = job.out / "runs" / f"{job.name}-x{job.gpus}"
+        given = [f"recipes/{job.row.recipe}", *of_recipe(job, folder), *job.row.changes]
     if job.gpus == 1:
         given += ["speed.base=fp8"] if job.row.config == "8xh100_fp8" and not tiny else []
         return [sys.executable, "-m", "finetune", "train", *given]
-    name = "cpu_2" if tiny else job.row.config
-    line = [sys.executable, "-m", "finetune.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+    config = ROOT / "accelerate_configs" / f"{'cpu_2' if tiny else job.row.config}.yaml"
+    if job.row.shared and not tiny:  # its config names how many share a row
+        text = config.read_text().replace("cp_size: 4", f"cp_size: {job.gpus}")
+        config = recipe.with_name(f"{job.row.config}-{job.gpus}.yaml")
+        config.write_text(text)
+    line = [sys.executable, "-m", "finetune.launch", "--config_file", str(config)]
     return [*line, "--num_processes", str(job.gpus), "-m", "finetune", "train", *given]
 
 
@@ -217,7 +233,7 @@ def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any
     real = (steps[-1]["tokens"] - steps[WARM - 1]["tokens"]) / (len(steps) - WARM)
     return {
         "tokens_per_second": real / seconds,
-        "tokens_per_step": job.rows * job.length,
+        "tokens_per_step": job.batch * job.length,
         "step_seconds": seconds,
         "first_step_seconds": steps[0]["step_seconds"],
         "peak_gib": steps[-1]["gpu_memory_gib"] or 0.0,

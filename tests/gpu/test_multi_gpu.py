@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import zlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -18,46 +20,69 @@ from safetensors.torch import load_file
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
 ]
-FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-needs_fp8 = pytest.mark.skipif(not FP8, reason="no fp8 GEMMs")
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="no fp8 GEMMs")
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="no DeepSpeed")
 needs_te = pytest.mark.skipif(not find_spec("transformer_engine_torch"), reason="no TransformerEngine")
+FP8 = "speed.base=fp8"
+FULL = ("adapter.type=full", "train.learning_rate=5e-4")
+LONG = ("model.attention=sdpa", "speed.recompute=all")
+EACH = (("adapter.type=lora",), ("adapter.type=dora",), ("adapter.type=ia3",), FULL)
 # config, what the recipe says, relative difference of losses that is allowed, receipts that must be there
 CASES = [
     ("ddp_2", ["adapter.type=lora"], 0.02, ("gradients exchanged",)),
     ("ddp_2", ["adapter.type=dora"], 0.02, ("gradients exchanged",)),
     ("ddp_2", ["adapter.type=adalora"], 0.02, ("AdaLoRA ranks",)),
+    ("ddp_2", ["adapter.type=ia3"], 0.02, ("gradients exchanged",)),
     ("ddp_2", ["adapter.type=qlora"], 0.02, ("gradients exchanged",)),
+    ("multi_node", ["adapter.type=dora"], 0.02, ("gradients exchanged",)),
+    ("multi_node", ["adapter.type=adalora"], 0.02, ("AdaLoRA ranks",)),
+    ("multi_node", ["adapter.type=ia3"], 0.02, ("gradients exchanged",)),
+    ("multi_node", ["adapter.type=qlora"], 0.02, ("gradients exchanged",)),
+    ("multi_node", [*FULL], 0.02, ("gradients exchanged",)),
+    pytest.param("multi_node", ["adapter.type=lora", FP8], 0.03, ("fp8 products",), marks=needs_fp8),
+    pytest.param("multi_node", ["adapter.type=dora", FP8], 0.03, ("fp8 products",), marks=needs_fp8),
     pytest.param("8xh100_fp8", ["adapter.type=lora"], 0.03, ("fp8 products", "speed.base"), marks=needs_fp8),
     pytest.param("8xh100_fp8", ["adapter.type=dora"], 0.03, ("fp8 products", "speed.base"), marks=needs_fp8),
     ("fsdp2_8", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
     ("fsdp2_8", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8", ["adapter.type=ia3"], 0.02, ("split by FSDP",)),
     ("fsdp2_8", ["adapter.type=lora", "data.packing=true", "data.max_length=512"], 0.03,
      ("documents apart",)),
     ("fsdp2_8", ["adapter.type=lora", "speed.recompute=all"], 0.02, ("split by FSDP",)),
     ("fsdp2_8", ["adapter.type=lora", "speed.recompute=all", "speed.offload=activations"], 0.02,
      ("speed.offload",)),
-    ("fsdp2_8", ["adapter.type=full", "train.learning_rate=5e-4"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8", [*FULL], 0.02, ("split by FSDP",)),
     ("fsdp2_8_offload", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_offload", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_offload", ["adapter.type=ia3"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_offload", [*FULL], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_quantised", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_quantised", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_quantised", ["adapter.type=ia3"], 0.02, ("split by FSDP",)),
     ("fsdp2_8_quantised", ["adapter.type=qlora"], 0.02, ("split by FSDP",)),
-    pytest.param("fsdp2_8_quantised", ["adapter.type=lora", "speed.base=fp8"], 0.03, ("split by FSDP",),
-                 marks=needs_fp8),
-    ("context_parallel_4", ["adapter.type=lora", "model.attention=sdpa", "speed.recompute=all"], 0.02,
-     ("split by FSDP",)),
-    pytest.param("zero2_8", ["adapter.type=lora"], 0.03, ("precision",), marks=needs_deepspeed),
-    pytest.param("zero3_8", ["adapter.type=lora"], 0.03, ("precision",), marks=needs_deepspeed),
-    pytest.param("zero3_8", ["adapter.type=dora"], 0.03, ("precision",), marks=needs_deepspeed),
-    pytest.param("zero3_8_offload", ["adapter.type=lora"], 0.03, ("precision",), marks=needs_deepspeed),
-    pytest.param("8xh100_fp8_torchao", ["adapter.type=full", "train.learning_rate=5e-4"], 0.05,
-                 ("fp8 layers", "fp8 products"), marks=needs_fp8),
-    pytest.param("8xh100_fp8_te", ["adapter.type=full", "train.learning_rate=5e-4"], 0.05,
-                 ("fp8 layers", "fp8_config.fp8_format"), marks=[needs_fp8, needs_te]),
+    ("fsdp2_8_quantised", [*FULL], 0.02, ("split by FSDP",)),
+    pytest.param("fsdp2_8_quantised", ["adapter.type=lora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
+    pytest.param("fsdp2_8_quantised", ["adapter.type=dora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
+    ("context_parallel_4", ["adapter.type=lora", *LONG], 0.02, ("split by FSDP",)),
+    ("context_parallel_4", ["adapter.type=dora", *LONG], 0.02, ("split by FSDP",)),
+    ("context_parallel_4", ["adapter.type=ia3", *LONG], 0.02, ("split by FSDP",)),
+    ("context_parallel_4", [*FULL, *LONG], 0.02, ("split by FSDP",)),
+    *[pytest.param("zero2_8", [*recipe], 0.03, ("precision",), marks=needs_deepspeed) for recipe in EACH],
+    pytest.param("zero2_8", ["adapter.type=qlora"], 0.03, ("precision",), marks=needs_deepspeed),
+    *[pytest.param("zero3_8", [*recipe], 0.03, ("precision",), marks=needs_deepspeed) for recipe in EACH],
+    *[pytest.param("zero3_8_offload", [*recipe], 0.03, ("precision",), marks=needs_deepspeed)
+      for recipe in EACH],
+    pytest.param("8xh100_fp8_torchao", [*FULL], 0.05, ("fp8 layers", "fp8 products"), marks=needs_fp8),
+    pytest.param("8xh100_fp8_te", [*FULL], 0.05, ("fp8 layers", "fp8_config.fp8_format"),
+                 marks=[needs_fp8, needs_te]),
 ]  # fmt: skip
 STEPS = 6
 PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -83,18 +108,43 @@ def run(line: list[str], recipe: list[str], small: Any, folder: Path, **variable
     return RunFolder(folder)
 
 
+@pytest.fixture
+def one_gpu(small: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], RunFolder]:
+    """A recipe's run on one GPU, made once for all workers of one `pytest -n`."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def made(recipe: list[str]) -> RunFolder:
+        folder = shared / f"one-{zlib.crc32(' '.join(recipe).encode())}"
+        with folder.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            done = (folder / "eval.json").exists()
+            return (
+                RunFolder(folder)
+                if done
+                else run(["finetune"], recipe, small, folder, CUDA_VISIBLE_DEVICES="0")
+            )
+
+    return made
+
+
 @pytest.mark.parametrize(("name", "recipe", "allowed", "wanted"), CASES)
 def test_two_gpus_learn_what_one_does(
-    name: str, recipe: list[str], allowed: float, wanted: tuple[str, ...], small: Any, tmp_path: Path
+    name: str,
+    recipe: list[str],
+    allowed: float,
+    wanted: tuple[str, ...],
+    small: Any,
+    tmp_path: Path,
+    one_gpu: Any,
 ) -> None:
-    alone = [one for one in recipe if not one.startswith("speed.recompute")]
-    if name == "8xh100_fp8":
-        alone.append("speed.base=fp8")
-    one = run(["finetune"], alone, small, tmp_path / "one", CUDA_VISIBLE_DEVICES="0")
+    alone = [one for one in recipe if not one.startswith(("speed.recompute", "speed.offload"))]
+    one = one_gpu([*alone, *([FP8] if name == "8xh100_fp8" else [])])
     config = tmp_path / f"{name}.yaml"
     text = (ROOT / "accelerate_configs" / config.name).read_text()
     config.write_text(text.replace("parallelism_config_cp_size: 4", "parallelism_config_cp_size: 2"))
-    line = [*LAUNCH, "--config_file", str(config), "-m", "finetune"]
+    host = ["--num_machines", "1", "--main_process_ip", "127.0.0.1"] if name == "multi_node" else []
+    line = [*LAUNCH, *host, "--config_file", str(config), "-m", "finetune"]
     two = run(line, recipe, small, tmp_path / "two")
     found = {receipt["option"]: receipt for receipt in two.read("receipts.json")}
     assert all(receipt["ok"] for receipt in found.values()) and found.keys() >= {"processes", *wanted}

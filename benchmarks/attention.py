@@ -1,0 +1,208 @@
+"""Attention kernels of a Hopper GPU beside each other, alone and in training, into attention.json.
+
+    python benchmarks/attention.py                          # speed and error of every kernel that is here
+    python benchmarks/attention.py --loss --assets FOLDER   # and what fp8 forwards do to a loss
+
+Llama-3.1-8B's attention: 32 heads of 128, 8 for keys and values, bf16, 16,384 tokens. Causal rows of 4,096,
+or documents of 512 and 2,048 end to end. TFLOP/s count what a causal kernel has to compute (half of the
+square; backward 2.5 times forward), by the median of timed calls; errors are ||got - plain|| / ||plain||
+against plain operations in float32 on one row of 1,024 tokens.
+
+`fp8 forward` is no option of the product: FlashAttention 3 rounds queries, keys and values to e4m3, a scale
+for each head of keys, and has no backward for it; here bf16's backward follows, with what that forward made.
+`--loss` trains loss_parity.py's model on its questions with either forward, in eager mode, the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+RESULTS = Path(__file__).with_name("attention.json")
+HEADS, KEY_HEADS, SIZE, TOKENS = 32, 8, 128, 16384
+ROWS = {"rows of 4,096": 4096, "documents of 2,048": 2048, "documents of 512": 512}
+LARGEST = 448.0  # of e4m3
+FP8 = "flash_attention_3, fp8 forward"
+
+
+def main() -> None:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
+    parser.add_argument("--loss", action="store_true")
+    parser.add_argument("--assets", type=Path)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=RESULTS.parent)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found |= {"date": time.strftime("%Y-%m-%d"), "kernels": {}}
+    for name, kernel in here().items():
+        made = found["kernels"][name] = {"error": error(kernel)}
+        for rows, length in ROWS.items():
+            if name != "cudnn" or not rows.startswith("documents"):
+                made[rows] = speed(kernel, length, packed=rows.startswith("documents"))
+        print(name, made, flush=True)
+    if options.loss:
+        found["loss"] = losses(options)
+    (options.out / "attention.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+
+
+def here() -> dict[str, Callable[..., Any]]:
+    """Every kernel that this machine has, and FlashAttention 3's fp8 forward."""
+    from finetune import hardware
+    from finetune.attention_choice import IMPLEMENTATIONS, missing
+    from finetune.speed.attention_kernels import KERNELS
+
+    machine = hardware.detect()
+    names = [name for name in IMPLEMENTATIONS if not missing(name, machine)]
+    made = {name: KERNELS[name]() for name in names}
+    return {**made, FP8: fp8_forward} if "flash_attention_3" in made else made
+
+
+class _Fp8Forward(torch.autograd.Function):
+    """FlashAttention 3's forward on e4m3, and its backward on bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, scale: float, borders: Any, longest: int) -> Any:
+        import flash_attn_interface as fa3  # type: ignore[reportMissingImports]  (GPU only)
+
+        documents = {} if borders is None else {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        ctx.settings = {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "softmax_scale": scale, **documents}
+        rows = 1 if borders is None else len(borders) - 1
+        codes, given = [], {}
+        for name, tensor in (("q", query), ("k", key), ("v", value)):
+            heads = tensor.unflatten(-2, (key.shape[-2], -1))  # queries have the scale of their key's group
+            dims = [d for d in range(heads.ndim) if d != heads.ndim - 3]
+            step = heads.abs().amax(dims, keepdim=True).float().clamp(min=1e-12) / LARGEST
+            codes.append((heads / step).to(torch.float8_e4m3fn).flatten(-3, -2))
+            each = step.reshape(1, -1).expand(query.shape[0] if borders is None else rows, -1)
+            given[f"{name}_descale"] = each.contiguous()
+        out, sums, *_ = fa3._flash_attn_forward(*codes, causal=True, **ctx.settings, **given)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        import flash_attn_interface as fa3  # type: ignore[reportMissingImports]  (GPU only)
+
+        query, key, value, out, sums = ctx.saved_tensors
+        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        made_of = dict(zip(("dq", "dk", "dv"), made, strict=True))
+        fa3._flash_attn_backward(
+            gradient, query, key, value, out, sums, is_causal=True, **ctx.settings, **made_of
+        )
+        return (*made, None, None, None)
+
+
+def fp8_forward(
+    query: Any, key: Any, value: Any, *, scale: float, borders: Any, longest: int, **_: Any
+) -> Any:
+    """As the kernels of `attention_kernels`."""
+    rows, tokens = query.shape[:2]
+    if borders is not None:
+        query, key, value = [t.reshape(rows * tokens, *t.shape[2:]) for t in (query, key, value)]
+    out = _Fp8Forward.apply(query.contiguous(), key.contiguous(), value.contiguous(), scale, borders, longest)
+    return out.view(rows, tokens, *out.shape[-2:])
+
+
+def inputs(rows: int, tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    sizes = [(rows, tokens, heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [torch.randn(size, device="cuda").bfloat16().requires_grad_() for size in sizes]
+
+
+def error(kernel: Callable[..., Any]) -> list[float]:
+    """Of the output and the gradients of queries, keys and values."""
+    given = inputs(1, 1024)
+    wide = [tensor.detach().float().requires_grad_() for tensor in given]
+    gradient = torch.randn(1, 1024, HEADS, SIZE, device="cuda")
+    q, k, v = (tensor.transpose(1, 2) for tensor in wide)
+    plain = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    settings = {"scale": SIZE**-0.5, "window": None, "softcap": None, "borders": None, "longest": 1024}
+    got = kernel(*given, **settings)
+    wanted = [plain, *torch.autograd.grad(plain, wide, gradient)]
+    made = [got, *torch.autograd.grad(got, given, gradient.bfloat16())]
+    return [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, wanted, strict=True)]
+
+
+def speed(kernel: Callable[..., Any], length: int, *, packed: bool) -> dict[str, float]:
+    """TFLOP/s forward and backward."""
+    given = inputs(*((1, TOKENS) if packed else (TOKENS // length, length)))
+    borders = torch.arange(0, TOKENS + 1, length, dtype=torch.int32, device="cuda") if packed else None
+    settings = {"window": None, "softcap": None, "borders": borders, "longest": length}
+    out = kernel(*given, scale=SIZE**-0.5, **settings)
+    gradient = torch.randn_like(out)
+    work = 2 * TOKENS * length * HEADS * SIZE  # two products, and half of each square
+    forward = timed(lambda: kernel(*(t.detach() for t in given), scale=SIZE**-0.5, **settings))
+    backward = timed(lambda: torch.autograd.grad(out, given, gradient, retain_graph=True))
+    return {"forward": work / forward / 1e12, "backward": 2.5 * work / backward / 1e12}
+
+
+def timed(call: Callable[[], Any], times: int = 30) -> float:
+    """Seconds of a call: the median."""
+    seconds = []
+    for _ in range(times + 5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1000)
+    return statistics.median(seconds[5:])
+
+
+def losses(options: Any) -> dict[str, Any]:
+    """Held-out losses of loss_parity.py's run in bf16, with FlashAttention 3's forward in bf16 and in fp8."""
+    import loss_parity
+
+    from finetune.speed import attention_kernels
+
+    plain, found = attention_kernels.KERNELS["flash_attention_3"], {}
+    given = ["model.attention=flash_attention_3", "data.padding_free=false", "speed.compile=false"]
+
+    def rounded(*tensors: Any, **settings: Any) -> Any:
+        """Not in the proof that a kernel is exact, which asks for no gradients, and which it would fail."""
+        return (fp8_forward if torch.is_grad_enabled() else plain())(*tensors, **settings)
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = loss_parity.write_data("questions", options.assets, Path(folder))
+        for name, kernel in (("bf16", plain), ("fp8", lambda: rounded)):
+            attention_kernels.KERNELS["flash_attention_3"] = kernel  # in this process alone
+            run = loss_parity.train("bf16", files, options, Path(folder), *given)
+            found[name] = {key: run[key] for key in ("before", "after", "held_out")}
+    attention_kernels.KERNELS["flash_attention_3"] = plain
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """What was measured, in markdown."""
+    lines = [
+        "| kernel | " + " | ".join(ROWS) + " | error: output | gradients |",
+        "|---|" + "---|" * (len(ROWS) + 2),
+    ]
+    for name, made in found["kernels"].items():
+        rates = [made.get(rows) for rows in ROWS]
+        cells = [f"{one['forward']:.0f} / {one['backward']:.0f}" if one else "" for one in rates]
+        out, *gradients = made["error"]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {out:.1e} | {max(gradients):.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
