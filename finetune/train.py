@@ -38,6 +38,7 @@ from finetune import (
     stages,
     stopping,
     summary,
+    te,
     trackers,
     upstream,
     validate,
@@ -256,7 +257,7 @@ def train(
 
 def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path) -> None:
     """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
-    processes, tensors = PartialState(), shards.gathered(adapted)
+    processes, tensors = PartialState(), te.weights(adapted) if te.used() else shards.gathered(adapted)
     if processes.is_main_process:
         target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
         adapter_init.save(adapted, target, initial, tensors)

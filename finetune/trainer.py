@@ -30,6 +30,7 @@ from finetune import (
     shards,
     state,
     stopping,
+    te,
 )
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.speed import attention, head, loss, offload
@@ -290,6 +291,10 @@ class Trainer(SFTTrainer):
             saved = self.writer.published
             where = f"; saved: {saved}" if saved else ""
             raise Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
+
+    def _prepare_for_training(self, *args: Any, **given: Any) -> Any:  # upstream calls it by name
+        with te.head_kept_tied(self.model):
+            return super()._prepare_for_training(*args, **given)
 
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()

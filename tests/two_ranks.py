@@ -28,13 +28,22 @@ SECONDS = 300.0
 GRACE = 5.0  # seconds for the other rank, once one has failed
 
 
-def run(function: Callable[..., Any], *arguments: Any, cwd: Path | None = None, **launch: str) -> str:
+def run(
+    function: Callable[..., Any],
+    *arguments: Any,
+    cwd: Path | None = None,
+    count: int = 2,
+    preloaded: tuple[str, ...] = ("finetune.warm",),  # as `trial.WARM` has it
+    **launch: str,
+) -> str:
     """`function(*arguments)` as rank 0 and as rank 1, with the environment that `accelerate launch` gives.
 
     As under torchrun, the first rank that fails ends the other.
 
     Args:
         function: of a module that can be imported.
+        count: 1: as one process alone, without a launch.
+        preloaded: modules that the server has imported.
         launch: what Accelerate's launcher sets; without, what it does for processes on CPUs.
 
     Returns:
@@ -44,17 +53,21 @@ def run(function: Callable[..., Any], *arguments: Any, cwd: Path | None = None, 
         AssertionError: a rank failed, or did not end; with what both said.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["finetune.warm"])  # as `trial.WARM` has it
+    context.set_forkserver_preload([*preloaded])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    environment |= {"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    if count > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     environment |= launch or {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / str(rank) for rank in (0, 1)]
+        logs = [Path(folder) / str(rank) for rank in range(count)]
         given = (str(cwd or Path.cwd()), dict(environment), function, arguments)
-        ranks = [context.Process(target=_rank, args=(rank, str(logs[rank]), *given)) for rank in (0, 1)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, str(log), *given)) for rank, log in enumerate(logs)
+        ]
         for process in ranks:
             process.start()
         until = time.monotonic() + SECONDS
@@ -67,7 +80,7 @@ def run(function: Callable[..., Any], *arguments: Any, cwd: Path | None = None, 
             elif failed and until - time.monotonic() > GRACE:
                 until = time.monotonic() + GRACE
         said = "".join(log.read_text() for log in logs if log.exists())
-    assert [process.exitcode for process in ranks] == [0, 0], said
+    assert not any(process.exitcode for process in ranks), said
     return said
 
 
@@ -93,6 +106,8 @@ def _rank(
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environment)
+    if "WORLD_SIZE" in environment:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(cwd)
     function(*arguments)

@@ -1,4 +1,8 @@
-"""Each launch config on two GPUs by Accelerate's launcher, beside one process: losses, and what is saved."""
+"""Each launch config on two GPUs beside one process: losses, and what is saved.
+
+LoRA by Accelerate's launcher; other adapters in processes with the environment that it gives, forked from one
+that has imported the libraries.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from conftest import MODEL, QUICKSTART, ROOT, metrics
+import two_ranks
+from conftest import MODEL, QUICKSTART, ROOT, metrics, module_of
 from safetensors.torch import load_file
 
+from finetune import measured
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -108,6 +114,24 @@ def run(line: list[str], recipe: list[str], small: Any, folder: Path, **variable
     return RunFolder(folder)
 
 
+def one_rank(words: list[str]) -> None:
+    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew
+        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
+    from finetune import cli
+
+    if code := cli.main(words):
+        sys.exit(code)
+
+
+def forked(recipe: list[str], small: Any, folder: Path, *, count: int = 2, **launch: str) -> RunFolder:
+    """The same in forked processes."""
+    words = ["train", str(QUICKSTART), *overrides(small, folder, *recipe), "--quiet"]
+    given = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "FINETUNE_TIMEOUT_SECONDS": "120", **launch}
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also of the server: it may ask no GPU
+    two_ranks.run(one_rank, words, cwd=ROOT, count=count, preloaded=(*measured.PRELOADED,), **given)
+    return RunFolder(folder)
+
+
 @pytest.fixture
 def one_gpu(small: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], RunFolder]:
     """A recipe's run on one GPU, made once for all workers of one `pytest -n`."""
@@ -118,12 +142,9 @@ def one_gpu(small: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[l
         folder = shared / f"one-{zlib.crc32(' '.join(recipe).encode())}"
         with folder.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            done = (folder / "eval.json").exists()
-            return (
-                RunFolder(folder)
-                if done
-                else run(["finetune"], recipe, small, folder, CUDA_VISIBLE_DEVICES="0")
-            )
+            if not (folder / "eval.json").exists():
+                forked(recipe, small, folder, count=1, CUDA_VISIBLE_DEVICES="0")
+            return RunFolder(folder)
 
     return made
 
@@ -143,9 +164,11 @@ def test_two_gpus_learn_what_one_does(
     config = tmp_path / f"{name}.yaml"
     text = (ROOT / "accelerate_configs" / config.name).read_text()
     config.write_text(text.replace("parallelism_config_cp_size: 4", "parallelism_config_cp_size: 2"))
-    host = ["--num_machines", "1", "--main_process_ip", "127.0.0.1"] if name == "multi_node" else []
-    line = [*LAUNCH, *host, "--config_file", str(config), "-m", "finetune"]
-    two = run(line, recipe, small, tmp_path / "two")
+    if recipe == ["adapter.type=lora"]:
+        two = run([*LAUNCH, "--config_file", str(config), "-m", "finetune"], recipe, small, tmp_path / "two")
+    else:
+        launch = module_of("scripts", "launch_matrix").environment(config)
+        two = forked(recipe, small, tmp_path / "two", CUDA_VISIBLE_DEVICES="0,1", **launch)
     found = {receipt["option"]: receipt for receipt in two.read("receipts.json")}
     assert all(receipt["ok"] for receipt in found.values()) and found.keys() >= {"processes", *wanted}
     assert found["processes"]["got"] == "2"

@@ -1,0 +1,41 @@
+"""What TransformerEngine's layers would do to a model, where the launch has Accelerate put them in it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune import launch_env
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def used() -> bool:
+    """Whether the launch converts the model's linear layers to TransformerEngine's."""
+    return launch_env.fp8().kind == "TE"
+
+
+@contextlib.contextmanager
+def head_kept_tied(model: Any) -> Iterator[None]:
+    """While it lasts, a head that is the embeddings is not in the model.
+
+    Accelerate makes each linear layer anew (accelerate 1.15, utils/transformer_engine.py, convert_model):
+    this head would get weights of its own, which no optimizer holds. It stays a layer of torch's, in bf16.
+    """
+    head = model.get_output_embeddings() if used() else None
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        yield
+        return
+    model.set_output_embeddings(torch.nn.Identity())
+    try:
+        yield
+    finally:
+        model.set_output_embeddings(head)
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """The state dict, as transformers reads it: without the largest values that these layers remember."""
+    return {name: t for name, t in model.state_dict().items() if not name.endswith("_extra_state")}

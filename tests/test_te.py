@@ -1,0 +1,65 @@
+"""What is done about TransformerEngine's conversion, of which tests/gpu/test_multi_gpu.py makes a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from finetune import te
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def small(*, tied: bool) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=96, tie_word_embeddings=tied))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+
+
+def converted(model: torch.nn.Module) -> None:
+    """As Accelerate does: every linear layer made anew, with weights of its own."""
+    for name, child in model.named_children():
+        if isinstance(child, torch.nn.Linear):
+            made = torch.nn.Linear(child.in_features, child.out_features, bias=False)
+            made.weight.data.copy_(child.weight)
+            setattr(model, name, made)
+        else:
+            converted(child)
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_still_the_embeddings_after_the_conversion(tied: bool) -> None:
+    model = small(tied=tied)
+    before, names = sum(p.numel() for p in model.parameters()), [*model.state_dict()]
+    layer, head = model.model.layers[0].mlp.down_proj, model.lm_head
+    with te.head_kept_tied(model):
+        converted(model)
+    assert sum(p.numel() for p in model.parameters()) == before and [*model.state_dict()] == names
+    assert model.model.layers[0].mlp.down_proj is not layer
+    assert (model.lm_head is head) == tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+
+
+def test_without_such_a_launch_nothing_is_taken_out() -> None:
+    model = small(tied=True)
+    with te.head_kept_tied(model):
+        converted(model)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def test_what_its_layers_remember_is_not_saved() -> None:
+    class Remembers(torch.nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.zeros(3)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            raise NotImplementedError
+
+    model = torch.nn.Sequential(Remembers(2, 2, bias=False))
+    assert [*model.state_dict()] == ["0.weight", "0._extra_state"]
+    assert [*te.weights(model)] == ["0.weight"]
