@@ -118,7 +118,10 @@ def read_config(model: Model) -> Any:
 
 
 def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) -> PreTrainedModel:
-    """The base model on `device` (`cpu`, `cuda:0`), stored and attending as `setup` chose.
+    """The base model, stored and attending as `setup` chose.
+
+    Args:
+        device: `cpu`, `cuda:0`; `auto`: layer by layer over all GPUs.
 
     Attention is always named here: what a model's own config.json says of it is not followed.
     """
@@ -137,7 +140,7 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
     # Accelerate hands on what rank 0 read; DeepSpeed splits it while it is read, and takes no map
     if device != "cpu" and not launch_env.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
-        options["device_map"] = {"": device}
+        options["device_map"] = device if device == "auto" else {"": device}
     if launch_env.read_by_rank_0() and not setup.launch.main:
         loaded, missing = without_weights(config, options["dtype"]), []
     else:

@@ -19,17 +19,20 @@ def used() -> bool:
 
 
 @contextlib.contextmanager
-def head_kept_tied(model: Any) -> Iterator[None]:
-    """While it lasts, a head that is the embeddings is not in the model.
+def head_kept(model: Any) -> Iterator[None]:
+    """While it lasts, what holds the head's weights is no linear layer: it stays torch's, in bf16.
 
-    Accelerate makes each linear layer anew (accelerate 1.15, utils/transformer_engine.py, convert_model):
-    this head would get weights of its own, which no optimizer holds. It stays a layer of torch's, in bf16.
+    Accelerate makes each linear layer anew (accelerate 1.15, utils/transformer_engine.py, convert_model). A
+    head that is the embeddings would get weights of its own, which no optimizer holds; any an empty bias.
     """
     head = model.get_output_embeddings() if used() else None
-    if head is None or head.weight is not model.get_input_embeddings().weight:
+    if head is None:
         yield
         return
-    model.set_output_embeddings(torch.nn.Identity())
+    holds = torch.nn.Module()
+    for name, parameter in head.named_parameters():
+        holds.register_parameter(name, parameter)
+    model.set_output_embeddings(holds)
     try:
         yield
     finally:

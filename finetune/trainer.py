@@ -293,7 +293,7 @@ class Trainer(SFTTrainer):
             raise Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
 
     def _prepare_for_training(self, *args: Any, **given: Any) -> Any:  # upstream calls it by name
-        with te.head_kept_tied(self.model):
+        with te.head_kept(self.model):
             return super()._prepare_for_training(*args, **given)
 
     def get_train_dataloader(self) -> Any:

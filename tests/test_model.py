@@ -12,6 +12,7 @@ from finetune.errors import Exit, UserError
 from finetune.hardware import Hardware
 from finetune.model import fingerprint
 from finetune.receipts import Ledger
+from finetune.sections import Model
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80, 64)
@@ -182,3 +183,11 @@ def test_a_process_without_weights_has_all_but_these(two_layers, untied) -> None
         assert all((p.shape, p.dtype) == (made[n].shape, made[n].dtype) for n, p in wanted.items())
         buffers = dict(empty.named_buffers())
         assert all(torch.equal(b, buffers[n]) for n, b in whole.named_buffers()) and buffers
+
+
+def test_a_model_over_all_devices_is_the_model(two_layers) -> None:
+    """As a base is opened that no GPU holds alone; transformers takes `auto` for no device of a map."""
+    setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+    ids = torch.arange(12)[None]
+    one, spread = (model.load(Model(name=str(two_layers)), setup, device) for device in ("cpu", "auto"))
+    assert torch.equal(one(ids).logits, spread(ids).logits)

@@ -34,20 +34,22 @@ def converted(model: torch.nn.Module) -> None:
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_is_still_the_embeddings_after_the_conversion(tied: bool) -> None:
+def test_the_head_stays_what_it_was(tied: bool) -> None:
+    """Also while other layers are made anew: then its weights are in the model, for DDP and the optimizer."""
     model = small(tied=tied)
-    before, names = sum(p.numel() for p in model.parameters()), [*model.state_dict()]
     layer, head = model.model.layers[0].mlp.down_proj, model.lm_head
-    with te.head_kept_tied(model):
+    before, names = sum(p.numel() for p in model.parameters()), [*model.state_dict()]
+    with te.head_kept(model):
         converted(model)
+        assert sum(p.numel() for p in model.parameters()) == before and [*model.state_dict()] == names
     assert sum(p.numel() for p in model.parameters()) == before and [*model.state_dict()] == names
-    assert model.model.layers[0].mlp.down_proj is not layer
-    assert (model.lm_head is head) == tied == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert model.model.layers[0].mlp.down_proj is not layer and model.lm_head is head
+    assert tied == (model.lm_head.weight is model.model.embed_tokens.weight)
 
 
-def test_without_such_a_launch_nothing_is_taken_out() -> None:
+def test_without_such_a_launch_nothing_is_kept() -> None:
     model = small(tied=True)
-    with te.head_kept_tied(model):
+    with te.head_kept(model):
         converted(model)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
 

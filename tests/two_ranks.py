@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 from multiprocessing.connection import wait
@@ -82,6 +83,17 @@ def run(
         said = "".join(log.read_text() for log in logs if log.exists())
     assert not any(process.exitcode for process in ranks), said
     return said
+
+
+def on_gpus(words: list[str]) -> None:
+    """`finetune WORDS`, forked. Not in a test's module, which asks how many GPUs there are when it is
+    imported: before this process has been told which are its own."""
+    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew
+        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
+    from finetune import cli
+
+    if code := cli.main(words):
+        sys.exit(code)
 
 
 def compare(one: RunFolder, two: RunFolder) -> None:

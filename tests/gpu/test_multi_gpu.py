@@ -114,21 +114,12 @@ def run(line: list[str], recipe: list[str], small: Any, folder: Path, **variable
     return RunFolder(folder)
 
 
-def one_rank(words: list[str]) -> None:
-    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew
-        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
-    from finetune import cli
-
-    if code := cli.main(words):
-        sys.exit(code)
-
-
 def forked(recipe: list[str], small: Any, folder: Path, *, count: int = 2, **launch: str) -> RunFolder:
     """The same in forked processes."""
     words = ["train", str(QUICKSTART), *overrides(small, folder, *recipe), "--quiet"]
     given = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "FINETUNE_TIMEOUT_SECONDS": "120", **launch}
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also of the server: it may ask no GPU
-    two_ranks.run(one_rank, words, cwd=ROOT, count=count, preloaded=(*measured.PRELOADED,), **given)
+    two_ranks.run(two_ranks.on_gpus, words, cwd=ROOT, count=count, preloaded=(*measured.PRELOADED,), **given)
     return RunFolder(folder)
 
 
