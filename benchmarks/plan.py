@@ -72,7 +72,8 @@ def compare() -> dict[str, dict[str, Any]]:
         for name in [name for name in ours if name not in made]:  # planned before it is measured
             made[name] = compared(planned_row(name, {"gpu": "NVIDIA H200"}, place), None, None, "NVIDIA H200")
         for name, row in json.loads(multi_gpu.RESULTS.read_text()).items():
-            if "step_seconds" in row:
+            shared = multi_gpu.ROWS[name.rpartition(" x")[0]].shared  # no launch that is planned
+            if "step_seconds" in row and not shared:
                 found = planned_launch(name, row, place)
                 made[name] = compared(found, row["step_seconds"], row["peak_gib"], row["gpu"])
         for row in json.loads((HERE / "adapters.json").read_text()):
@@ -117,6 +118,9 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Pla
     by, _ = plan_launch.of_config(HERE.parent / "accelerate_configs" / f"{row.config}.yaml")
     if count == 1:  # in place, as multi_gpu.command has it
         given += ["speed.base=fp8"] * (row.config == "8xh100_fp8")
+    if row.recipe:
+        job = multi_gpu.Job(name, count, model, place / "rows.jsonl", row.length, row, 10, place)
+        path, given = HERE.parent / "recipes" / row.recipe, gpu.of_recipe(job, place / "run")
     return make(recipe.load(path, given), measured["gpu"], None, count, by if count > 1 else None)
 
 

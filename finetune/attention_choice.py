@@ -12,8 +12,8 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune import upstream
 from finetune.errors import Exit, Problem, UserError, first_line
-from finetune.upstream import installed
 
 if TYPE_CHECKING:
     from finetune.hardware import Hardware
@@ -134,7 +134,7 @@ def choose(
     if rows is None:
         return for_evaluation(asked, attends)
     if asked != "auto":
-        found = obstacle(asked, hardware, dtype, attends, rows)
+        found = obstacle(asked, hardware, dtype, attends, rows, installed=hardware.here)
         if found:
             problem = Problem("can't be had here", "model.attention", found=found, fix="attention: auto")
             raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -170,13 +170,21 @@ def for_evaluation(asked: str, attends: Attends) -> tuple[str, str]:
     return "sdpa", "asked for" if asked == "sdpa" else "evaluation: takes padding on the left and a cache"
 
 
-def obstacle(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows) -> str:
+def obstacle(
+    name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows, *, installed: bool = True
+) -> str:
     """Why an implementation can't train this model here, with the remedy; the empty string if it can."""
-    return missing(name, hardware) or _wrong(name, hardware, dtype, attends, rows)
+    lacking = missing(name, hardware, installed=installed)
+    return lacking or _wrong(name, hardware, dtype, attends, rows)
 
 
-def missing(name: str, hardware: Hardware) -> str:
-    """What this machine lacks for an implementation; the empty string if nothing."""
+def missing(name: str, hardware: Hardware, *, installed: bool = True) -> str:
+    """What a machine lacks for an implementation; the empty string if nothing.
+
+    Args:
+        installed: whether its package must be here. A plan for another GPU takes it that what is asked for by
+            name is there; `auto`, which knows no better, goes by what is here.
+    """
     if name in ("eager", "sdpa"):
         return ""
     if hardware.device != "cuda":
@@ -188,9 +196,9 @@ def missing(name: str, hardware: Hardware) -> str:
         return f"{name} needs compute capability {lowest[0]}.{lowest[1]}, {hardware.name} is older"
     if name == "flash_attention_3" and hardware.capability >= (10, 0):
         return f"{name} is for compute capability 9.0, {hardware.name} is newer"
-    if name == "varlen" and not installed("torch.nn.attention.varlen"):
+    if name == "varlen" and not upstream.installed("torch.nn.attention.varlen"):
         return "this torch has no torch.nn.attention.varlen"
-    if name not in FLASH:
+    if name not in FLASH or not installed:
         return ""
     return broken(name) if _has_flash(name) else f"{name} is not installed: {FLASH[name][1]}"
 
@@ -250,7 +258,7 @@ def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -
 
 
 def _has_flash(name: str) -> bool:
-    if name == "flash_attention_3" and installed("flash_attn_interface"):
+    if name == "flash_attention_3" and upstream.installed("flash_attn_interface"):
         return True  # built in place, without a distribution
     try:
         return bool(importlib.metadata.version(FLASH[name][0]))

@@ -46,6 +46,7 @@ class Hardware:
     memory_gib: float  # of one device
     cpu_cores: int
     host_gib: float | None = None  # that may leave GPUs for the CPU's memory
+    here: bool = True  # False: planned for, so nothing is known of its packages
 
     @property
     def peak_flops(self) -> float | None:

@@ -112,7 +112,8 @@ def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]
     if name is not None:
         gpu, cores = gpus.named(name), os.cpu_count() or 1
         device = f"NVIDIA {' '.join(gpu.device)}"
-        return Hardware("cuda", device, count or 1, gpu.capability, gpu.memory_gib, cores), count or 1
+        found = Hardware("cuda", device, count or 1, gpu.capability, gpu.memory_gib, cores, here=False)
+        return found, found.count
     here = hardware.detect()
     if here.device == "cpu":
         if count is not None:

@@ -27,6 +27,8 @@ EAGER = (
 )
 H200_PEAK = 989.0  # TFLOP/s, that `attention_choice.SPEED` is of
 MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it computes the square, so half counts
+# No rates of their own: 3 beside 4 is 2 to 12 % faster (benchmarks/LOG.md), torch's varlen is 2
+ALIKE = {"flash_attention_3": "flash_attention_4", "flash_attention_2": "varlen"}
 SHORT = 1194  # tokens of a document at which packed attention has half its rate: 280 of 2048, 133 of 512
 LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
 # Of what runs beside sums between GPUs, which take some of its multiprocessors: 4 H200s reach 3.95 times the
@@ -109,7 +111,7 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
     gpu = gpus.of_device(name)
     if gpu is None:
         return None
-    text = attention_choice.SPEED.get(attention, ("", ""))
+    text = attention_choice.SPEED.get(ALIKE.get(attention, attention), ("", ""))
     text = text[step.flat] or text[0] or text[1]
     pair = [float(part) for part in text.split("/")] if text else list(MASKED)
     short = (1 + SHORT / 2048) / (1 + SHORT / step.length) if step.flat else 1.0

@@ -36,16 +36,18 @@ ALL = tuple(kind if base == "auto" else f"{kind} on {base}" for kind, base in CO
 LORA = ("lora", "lora on bf16")
 DDP = (*LORA, "dora on bf16", "adalora on bf16", "lora on fp8", "dora on fp8", "qlora", "full")
 # What was trained: on one GPU (benchmarks/gpu.json), on two (tests/gpu/test_multi_gpu.py and
-# benchmarks/multi_gpu.json), or on two processes of a CPU (test_fsdp, _deepspeed, _two_hosts, _adalora)
+# benchmarks/multi_gpu.json), or on two processes of a CPU (test_cpu_2, _fsdp, _deepspeed, _two_hosts and
+# _adalora)
 PROVED = {
     "cpu": ALL,
     "single_gpu": ALL,
-    "cpu_2": (*LORA, "adalora on bf16"),
+    "cpu_2": ALL,  # but what is refused
     "ddp_2": DDP,
     "ddp_4": DDP,  # ddp_2 with another number
     "ddp_8": DDP,
     "8xh100_fp8": ("lora", "lora on fp8", "dora on fp8"),
     "8xh100_fp8_torchao": ("full",),
+    "context_parallel_4": LORA,
     "fsdp2_8": (*LORA, "dora on bf16", "full"),
     "fsdp2_8_offload": LORA,
     "fsdp2_8_quantised": ("lora on fp8", "qlora"),
