@@ -34,27 +34,26 @@ COLUMNS = [  # adapter.type, speed.base
 ]  # fmt: skip
 ALL = tuple(kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS)
 LORA = ("lora", "lora on bf16")
-DDP = (*LORA, "dora on bf16", "adalora on bf16", "lora on fp8", "dora on fp8", "qlora", "full")
 # What was trained: on one GPU (benchmarks/gpu.json), on two (tests/gpu/test_multi_gpu.py and
-# benchmarks/multi_gpu.json), or on two processes of a CPU (test_cpu_2, _fsdp, _deepspeed, _two_hosts and
-# _adalora)
-PROVED = {
+# benchmarks/multi_gpu.json), or on two processes of a CPU, in fp32 (test_cpu_2, which is DDP, _fsdp,
+# _deepspeed, _two_hosts and _adalora)
+PROVED = {  # `ALL` but what is refused
     "cpu": ALL,
     "single_gpu": ALL,
-    "cpu_2": ALL,  # but what is refused
-    "ddp_2": DDP,
-    "ddp_4": DDP,  # ddp_2 with another number
-    "ddp_8": DDP,
+    "cpu_2": ALL,
+    "ddp_2": ALL,
+    "ddp_4": ALL,  # ddp_2 with another number
+    "ddp_8": ALL,
     "8xh100_fp8": ("lora", "lora on fp8", "dora on fp8"),
     "8xh100_fp8_torchao": ("full",),
     "context_parallel_4": LORA,
-    "fsdp2_8": (*LORA, "dora on bf16", "full"),
+    "fsdp2_8": ALL,
     "fsdp2_8_offload": LORA,
-    "fsdp2_8_quantised": ("lora on fp8", "qlora"),
+    "fsdp2_8_quantised": (*LORA, "dora on bf16", "lora on fp8", "qlora"),
     "multi_node": LORA,
-    "zero2_8": LORA,
-    "zero3_8": (*LORA, "dora on bf16", "ia3 on bf16", "full"),
-    "zero3_8_offload": LORA,
+    "zero2_8": ALL,
+    "zero3_8": ALL,
+    "zero3_8_offload": ALL,
 }
 
 

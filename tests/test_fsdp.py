@@ -26,6 +26,7 @@ from finetune.speed import apply
 # Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
 # FSDP computes with every parameter in bf16, autocast leaves norms in fp32
 KINDS = {"lora": ("false", "no", 2e-6), "full": ("true", "bf16", 0.01)}
+OTHERS = {"dora": "false", "ia3": "true"}  # in fp32; whether rank 0 alone reads the base
 ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     "ACCELERATE_USE_FSDP": "true",
@@ -99,6 +100,30 @@ def test_the_weights_are_split_and_what_is_saved_is_whole(
     )
     both = [losses(one) for one in (folder, alone)]
     assert both[0] == pytest.approx(both[1], rel=near)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_adapters_train_what_one_process_does(kind: str, small, untied, train, tmp_path) -> None:
+    given = [f"adapter.type={kind}", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
+    given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
+    launch = ENVIRONMENT | {
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": OTHERS[kind],
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+    words = [
+        "train",
+        str(QUICKSTART),
+        *small,
+        *given,
+        "train.warmup_steps=0",
+        "eval.general=false",
+        "--quiet",
+    ]
+    two_ranks.run(one_rank, [*words, f"train.output_dir={tmp_path / 'two'}"], **launch)
+    folder, alone = RunFolder(tmp_path / "two"), train(*given)
+    found = {one["option"]: one for one in json.loads((folder.path / "receipts.json").read_text())}
+    assert all(one["ok"] for one in found.values()) and found["split by FSDP"]["got"].startswith("50.0%")
+    assert losses(folder) == pytest.approx(losses(alone), rel=2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
