@@ -3,7 +3,8 @@
 import json
 import shutil
 import sys
-from types import ModuleType
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from finetune.receipts import Ledger
 from finetune.sections import Model
 from finetune.speed.attention import deterministic, leaks, masked, prove_apart, prove_same
 from finetune.speed.attention_kernels import (
+    flash,
     flash4_backward,
     flash4_forward,
     flash4_kernel,
@@ -138,6 +140,16 @@ def test_a_package_that_is_not_here_says_how_to_get_it(packages) -> None:
             choose(name, H200, "bfloat16", Attends(), PACKED)
 
 
+def test_a_plan_for_another_gpu_takes_it_that_what_was_asked_for_is_there(packages) -> None:
+    """Not what that GPU has not; and `auto` goes by what is here."""
+    packages()
+    other = replace(H200, here=False)
+    assert choose("flash_attention_3", other, "bfloat16", Attends(), PACKED)[0] == "flash_attention_3"
+    assert choose("auto", other, "bfloat16", Attends(), PACKED)[0] == "varlen"
+    with pytest.raises(UserError, match="is older"):
+        choose("flash_attention_3", replace(A100, here=False), "bfloat16", Attends(), PACKED)
+
+
 def test_evaluation_takes_masks_and_a_cache() -> None:
     for asked in ("auto", "sdpa", *IMPLEMENTATIONS, "flex_attention"):
         assert choose(asked, H200, "bfloat16")[0] == "sdpa"
@@ -240,6 +252,31 @@ def test_kernels_of_a_gpu_trace_into_one_graph(kernel, packed: bool) -> None:
     attend(torch.nn.Identity(), query, key, value, None, sliding_window=8, **said)
     (graph,) = graphs
     assert "flash_attention_4" in graph.code or "varlen_attn" in graph.code
+    torch._dynamo.reset()
+
+
+class _Documents(torch.autograd.Function):
+    """What torch.compile meets in FlashAttention 2 and 3: a Function that is given the borders
+    of queries and those of keys."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, of_queries, of_keys):
+        ctx.save_for_backward(query, key, value, of_queries, of_keys)
+        return query * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[1:3]), None, None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_flash_attention_2_and_3_compile_on_documents() -> None:
+    package = SimpleNamespace(flash_attn_varlen_func=lambda *given, **_: _Documents.apply(*given[:5]))
+    query, key, value = (torch.randn(1, n, 40, 16, requires_grad=True) for n in (8, 2, 2))
+    said = {"cu_seq_lens_q": torch.tensor([0, 10, 40]).int(), "max_length_q": 30}
+    attend = torch.compile(without_mask(flash(package)), fullgraph=True, backend="aot_eager")
+    out, _ = attend(torch.nn.Identity(), query, key, value, None, **said)
+    assert torch.equal(out, query.transpose(1, 2) * 2)
     torch._dynamo.reset()
 
 

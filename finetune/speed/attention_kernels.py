@@ -139,7 +139,9 @@ def flash(package: Any) -> Callable[..., Tensor]:
             return package.flash_attn_func(query, key, value, **options)
         rows, tokens = query.shape[:2]
         flat: Any = [tensor.reshape(rows * tokens, *tensor.shape[2:]) for tensor in (query, key, value)]
-        out = package.flash_attn_varlen_func(*flat, borders, borders, longest, longest, **options)
+        # two tensors to torch.compile, which takes no autograd.Function that is given one twice
+        both = borders, borders.view(-1)
+        out = package.flash_attn_varlen_func(*flat, *both, longest, longest, **options)
         return out.view(rows, tokens, *out.shape[1:])
 
     return kernel
