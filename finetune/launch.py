@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from finetune import launch_config, launch_env, shipped
 from finetune.batch import most_processes
 from finetune.errors import Exit, Problem, UserError
@@ -89,8 +91,6 @@ def data_parallel(train: Train, machine: Hardware) -> Start:
 def check_the_launchers() -> None:
     """Refuse a config that `accelerate launch`, which started this process, passed over parts of, and its
     `--multi_gpu` where there is none."""
-    import psutil
-
     with contextlib.suppress(psutil.Error):
         given = [part for word in psutil.Process(os.getppid()).cmdline() for part in word.split("=", 1)]
         words = [word.replace("-", "_") for word in given]  # Accelerate takes either
@@ -224,10 +224,9 @@ def first(failures: dict[int, Any]) -> tuple[int, Any]:
 def forward(number: int, frame: Any) -> None:
     """Hand a signal to the processes of the launch; they end by themselves, and the launcher after them.
 
-    Before there are any it ends the launch. Processes that `--max_restarts` begins again end at once.
+    Before there are any it ends the launch. Processes that `--max_restarts` begins again end at once. It
+    imports nothing: a second signal would find what is half imported.
     """
-    import psutil
-
     os.environ[STOPPED] = "1"
     children = psutil.Process().children()
     if not children:

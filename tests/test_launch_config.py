@@ -142,14 +142,16 @@ def test_a_signal_ends_a_launch_for_good(monkeypatch) -> None:
     """Also where nothing was started yet, and where the launcher would begin again what ended."""
     monkeypatch.setenv(launch.STOPPED, "")
     told: list[int] = []
-    child = SimpleNamespace(send_signal=told.append)
-    monkeypatch.setattr("psutil.Process.children", lambda self: [child])
+    children = [SimpleNamespace(send_signal=told.append)]
+    process = SimpleNamespace(children=lambda: children)
+    monkeypatch.setattr(launch, "psutil", SimpleNamespace(Process=lambda: process, NoSuchProcess=OSError))
+    monkeypatch.setitem(sys.modules, "psutil", None)  # a second signal may come while the first imports it
     launch.forward(signal.SIGTERM, None)
     assert told == [signal.SIGTERM]
     with pytest.raises(SystemExit) as left:  # what is begun again
         launch.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1))
     assert left.value.code == 75
-    monkeypatch.setattr("psutil.Process.children", lambda self: [])
+    children.clear()
     with pytest.raises(SystemExit) as left:
         launch.forward(signal.SIGTERM, None)
     assert left.value.code == 75
