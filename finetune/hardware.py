@@ -70,6 +70,12 @@ class Launch:
     splitter: str = ""  # what splits the optimizer's state, the weights or not: FSDP, DeepSpeed
 
     @property
+    def keeper(self) -> str:
+        """What holds state that checkpoints need, and may not give it: a splitter; TransformerEngine's layers
+        the largest values that they remember."""
+        return "TransformerEngine" if self.fp8 == "TE" else self.splitter
+
+    @property
     def rows_apart(self) -> int:
         """Processes with rows of their own: those of a context-parallel group share theirs."""
         return self.processes // launch_env.parallel("CP")

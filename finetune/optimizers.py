@@ -42,15 +42,16 @@ def asked(train: Train) -> str:
     return str(train.passed_on().get("optim", DEFAULT))
 
 
-def unsaved(train: Train, splitter: str) -> str:
-    """Why no checkpoints can be made: what splits state so that it is not made whole again; empty: they can.
+def unsaved(train: Train, keeper: str) -> str:
+    """Why no checkpoints can be made: what keeps state that is not made whole again; empty: they can.
 
     Args:
-        splitter: what splits weights or moments between processes: FSDP, DeepSpeed (ZeRO-2 too).
+        keeper: what splits weights or moments between processes, FSDP or DeepSpeed (ZeRO-2 too), or has state
+            of its own: TransformerEngine.
     """
     optim = asked(train)
-    if splitter != "FSDP":
-        return splitter
+    if keeper != "FSDP":
+        return keeper
     return f"FSDP, under {optim}," if re.search("[48]bit", optim) else ""
 
 

@@ -170,7 +170,7 @@ def check_space(
     Args:
         groups: where the limits of this process's container stand.
     """
-    if section.save_strategy == "no" or optimizers.unsaved(section, setup.launch.splitter):
+    if section.save_strategy == "no" or optimizers.unsaved(section, setup.launch.keeper):
         return
     weights = adapters.trainable(adapted).values()
     trained, place = sum(p.nbytes for p in weights), Path(where or "runs") / "checkpoints"

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
 
 
-def check(train: Train, resumes: str | None, splitter: str) -> None:
+def check(train: Train, resumes: str | None, keeper: str) -> None:
     """Checkpoints hold whole state (exit 3 where they are asked for, and none can be made)."""
-    parts = optimizers.unsaved(train, splitter)
+    parts = optimizers.unsaved(train, keeper)
     asked = "--resume" if resumes else ""
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
         asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
     if parts and asked and resumes != "auto":
-        what = f"{asked}: checkpoints are not made of state that {parts} splits"
+        what = f"{asked}: checkpoints are not made of state that {parts} keeps"
         raise UserError(Problem(what, found=parts, fix="ddp_8.yaml or fsdp2_8.yaml"), code=Exit.ENVIRONMENT)
 
 
@@ -114,9 +114,9 @@ class Schedule(TrainerCallback):
     complete = False
     """Whether it would have ended here by itself."""
 
-    def __init__(self, train: Train, stop: Stop, writer: Writer, splitter: str) -> None:
+    def __init__(self, train: Train, stop: Stop, writer: Writer, keeper: str) -> None:
         self.train, self.stop, self.writer = train, stop, writer
-        self.parts = optimizers.unsaved(train, splitter)
+        self.parts = optimizers.unsaved(train, keeper)
         stop.keeps = not self.parts
         self.strategy = "no" if self.parts else train.save_strategy
         if self.strategy == "auto" and train.save_steps is not None:

@@ -44,7 +44,7 @@ def choices(
     def by(key: str, who: str, choice: Choice) -> str:
         return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
-    storage, parts = setup.storage, optimizers.unsaved(recipe.train, launch.splitter)
+    storage, parts = setup.storage, optimizers.unsaved(recipe.train, launch.keeper)
     compile, recompute, fused = fast["speed.compile"], fast["speed.recompute"], fast["speed.fused"]
     mode = recipe.speed.compile if recipe.speed.compile not in ("auto", True) else compile.value == "on"
     offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")

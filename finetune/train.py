@@ -142,7 +142,7 @@ def _run(
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
-        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.splitter)
+        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
         unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
         watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += callbacks.refreshing(adapted, ledger)
@@ -309,7 +309,7 @@ def find_checkpoint(
     section: Train, resumes: str | None, contract: dict[str, Any], setup: Setup
 ) -> Found | None:
     """The checkpoint to go on from, verified by rank 0 and held against this run by all."""
-    stopping.check(section, resumes, setup.launch.splitter)
+    stopping.check(section, resumes, setup.launch.keeper)
     folder = RunFolder(Path(section.output_dir or ""))
     found: Found | None = ranks.from_main(lambda: resume.find(folder, resumes))
     if found:

@@ -284,7 +284,7 @@ class Trainer(SFTTrainer):
         ranks.any_of(False)  # a rank that leaves earlier takes the others with it
         if self.schedule.stopped and self.schedule.parts:
             what = f"stopped by {self.schedule.stopped} after step {self.state.global_step}; nothing is saved"
-            found = f"state that {self.schedule.parts} splits, of which no checkpoints are made"
+            found = f"state that {self.schedule.parts} keeps, of which no checkpoints are made"
             fix = "ddp_8.yaml or fsdp2_8.yaml"
             raise UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
         if self.schedule.stopped:

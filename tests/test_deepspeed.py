@@ -39,7 +39,7 @@ TRAINED = {  # name -> config, what the recipe says
 REFUSED = {  # name -> config, what the recipe says, exit code, what is said
     "not finite": ("zero2_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
     "not finite in parts": ("zero3_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
-    "checkpoints": ("zero2_8", ["train.save_strategy=steps"], 3, "state that DeepSpeed splits"),
+    "checkpoints": ("zero2_8", ["train.save_strategy=steps"], 3, "state that DeepSpeed keeps"),
     "LoRA+": ("zero2_8", ["adapter.loraplus_lr_ratio=16"], 2, "which LoRA+ needs"),
 }
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import te
+from finetune import hardware, stopping, te
+from finetune.errors import UserError
+from finetune.sections import Train
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -52,6 +54,16 @@ def test_without_such_a_launch_nothing_is_kept() -> None:
     with te.head_kept(model):
         converted(model)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+@pytest.mark.usefixtures("launched")
+def test_no_checkpoint_leaves_out_what_its_layers_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "fp8_missing", lambda *_: "")
+    keeper = hardware.launch(hardware.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)).keeper
+    stopping.check(Train(), None, keeper)
+    with pytest.raises(UserError, match="state that TransformerEngine keeps") as raised:
+        stopping.check(Train(save_strategy="steps"), None, keeper)
+    assert raised.value.code == 3
 
 
 def test_what_its_layers_remember_is_not_saved() -> None:
