@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # a checkout need not be installed
 RESULTS = HERE / "gpu.json"
 WARM = 4  # steps
 TINY = 64  # times shorter rows, to try a row on the CPU

@@ -22,6 +22,8 @@ from typing import Any
 import gpu_inputs
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
+
 from finetune import ablate, strict_yaml
 from finetune.shipped import folder
 

@@ -237,12 +237,35 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
         return "cudnn does not keep the documents of a packed row apart"
     if name == "cudnn" and attends.window is not None and attends.window < rows.longest:
         return f"cudnn has no sliding window; {attends.family}'s of {attends.window} is shorter than rows"
+    if name == "flash_attention_3" and hardware.here and (left := left_out(dtype, attends, rows)):
+        return f"this build of flash_attention_3 has no {left}"
     size, (_, largest) = attends.head_size, LIMITS[name]
     if name == "flash_attention_4" and hardware.capability >= (10, 0):
         largest = 256 if size == 256 and hardware.capability < (12, 0) else 128
     if size % 8 or size > largest:
         return f"{name} has no heads of size {size}"
     return ""
+
+
+def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
+    """What a build of FlashAttention 3 was made without, of all that these rows of this model ask for
+    (flash-attention's hopper/setup.py, which writes it down)."""
+    try:
+        from flash_attn_config import CONFIG  # type: ignore[reportMissingImports]  (GPU only)
+    except ImportError:
+        return ""
+    flags = CONFIG["build_flags"].items()
+    off = {flag.rpartition("DISABLE_")[2] for flag, is_off in flags if is_off}
+    largest = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in off), default=0)
+    asked = {
+        "backward": "BACKWARD" in off,
+        "packed rows": "VARLEN" in off and rows.packed,
+        "float16": "FP16" in off and dtype == "float16",
+        "softcap": "SOFTCAP" in off and attends.softcap,
+        "sliding window": "LOCAL" in off and attends.window is not None and attends.window < rows.longest,
+        f"heads of size {attends.head_size}": attends.head_size > largest,
+    }
+    return next((what for what, is_so in asked.items() if is_so), "")
 
 
 def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -> str:

@@ -171,6 +171,8 @@ class FirstStep(TrainerCallback):
     """The first step of this process: a resumed run has gone further."""
     optimizer: Any = None
     """The class that `train.optim` means."""
+    rounding: qat.Watch | None = None
+    offloaded: offload.Activations | None = None
 
     def __init__(
         self, ledger: Ledger, setup: Setup, *, steps: int, batch: int, compiled: Choice | None = None
@@ -252,7 +254,8 @@ class FirstStep(TrainerCallback):
             add("fp8 products", f"at least {least}", got, how, ok=self.fp8_gemms >= least, code=code)
         if self.add_loss:
             self.add_loss(sorted(self.operations), self.micro_batches, self.ledger)
-        self.rounding.add_receipt(self.ledger)
+        if self.rounding:
+            self.rounding.add_receipt(self.ledger)
         if self.offloaded:
             self.offloaded.add_receipt(self.micro_batches, self.ledger)
         optimizers.add_receipt(kwargs["optimizer"], str(args.optim), self.optimizer, self.ledger)
@@ -275,6 +278,7 @@ class FirstStep(TrainerCallback):
         return max(1, fp8_base.products(layers))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
         if self.compiled and self.graphs:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs
             how = "of batches of other lengths: data.packing and padding_free have one"

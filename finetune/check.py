@@ -97,12 +97,17 @@ def setup_of(recipe: Recipe) -> Setup:
 
 
 def against_launch(recipe: Recipe) -> None:
-    """Refuse a search for a batch where weights are split, and under an fp8 launch what a recipe with
-    `speed.base: fp8` is refused for (exit 2)."""
+    """Refuse a search for a batch where weights are split, a sliding window where rows are, and under an fp8
+    launch what a recipe with `speed.base: fp8` is refused for (exit 2)."""
     by, key = launch_env.sharded(), "train.per_device_train_batch_size"
     if by and recipe.train.per_device_train_batch_size == "auto":
         what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
         raise UserError(Problem(what, key, found="auto", fix="a number"))
+    window = attention_choice.read(model.read_config(recipe.model)).window
+    if window is not None and launch_env.parallel("CP") > 1:
+        what = f"parallelism_config_cp_size of the {launch_env.CONFIG} cuts through a sliding window"
+        fix = "accelerate_configs/fsdp2_8.yaml, or a model without one"
+        raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))
     if not launch_env.means_fp8(recipe.speed):
         return
     raw = {

@@ -151,8 +151,8 @@ def make(job: Job, *, cpu: bool) -> bool:
     words = ["train", job.recipe, *job.overrides, f"train.output_dir={job.folder}", "--quiet"]
     words += ["--accelerate", job.accelerate] if job.accelerate else []
     environment = {"ACCELERATE_MIXED_PRECISION": job.mixed_precision} if job.mixed_precision else {}
-    if not cpu and not job.accelerate and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        environment["CUDA_VISIBLE_DEVICES"] = "0"  # the Trainer would spread one process over all GPUs
+    if not cpu and not job.accelerate:  # one process on one GPU, however many a scheduler has given
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     started = time.monotonic()
     code = start(words, str(log), environment, cpu=cpu)
     if code in (Exit.STOPPED, 130, -2, -15):

@@ -278,7 +278,7 @@ def reopen_and_evaluate(
     def same_as_live(reopened: Any) -> None:
         verify.check_reopened(live, reopened, folder, ledger)
 
-    if setup.launch.sharded and evaluate.too_large(recipe.model, setup):
+    if setup.launch.processes > 1 and evaluate.too_large(recipe.model, setup):
         return apart.evaluate(folder, live, ledger)
     result = evaluate.run(folder.path, inspect=same_as_live)
     for validation in validating:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import QUICKSTART, ROOT
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig
 
 from finetune import (
-    apart,
     check,
-    evaluate,
     hardware,
     launch_env,
     launch_receipts,
@@ -21,9 +20,7 @@ from finetune import (
     plan,
     plan_launch,
     recipe,
-    run_folder,
     upstream,
-    verify,
 )
 from finetune.errors import UserError
 from finetune.hardware import Hardware, Launch
@@ -144,6 +141,21 @@ def test_rows_that_processes_share_can_be_cut(launched) -> None:
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="4")
     assert upstream.fields(upstream.SFT_CONFIG).keys() >= launch_env.row_options().keys()
     assert launch_env.row_options() == {"pad_to_multiple_of": 8}
+
+
+@pytest.mark.parametrize("window", [64, None])
+def test_a_sliding_window_is_not_cut(window: int | None, launched, tmp_path) -> None:
+    """Accelerate says so by a traceback, once the weights are loaded."""
+    config = MistralConfig(
+        sliding_window=window, hidden_size=32, num_attention_heads=2, num_key_value_heads=2
+    )
+    config.save_pretrained(tmp_path)
+    loaded = recipe.load(QUICKSTART, [f"model.name={tmp_path}", "model.attention=sdpa"])
+    check.against_launch(loaded)
+    launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="2")
+    refused = pytest.raises(UserError, match="cuts through a sliding window")
+    with refused if window else contextlib.nullcontext():
+        check.against_launch(loaded)
 
 
 def test_options_that_want_whole_weights(launched) -> None:
@@ -332,30 +344,3 @@ def test_the_competition_s_recipes_fit(name: str, config: str, shape: str, gpu: 
     by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
     made = plan.make(loaded, *plan.planned_machine(gpu, processes), by=by)
     assert made.fits, f"{made.peak:.0f} GiB"
-
-
-def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, monkeypatch) -> None:
-    """What was saved is compared from the file, and the evaluation is a process outside the launch."""
-    from safetensors.torch import load_file, save_file
-
-    run = train("adapter.type=dora")
-    opened = evaluate.reopen(run, run_folder.recipe_of(run))
-    shapes = {name: p.shape for name, p in opened.named_parameters() if "lora_" in name}
-    live = verify.Live(verify.hashes(opened, shapes), shapes, [], [], "", 0.0)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}.items():
-        monkeypatch.setenv(name, value)
-    assert (
-        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & apart.alone().keys() and "PATH" in apart.alone()
-    )
-    before, ledger = run.read("eval.json"), Ledger()
-    (run.path / "eval.json").unlink()
-    made = apart.evaluate(run, live, ledger)
-    assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
-    assert ledger.receipts[-1].got == f"all {len(shapes)}"
-    path = run.adapter / "adapter_model.safetensors"
-    tensors = load_file(path)
-    next(iter(tensors.values())).view(-1)[0] += 1
-    save_file(tensors, path)
-    with pytest.raises(UserError, match="saved tensors") as raised:
-        apart.evaluate(run, live, Ledger())
-    assert raised.value.code == 4

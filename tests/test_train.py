@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from finetune import cli, evaluate, recipe, scoring
 from finetune import train as train_module
 from finetune.run_folder import RunFolder
+from finetune.speed import apply, offload
 
 FILES = {
     "recipe.resolved.yaml",
@@ -159,22 +160,33 @@ def test_modules_are_put_into_training_where_they_are_not(small, two_layers, tmp
     assert modes == [True] * 12 and len(walks) <= 2
 
 
-def test_the_trained_model_is_gone_when_it_is_opened_again(small, two_layers, tmp_path, monkeypatch) -> None:
-    alive: list[Any] = []
-    released = evaluate.release
+@pytest.mark.parametrize("kind", ["plain", "offloaded", "qat"])
+def test_the_trained_model_is_gone_when_it_is_opened_again(
+    kind: str, small, two_layers, tmp_path, monkeypatch
+) -> None:
+    """All of it: what looks on must not hold its layers."""
+    modules, left, released, recompute = list[Any](), list[Any](), evaluate.release, apply.add_recompute
 
     class Look(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            alive.append(weakref.ref(model))
+            modules.extend(map(weakref.ref, model.modules()))
 
     def release() -> None:
         released()
-        alive.append(alive[0]() is not None)
+        left.append([one() for one in modules if one() is not None])
+
+    def offloaded(model: Any, layers: Any, *given: Any, **named: Any) -> None:
+        recompute(model, layers, *given, **named)
+        offload.Activations(layers, torch.device("cpu"))  # which the recipe has on GPUs alone
 
     monkeypatch.setattr(evaluate, "release", release)
+    if kind == "offloaded":
+        monkeypatch.setattr(apply, "add_recompute", offloaded)
     given = [*small, f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
+    more = {"offloaded": ["speed.recompute=all"], "qat": ["speed.qat.config=IntxWeightOnly"]}
+    given += ["eval.general=false", "eval.max_new_tokens=1", *more.get(kind, [])]
     train_module.run(recipe.load(str(QUICKSTART), given), quiet=True, watchers=[Look()])
-    assert alive[1] is False
+    assert len(modules) > 40 and left[0] == []
 
 
 def test_the_run_folder_explains_itself(train) -> None:

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from finetune.speed.kernels import on_its_gpu
+
 TILE = {"ROWS": 512, "BT": 16, "BN": 128, "STAGES": 3, "WARPS": 4}  # H200, F = 14336, R = 16
 PLAIN_TILE = {**TILE, "ROWS": 128, "BT": 8}  # without adapters; H200, F = 28672
 THIN_RANK = 32  # of the adapters whose gradients are summed where the activation's are made
@@ -192,6 +194,7 @@ def _activate_backward(
         tl.store(part, da, here[None, :])
 
 
+@on_its_gpu
 def activate(gu, t, b, column, act, largest, rounded):
     """h, amax, codes and scale (empty if not asked for); a tile is as wide as a block (`ops.BLOCK`)."""
     tokens, size = gu.shape[0], gu.shape[1] // 2
@@ -210,6 +213,7 @@ def activate(gu, t, b, column, act, largest, rounded):
     return h, parts.amax(0) if parts is not None else torch.empty(0, device=gu.device), codes, scale
 
 
+@on_its_gpu
 def activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale, scale=None):
     """dgu, h (if not summed), amax, dcolumn, the two blocks of db and da_down (if summed on the way)."""
     tokens, size = dh.shape

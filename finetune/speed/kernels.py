@@ -11,6 +11,8 @@ program a tile ran at a third of the memory's speed.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,17 @@ import triton.language as tl
 LONGEST_ROW = 32768  # that one program quantises
 THIN_TILE = {"BT": 64, "BN": 128, "STAGES": 4, "WARPS": 4}  # of a product made while rounding
 THIN = 64  # columns of a product that is made beside something else
+
+
+def on_its_gpu(launch):
+    """Triton launches on the current GPU: that of the first tensor, where a model lies on several."""
+
+    @functools.wraps(launch)
+    def launched(first, *others, **named):
+        with torch.cuda.device_of(first[0][0] if isinstance(first, list) else first):
+            return launch(first, *others, **named)
+
+    return launched
 
 
 @triton.jit
@@ -142,6 +155,7 @@ def _dequantise(
     tl.store(at, values.to(out.dtype.element_ty), here[:, None])
 
 
+@on_its_gpu
 def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
     """One pass over y; cuBLAS's needs two."""
     tokens, size = y.shape
@@ -149,6 +163,7 @@ def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
     _add_product[grid](y, t, b, tokens, size, t.shape[1], 64, 128, num_warps=4)
 
 
+@on_its_gpu
 def quantise_product(x, column, amax, b):
     (rows, size), rank = x.shape, b.shape[1]
     codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
@@ -163,6 +178,7 @@ def quantise_product(x, column, amax, b):
     return codes, scale, product
 
 
+@on_its_gpu
 def quantise_known(x, column, amax):
     codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
     scale = torch.empty(x.shape[0], 1, device=x.device)
@@ -171,6 +187,7 @@ def quantise_known(x, column, amax):
     return codes, scale
 
 
+@on_its_gpu
 def quantise_rows(x, column):
     rows, size = x.shape
     codes = torch.empty(rows, size, device=x.device, dtype=torch.float8_e4m3fn)
@@ -181,6 +198,7 @@ def quantise_rows(x, column):
     return codes, scale
 
 
+@on_its_gpu
 def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
     """A contiguous [columns, rows] copy of `source` [rows, columns] uint8."""
     rows, columns = source.shape
@@ -191,6 +209,7 @@ def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
     return target
 
 
+@on_its_gpu
 def dora_norm(weight, column, a, b, scaling):
     """||column W + scaling b a|| of each row [out], in one pass over W [out, in]; all else float32."""
     (size, inputs), rank = weight.shape, len(a)
@@ -207,6 +226,7 @@ def dora_norm(weight, column, a, b, scaling):
     return norm
 
 
+@on_its_gpu
 def dequantise(groups, dtype):
     """All weights of `groups` (packed, absmax, table) in one tensor, at the memory's speed."""
     rows, columns = [len(packed) for packed, _, _ in groups], 2 * groups[0][0].shape[1]

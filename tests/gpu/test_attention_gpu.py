@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from finetune import hardware
-from finetune.attention_choice import IMPLEMENTATIONS, missing
+from finetune.attention_choice import FLASH, IMPLEMENTATIONS, _has_flash, broken, missing
 from finetune.receipts import Ledger
 from finetune.speed.attention import prove_apart, prove_same
 from finetune.speed.attention_kernels import KERNELS, register, without_mask
@@ -160,6 +160,15 @@ def milliseconds(run, times: int = 20) -> float:
     return start.elapsed_time(end) / times
 
 
+@pytest.mark.parametrize("name", FLASH)
+def test_what_is_installed_can_be_imported(name: str) -> None:
+    """Here too, where warnings are errors: else nothing below would be of it."""
+    if not _has_flash(name):
+        pytest.skip(f"{name} is not installed")
+    assert broken(name) == ""
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize("length", [None, 2048, 512])
 @pytest.mark.parametrize("name", ["sdpa", *HERE])
 def test_its_speed(name: str, length: int | None) -> None:

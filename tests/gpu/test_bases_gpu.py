@@ -10,6 +10,10 @@ from finetune.receipts import Ledger
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    # types say what they can't do later, as in test_adapter_types.py
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft", "ignore:Sparse invariant checks"
+    ),
 ]
 
 IDS = torch.arange(8, 136).reshape(2, 64)

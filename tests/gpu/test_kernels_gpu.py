@@ -292,3 +292,14 @@ def test_a_block_that_is_broken_comes_back_as_nan() -> None:
     assert back[broken].isnan().all() and back[~broken].isfinite().all() and not back[3, 0].any()
     off = (back - gu.float().view(5, 4, 128)).abs().amax(-1)
     assert (off <= gu.float().view(5, 4, 128).abs().amax(-1) / 254 * 1.001)[~broken].all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_kernels_run_where_their_tensors_are() -> None:
+    """Of a model over several GPUs, the current one among them or not."""
+    x = torch.randn(64, 512, device="cuda:0").bfloat16()
+    wanted = ops.quantise_rows(x)
+    got = ops.quantise_rows(x.to("cuda:1"))
+    assert torch.cuda.current_device() == 0 and all(tensor.get_device() == 1 for tensor in got)
+    assert torch.equal(got[0].view(torch.uint8).cpu(), wanted[0].view(torch.uint8).cpu())
+    assert torch.equal(ops.transpose(got[0]).cpu().view(torch.uint8), wanted[0].t().cpu().view(torch.uint8))

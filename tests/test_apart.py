@@ -1,0 +1,80 @@
+"""The end of a run whose base no single GPU holds: what was saved is compared from the files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from finetune import adapters, apart, evaluate, run_folder, verify
+from finetune.errors import UserError
+from finetune.receipts import Ledger
+from finetune.run_folder import RunFolder
+
+
+def live_of(model: Any, shapes: dict[str, Any]) -> verify.Live:
+    return verify.Live(verify.hashes(model, shapes), shapes, [], [], "", 0.0)
+
+
+def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, monkeypatch) -> None:
+    """What was saved is compared from the file, and the evaluation is a process outside the launch."""
+    run = train("adapter.type=dora")
+    opened = evaluate.reopen(run, run_folder.recipe_of(run))
+    shapes = {name: p.shape for name, p in opened.named_parameters() if "lora_" in name}
+    live = live_of(opened, shapes)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert (
+        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & apart.alone().keys() and "PATH" in apart.alone()
+    )
+    before, ledger = run.read("eval.json"), Ledger()
+    (run.path / "eval.json").unlink()
+    made = apart.evaluate(run, live, ledger)
+    assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
+    assert ledger.receipts[-1].got == f"all {len(shapes)}"
+    path = run.adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="saved tensors") as raised:
+        apart.evaluate(run, live, Ledger())
+    assert raised.value.code == 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["adapter.type=ia3"], ["adapter.type=vera"], ["model.add_tokens=[<one>, <two>]"]],
+    ids=["ia3", "vera", "tokens"],
+)
+def test_names_of_every_kind_are_found_in_the_file(given: list[str], train) -> None:
+    run, ledger = train(*given), Ledger()
+    opened = evaluate.reopen(run, run_folder.recipe_of(run))
+    trained = ("ia3_", "vera_lambda", "lora_", "trainable_tokens_delta")
+    shapes = {name: p.shape for name, p in opened.named_parameters() if any(part in name for part in trained)}
+    shapes = {name: shape for name, shape in shapes.items() if ".default" in name}
+    verify.add_saved_receipts(live_of(opened, shapes), run, ledger)
+    assert ledger.receipts[-1].ok and ledger.receipts[-1].got == f"all {len(shapes)}" and shapes
+
+
+def test_experts_are_stored_under_other_names(tmp_path) -> None:
+    """By transformers: those are counted, the rest is compared, and nothing may be missing."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(
+        MixtralConfig(**sizes, num_hidden_layers=1, vocab_size=40, num_local_experts=2)
+    )
+    run, ledger = RunFolder(tmp_path), Ledger()
+    model.save_pretrained(run.model)
+    live = live_of(model, {name: p.shape for name, p in adapters.trainable(model).items()})
+    verify.add_saved_receipts(live, run, ledger)
+    assert ledger.receipts[-1].ok and "numbers under other names" in ledger.receipts[-1].got
+    path = run.model / "model.safetensors"
+    tensors = load_file(path)
+    for broken in (
+        {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1},
+        {name: tensor for name, tensor in tensors.items() if ".experts.1.w2" not in name},
+    ):
+        save_file(broken, path, {"format": "pt"})
+        verify.add_saved_receipts(live, run, ledger)
+        assert not ledger.receipts[-1].ok
