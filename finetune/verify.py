@@ -156,11 +156,8 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: Ledger) -> None:
                     same += live.tensors[name] == model.fingerprint({name: tensor.float()})
                 else:
                     others += tensor.numel()
-    asked, got, how = (
-        f"all {len(live.tensors)}",
-        f"all {same}",
-        "hash of every trained tensor, live and in the files",
-    )
+    asked, got = f"all {len(live.tensors)}", f"all {same}"
+    how = "hash of every trained tensor, live and in the files"
     renamed = sum(shape.numel() for name, shape in live.shapes.items() if name not in found)
     if folder.weights == folder.model and renamed and others == renamed and same == len(found):
         got = f"{same}, and {renamed:,} numbers under other names, as transformers stores experts"
