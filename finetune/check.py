@@ -103,8 +103,8 @@ def against_launch(recipe: Recipe) -> None:
     if by and recipe.train.per_device_train_batch_size == "auto":
         what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
         raise UserError(Problem(what, key, found="auto", fix="a number"))
-    window = attention_choice.read(model.read_config(recipe.model)).window
-    if window is not None and launch_env.parallel("CP") > 1:
+    shared = launch_env.parallel("CP") > 1
+    if shared and (window := attention_choice.read(model.read_config(recipe.model)).window) is not None:
         what = f"parallelism_config_cp_size of the {launch_env.CONFIG} cuts through a sliding window"
         fix = "accelerate_configs/fsdp2_8.yaml, or a model without one"
         raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))

@@ -251,6 +251,10 @@ def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
     if backend == "TE" and speed.compile not in ("auto", False):
         what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
         found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
+    if backend == "TE" and on("ACCELERATE_USE_FSDP"):
+        what = f"fp8_config.backend: TE of the {CONFIG} is served with whole weights, and FSDP splits them"
+        fix = "accelerate_configs/8xh100_fp8_te.yaml, or fp8_config.backend: AO"
+        found.append(Problem(what, found="FSDP", fix=fix))
     for name, takes in TE_TAKES.items() if backend == "TE" else ():
         asked = said(f"ACCELERATE_FP8_{name}", takes[0])
         if asked.lower() not in [one.lower() for one in takes]:

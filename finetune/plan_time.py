@@ -27,7 +27,7 @@ EAGER = (
 )
 H200_PEAK = 989.0  # TFLOP/s, that `attention_choice.SPEED` is of
 MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it computes the square, so half counts
-# No rates of their own: 3's forward is 9 to 26 % faster than 4's (benchmarks/LOG.md), torch's varlen is 2
+# No rates of their own yet, so those of their nearest kin; torch's varlen is 2
 ALIKE = {"flash_attention_3": "flash_attention_4", "flash_attention_2": "varlen"}
 SHORT = 1194  # tokens of a document at which packed attention has half its rate: 280 of 2048, 133 of 512
 LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 from conftest import QUICKSTART, ROOT, module_of
@@ -45,6 +46,24 @@ def test_a_launch_for_gpus_that_are_not_here_is_exit_3(monkeypatch, tmp_path, ca
     given = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1"]
     assert script.main([*given, "--accelerate", "ddp_2", "--output", str(tmp_path)]) == 3
     assert "no GPU is visible here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("2,3", "2"), ("", "")])
+def test_a_run_without_a_launch_has_one_gpu(given: str | None, seen: str, tmp_path, monkeypatch) -> None:
+    """However many a scheduler has given: it would start on all of them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    told: list[dict[str, str]] = []
+
+    def start(words: list[str], log: str, environment: dict[str, str], **_: bool) -> int:
+        told.append(environment)
+        Path(log).touch()
+        return 1
+
+    monkeypatch.setattr(measured, "start", start)
+    measured.make(measured.Job(str(QUICKSTART), [], tmp_path / "run"), cpu=False)
+    assert told[0]["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_runs_of_an_ab_test_are_of_one_machine_and_model(tmp_path) -> None:

@@ -32,6 +32,7 @@ TRAINED = {  # name -> config, what the recipe says
     "ia3 by ZeRO-2": ("zero2_8", ["adapter.type=ia3"], 0, ""),
     "qlora by ZeRO-2": ("zero2_8", ["adapter.type=qlora"], 0, ""),
     "full by ZeRO-2": ("zero2_8", FULL, 0, ""),
+    "lora, offloaded": ("zero3_8_offload", [], 0, ""),
     "dora, offloaded": ("zero3_8_offload", ["adapter.type=dora"], 0, ""),
     "ia3, offloaded": ("zero3_8_offload", ["adapter.type=ia3"], 0, ""),
     "full, offloaded": ("zero3_8_offload", FULL, 0, ""),

@@ -73,6 +73,11 @@ CONTRADICTIONS = {
     "bf16 base under fp8": ({}, {"base": "bf16"}, "in fp8, the recipe in bf16"),
     "qlora under fp8": ({}, {"kind": "qlora"}, "the recipe in nf4"),
     "full on a frozen base": ({}, {"kind": "full"}, "8xh100_fp8_torchao"),
+    "TE splits nothing": (
+        {"ACCELERATE_FP8_BACKEND": "TE", **FSDP},
+        {"kind": "full"},
+        "TE of the accelerate config is served with whole",
+    ),
     "TE un-freezes": ({"ACCELERATE_FP8_BACKEND": "TE"}, {}, "requires_grad=True"),
     "AO on an adapter": ({"ACCELERATE_FP8_BACKEND": "AO"}, {}, "8xh100_fp8.yaml"),
     "lower case": ({"ACCELERATE_FP8_BACKEND": "te"}, {}, "backend: TE"),

@@ -85,7 +85,7 @@ def run(
     return said
 
 
-def on_gpus(words: list[str]) -> None:
+def command(words: list[str]) -> None:
     """`finetune WORDS`, forked. Not in a test's module, which asks how many GPUs there are when it is
     imported: before this process has been told which are its own."""
     if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew

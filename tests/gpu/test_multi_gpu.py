@@ -119,7 +119,7 @@ def forked(recipe: list[str], small: Any, folder: Path, *, count: int = 2, **lau
     words = ["train", str(QUICKSTART), *overrides(small, folder, *recipe), "--quiet"]
     given = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "FINETUNE_TIMEOUT_SECONDS": "120", **launch}
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also of the server: it may ask no GPU
-    two_ranks.run(two_ranks.on_gpus, words, cwd=ROOT, count=count, preloaded=(*measured.PRELOADED,), **given)
+    two_ranks.run(two_ranks.command, words, cwd=ROOT, count=count, preloaded=(*measured.PRELOADED,), **given)
     return RunFolder(folder)
 
 
