@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
 
+IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
 TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
     "azure_ml": ("azureml", "azureml-core"),
     "comet_ml": ("comet_ml", "comet-ml"),
@@ -155,9 +156,17 @@ def against_fp8(recipe: Recipe, config: Any = None) -> str:
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """What is worth knowing of the adapter as the recipe has it."""
+    """What is worth knowing of the adapter as the recipe and the launch have it."""
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
-    return adapter_types.advice(kind, rate, recipe.adapter.options())
+    notes = adapter_types.advice(kind, rate, recipe.adapter.options())
+    splitter, precision = launch_env.splitter(), launch_env.said("ACCELERATE_MIXED_PRECISION")
+    if kind == "ia3" and splitter and precision in ("bf16", "fp16") and rate < IA3_RATE:
+        steps = "1/256" if precision == "bf16" else "1/2048"
+        notes.append(
+            f"train.learning_rate: {rate:g} is little under {splitter}, which rounds IA3's factors, about 1, "
+            f"to {precision} in each pass: they move in steps of {steps}; try {IA3_RATE:g}"
+        )
+    return notes
 
 
 def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:

@@ -33,7 +33,6 @@ COLUMNS = [  # adapter.type, speed.base
     ("qlora", "auto"), ("full", "auto"),
 ]  # fmt: skip
 ALL = tuple(kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS)
-LORA = ("lora", "lora on bf16")
 # What was trained: on one GPU (benchmarks/gpu.json), on two (tests/gpu/test_multi_gpu.py and
 # benchmarks/multi_gpu.json), or on two processes of a CPU, in fp32 (test_cpu_2, which is DDP, _fsdp,
 # _deepspeed, _two_hosts and _adalora)
@@ -46,11 +45,11 @@ PROVED = {  # `ALL` but what is refused
     "ddp_8": ALL,
     "8xh100_fp8": ("lora", "lora on fp8", "dora on fp8"),
     "8xh100_fp8_torchao": ("full",),
-    "context_parallel_4": LORA,
+    "context_parallel_4": ALL,
     "fsdp2_8": ALL,
-    "fsdp2_8_offload": LORA,
-    "fsdp2_8_quantised": (*LORA, "dora on bf16", "lora on fp8", "qlora"),
-    "multi_node": LORA,
+    "fsdp2_8_offload": ALL,
+    "fsdp2_8_quantised": tuple(head for head in ALL if head != "ia3 on bf16"),
+    "multi_node": ALL,
     "zero2_8": ALL,
     "zero3_8": ALL,
     "zero3_8_offload": ALL,

@@ -163,6 +163,17 @@ def test_a_sliding_window_is_not_cut(window: int | None, launched, tmp_path) -> 
         check.against_launch(loaded)
 
 
+@pytest.mark.parametrize(
+    ("variables", "rate", "said"), [(FSDP, 4e-3, True), (FSDP, 1e-1, False), ({}, 4e-3, False)]
+)
+def test_ia3_is_told_where_its_factors_are_rounded(
+    variables: dict[str, str], rate: float, said: bool, launched
+) -> None:
+    launched(**variables)
+    asked = recipe.load(QUICKSTART, ["adapter.type=ia3", f"train.learning_rate={rate}"])
+    assert ("rounds IA3's factors" in " ".join(check.advice(asked))) == said
+
+
 def test_options_that_want_whole_weights(launched) -> None:
     launched(**FSDP)
     given = ["adapter.init_lora_weights=pissa", "adapter.loraplus_lr_ratio=16"]
