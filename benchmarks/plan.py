@@ -54,7 +54,7 @@ def compare() -> dict[str, dict[str, Any]]:
     measured, ours = json.loads(gpu.RESULTS.read_text()), gpu.ROWS | gpu.RECIPES
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**17}) + "\n")
+        (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**19}) + "\n")
         lengths = document_lengths(10**6, random.Random(0))
         lines = [json.dumps({"text": "w" * plan_tokens.CHARACTERS * length}) for length in lengths]
         (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
@@ -72,8 +72,7 @@ def compare() -> dict[str, dict[str, Any]]:
         for name in [name for name in ours if name not in made]:  # planned before it is measured
             made[name] = compared(planned_row(name, {"gpu": "NVIDIA H200"}, place), None, None, "NVIDIA H200")
         for name, row in json.loads(multi_gpu.RESULTS.read_text()).items():
-            shared = multi_gpu.ROWS[name.rpartition(" x")[0]].shared  # no launch that is planned
-            if "step_seconds" in row and not shared:
+            if "step_seconds" in row:
                 found = planned_launch(name, row, place)
                 made[name] = compared(found, row["step_seconds"], row["peak_gib"], row["gpu"])
         for row in json.loads((HERE / "adapters.json").read_text()):
@@ -114,8 +113,10 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Pla
     sizes = {"length": row.length, "batch": row.batch, "steps": 14}
     path = place / f"{kind}.yaml"
     path.write_text(gpu.RECIPE.format(model=model, data=place / "rows.jsonl", folder=place / "run", **sizes))
-    given = [f"train.effective_batch_size={count * row.batch}", *row.changes, *AS_MEASURED.get(kind, ())]
+    rows = row.batch * (1 if row.shared else count)
+    given = [f"train.effective_batch_size={rows}", *row.changes, *AS_MEASURED.get(kind, ())]
     by, _ = plan_launch.of_config(HERE.parent / "accelerate_configs" / f"{row.config}.yaml")
+    by = by._replace(sharing=count) if row.shared else by  # as multi_gpu.command writes its config
     if count == 1:  # in place, as multi_gpu.command has it
         given += ["speed.base=fp8"] * (row.config == "8xh100_fp8")
     if row.recipe:

@@ -104,11 +104,8 @@ def against_launch(recipe: Recipe) -> None:
     if by and recipe.train.per_device_train_batch_size == "auto":
         what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
         raise UserError(Problem(what, key, found="auto", fix="a number"))
-    shared = launch_env.parallel("CP") > 1
-    if shared and (window := attention_choice.read(model.read_config(recipe.model)).window) is not None:
-        what = f"parallelism_config_cp_size of the {launch_env.CONFIG} cuts through a sliding window"
-        fix = "accelerate_configs/fsdp2_8.yaml, or a model without one"
-        raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))
+    if launch_env.parallel("CP") > 1:
+        against_window(model.read_config(recipe.model))
     if not launch_env.means_fp8(recipe.speed):
         return
     raw = {
@@ -120,6 +117,14 @@ def against_launch(recipe: Recipe) -> None:
     found = [*adapter_conflicts.conflicts(raw), *qat.conflicts(raw)]
     if found:
         raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in found))
+
+
+def against_window(config: Any) -> None:
+    """Refuse a model whose sliding window context parallelism would cut through (exit 2)."""
+    if (window := attention_choice.read(config).window) is not None:
+        what = f"parallelism_config_cp_size of the {launch_env.CONFIG} cuts through a sliding window"
+        fix = "accelerate_configs/fsdp2_8.yaml, or a model without one"
+        raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))
 
 
 def pinned(recipe: Recipe) -> Recipe:

@@ -76,9 +76,14 @@ class Launch:
         return "TransformerEngine" if self.fp8 == "TE" else self.splitter
 
     @property
+    def sharing(self) -> int:
+        """Processes that share each row: a context-parallel group."""
+        return launch_env.parallel("CP")
+
+    @property
     def rows_apart(self) -> int:
-        """Processes with rows of their own: those of a context-parallel group share theirs."""
-        return self.processes // launch_env.parallel("CP")
+        """Processes with rows of their own."""
+        return self.processes // self.sharing
 
     @property
     def main(self) -> bool:

@@ -395,12 +395,17 @@ def _parallelism(model: Model, data: Data) -> list[Problem]:
         what = f"parallelism_config_dp_replicate_size of the {CONFIG}: copies of split weights are not served"
         fix = "1: all processes split one copy (fsdp2_8.yaml), or each has a whole one (multi_node.yaml)"
         found.append(Problem(what, found=str(parallel("DP_REPLICATE")), fix=fix))
-    if parallel("CP") > 1:
-        if data.packing or data.padding_free:
-            key = "packing" if data.packing else "padding_free"
-            what = f"parallelism_config_cp_size of the {CONFIG} cuts through a packed row's documents"
-            found.append(Problem(what, f"data.{key}", found="true", fix=f"{key}: false"))
-        if model.attention != "sdpa":
-            what = f"parallelism_config_cp_size of the {CONFIG} works with torch's own attention alone"
-            found.append(Problem(what, "model.attention", found=model.attention, fix="attention: sdpa"))
+    return found + (cut_rows(model, data) if parallel("CP") > 1 else [])
+
+
+def cut_rows(model: Model, data: Data) -> list[Problem]:
+    """What context parallelism, which gives processes parts of a row, can't do with a recipe."""
+    found: list[Problem] = []
+    if data.packing or data.padding_free:
+        key = "packing" if data.packing else "padding_free"
+        what = f"parallelism_config_cp_size of the {CONFIG} cuts through a packed row's documents"
+        found.append(Problem(what, f"data.{key}", found="true", fix=f"{key}: false"))
+    if model.attention != "sdpa":
+        what = f"parallelism_config_cp_size of the {CONFIG} works with torch's own attention alone"
+        found.append(Problem(what, "model.attention", found=model.attention, fix="attention: sdpa"))
     return found

@@ -20,6 +20,7 @@ from finetune import (
     estimate,
     gpus,
     hardware,
+    launch_env,
     measure,
     modules,
     optimizers,
@@ -227,6 +228,10 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     named = found.config is found.config.get_text_config() or found.source != architecture.FROM_CONFIG
     if named and (problems := modules.problems(recipe.adapter.options(), found.names, any_module=any_module)):
         raise UserError(*problems)
+    if by.sharing > 1:
+        check.against_window(found.config)
+        if cut := launch_env.cut_rows(recipe.model, recipe.data):
+            raise UserError(*cut)
     launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
     none = Choice("", "")
     optimizers.check(recipe.train, recipe.speed, hardware.Setup(machine, launched, none, none))
@@ -238,22 +243,24 @@ def at_once(
     """The plan of a recipe under a launch, its batch split as the recipe says."""
     found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
     base, attention = plan_choices.storage_and_attention(recipe, found, precision, machine, by)
-    batch = split_batch(recipe.train, processes)
+    batch = split_batch(recipe.train, processes // by.sharing)
     rows = plan_rows.rows_of(recipe.data, recipe.model, batch.per_device)
-    steps = plan_rows.known_steps(recipe.train, rows, batch, processes)
+    steps = plan_rows.known_steps(recipe.train, rows, batch, processes // by.sharing)
     refused = plan_rows.refused(rows, recipe.data, batch)
     has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
     full, length = recipe.adapter.type == "full", recipe.data.max_length
-    tokens = batch.per_device * length
+    tokens = batch.per_device * length // by.sharing
     fused = plan_choices.fused(recipe, machine, base.value, by, full)
     whole = flops(found, has, full) * tokens * batch.accumulation
     compile = plan_choices.compiled(
         recipe, whole, steps, machine, by, dora=has.columns and has.rank > 0 and fused.value != "on"
     )
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
-    kept = plan_memory.keeps(found, has, **how, attention=attention.value, storage=base.value)
+    attends = "cudnn" if by.sharing > 1 else attention.value  # SDPA has no mask there
+    kept = plan_memory.keeps(found, has, **how, attention=attends, storage=base.value)
     gathered = partial(plan_memory.gathered, found, base.value, precision)
-    share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS))
+    outside = plan_memory.outside(found, precision)
+    share = plan_launch.share(by, processes, gathered(full=full, layers=plan_launch.WHOLE_LAYERS), outside)
     stored = {"storage": base.value, "precision": precision, "tokens": tokens, "share": share}
     room_of = partial(plan_choices.room, recipe, machine, found, has, **stored)
     kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
@@ -265,20 +272,21 @@ def at_once(
         longest=length, usable=usable,
     )  # fmt: skip
     gone = phases.get(plan_memory.HOST, {})
-    step = _step(recipe, rows, batch, memory, recompute)._replace(
+    step = _step(recipe, rows, batch, memory, recompute, by.sharing)._replace(
         storage=base.value, processes=processes, by=by, stepped="optimizer" in gone,
-        base=gathered(full=False, layers=memory.layers) * estimate.GIB,
+        base=(gathered(full=False, layers=memory.layers) + outside) * estimate.GIB,
     )  # fmt: skip
     leaving = gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens
     step = step._replace(leaving=leaving)
-    parts, source, link = _parts(found, has, kept, step, machine, attention.value, cpu_rate)
+    parts, source, link = _parts(found, has, kept, step, machine, attends, cpu_rate)
     sections = recipe.data, recipe.train, recipe.eval
     notes = plan_notes.of_recipe(
         found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
     )
     notes += [refused] if refused and refused not in notes else []
     notes += plan_notes.of_machine(gone, machine.host_gib, processes)
-    moved = plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation)
+    moved = sum(plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation))
+    moved += plan_time.shared_rows(step, estimate.widths(found.config)) * step.passes
     choices = {"base": base, "attention": attention, "fused": fused}
     return Plan(
         machine=machine,
@@ -296,18 +304,18 @@ def at_once(
         notes=tuple(notes),
         by=by,
         refused=refused,
-        sent=(sum(moved), link) if processes > 1 else (0.0, 0.0),
+        sent=(moved, link) if processes > 1 else (0.0, 0.0),
     )
 
 
 def _step(
-    recipe: Recipe, rows: Rows | None, batch: Batch, memory: estimate.Memory, recompute: Choice
+    recipe: Recipe, rows: Rows | None, batch: Batch, memory: estimate.Memory, recompute: Choice, sharing: int
 ) -> plan_time.Step:
-    """What a pass computes, and the share of the layers that it computes again."""
+    """What a process computes in a pass, and the share of the layers that it computes again."""
     length = recipe.data.max_length
     whole, mlps = estimate.split(recompute.value, memory.layers)
     again, halves = whole / memory.layers, (mlps if memory.mlps else 0) / memory.layers
-    tokens = batch.per_device * (max(1, round(rows.padded)) if rows else length)
+    tokens = batch.per_device * (max(1, round(rows.padded)) if rows else length) // sharing
     spans, full = max(1, round(rows.attended)) if rows else length, recipe.adapter.type == "full"
     flat = recipe.data.packing or recipe.data.padding_free
     rounded = (1 - halves) * recompute.value.startswith("int8")

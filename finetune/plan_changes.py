@@ -235,7 +235,8 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
     if now.processes > 1 and link:
         waits = now.parts.get("communication", 0.0)
         text = f"{size / 1e9:,.3g} GB a step from each, {size / link:.3f} s at {link / 1e9:,.0f} GB/s"
-        yield "between GPUs", f"{now.by.name}: {text}; {waits:.3f} s not beside computing"
+        name = now.by.name + (f", {now.by.sharing} share each row" if now.by.sharing > 1 else "")
+        yield "between GPUs", f"{name}: {text}; {waits:.3f} s not beside computing"
     yield "rates", now.source
     yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
     if now.seconds:

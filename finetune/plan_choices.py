@@ -100,7 +100,7 @@ def room(
     base = plan_memory.weights(found, storage, precision) / estimate.GIB
     adapter = 4 * has.trained / estimate.GIB if kept.adapted else 0.0
     held = base / share.weights / (2 if share.half and not kept.adapted else 1) + adapter / share.weights
-    held += share.gathered
+    held += share.gathered + (0.0 if kept.adapted else share.outside)
     system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
     free = max(0.0, machine.memory_gib - system - held)
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())

@@ -2,7 +2,8 @@
 
 Of n GPUs in a ring, a sum over all (all-reduce) sends 2 (n - 1) / n of a tensor from each; a gathering
 (all-gather), or a sum of which each keeps its part (reduce-scatter), half. FSDP2 and ZeRO-3 gather all
-weights for forward and again for backward: Rajbhandari et al., ZeRO (2020), section 7.
+weights for forward and again for backward: Rajbhandari et al., ZeRO (2020), section 7. Processes that share
+a row (context parallelism) gather each layer's keys and values as well, in every pass over it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Sharding(NamedTuple):
     """The launch's mixed_precision; empty: the machine's."""
     frozen_fp8: bool = False
     """mixed_precision: fp8 without a backend: a frozen base in fp8."""
+    sharing: int = 1
+    """Processes that share each row (context parallelism)."""
 
 
 ONE, DDP, FSDP2 = Sharding(""), Sharding("DDP"), Sharding("FSDP2", True, True)
@@ -50,7 +53,9 @@ class Share(NamedTuple):
     states: int = 1
     half: bool = False
     gathered: float = 0.0
-    """GiB of weights that are whole for a while: two layers, and what is outside of layers."""
+    """GiB of weights that are whole while layers run: two of these, with gradients where they train."""
+    outside: float = 0.0
+    """GiB of those outside of layers, whole before and after them; where they train, all the while."""
     buckets: bool = False
     """Gradients are summed in a copy (DDP)."""
 
@@ -71,19 +76,40 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     found = ZERO.get(stage) if kind == "DEEPSPEED" else known.get(kind)
     offloads = "offload_params: true" in str(given.get("fsdp_config")).replace("'", "").lower()
     offloads |= "cpu" in (given.get("deepspeed_config") or {}).values()
-    if found is None or offloads or given.get("parallelism_config"):
-        what, expected = "such a launch is not planned", "one process, DDP, FSDP2, ZeRO-2 or ZeRO-3"
-        shown = "offloading" if offloads else f"{kind} {stage or ''}".strip()
+    sizes = _sizes(given.get("parallelism_config"))
+    cut = [
+        f"{name}_size: {size}" for name, size in sizes.items() if size > 1 and name not in ("cp", "dp_shard")
+    ]
+    if found is None or offloads or cut or (sizes["cp"] > 1 and found is not FSDP2):
+        what, expected = (
+            "such a launch is not planned",
+            "one process, DDP, FSDP2, context parallelism, ZeRO-2 or 3",
+        )
+        shown = "offloading" if offloads else ", ".join(cut) or f"{kind} {stage or ''}".strip()
         raise UserError(Problem(what, "--accelerate", str(path), found=shown, expected=expected))
     if count < 1:
         what, said = "the config leaves the number of processes to who launches it", f"num_processes: {count}"
         raise UserError(Problem(what, "--accelerate", str(path), found=said, fix="--gpus 16"))
+    if sizes["cp"] > 1 and count != sizes["cp"] * sizes["dp_shard"]:
+        what, fix = (
+            "the config's parallelism is of another number of processes",
+            "another dp_shard_size or cp_size",
+        )
+        said = f"{count} processes; dp_shard_size {sizes['dp_shard']} x cp_size {sizes['cp']}"
+        raise UserError(Problem(what, "--accelerate", str(path), found=said, fix=fix))
     if found is ONE and count > 1:
         what, fix = "the config starts one process", "--gpus 1, or a config such as ddp_8"
         raise UserError(Problem(what, "--accelerate", str(path), found=f"{count} GPUs", fix=fix))
     precision = "bf16" if asked == "fp8" else asked
     frozen = asked == "fp8" and not given.get("fp8_config")
-    return (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen), count
+    made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)
+    return made._replace(sharing=sizes["cp"]), count
+
+
+def _sizes(parallelism: dict[str, Any] | None) -> dict[str, int]:
+    """Processes by what they share, of a config's `parallelism_config`; 1 where it says nothing."""
+    names = ("cp", "dp_shard", "dp_replicate", "tp", "sp")
+    return {name: int((parallelism or {}).get(f"parallelism_config_{name}_size", 1)) for name in names}
 
 
 def launched(by: Sharding, processes: int, precision: str) -> Launch:
@@ -93,10 +119,11 @@ def launched(by: Sharding, processes: int, precision: str) -> Launch:
     return Launch("none", processes, 0, by.precision or precision, "hardware", "", shards, splitter=splitter)
 
 
-def share(by: Sharding, processes: int, gathered: float) -> Share:
-    """What one of so many processes holds; `gathered`: GiB, where weights are divided."""
+def share(by: Sharding, processes: int, gathered: float, outside: float) -> Share:
+    """What one of so many processes holds; `gathered`, `outside`: GiB, where weights are divided."""
     weights, states = processes if by.weights else 1, processes if by.states else 1
-    return Share(weights, states, by.half, gathered if by.weights else 0.0, by.name == "DDP")
+    whole = (gathered, outside) if by.weights else (0.0, 0.0)
+    return Share(weights, states, by.half, *whole, buckets=by.name == "DDP")
 
 
 def sent(by: Sharding, processes: int, base: float, trained: int, passes: int) -> tuple[float, float]:

@@ -121,18 +121,20 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
 
 
 def gathered(found: Architecture, storage: str, precision: str, *, full: bool, layers: int) -> float:
-    """GiB of the weights that are whole at once where they are divided: some layers, and what is outside of
-    them; where they train, one layer's gradients beside them.
-
-    Gathered in the launch's dtype, or as codes.
-    """
+    """GiB of some layers' weights, as they are gathered where they are divided: in the launch's dtype, or as
+    codes; where they train, one layer's gradients beside them."""
     other = BYTES[DTYPES[precision]]
     depth = found.config.get_text_config().num_hidden_layers
     size = sum(map(prod, found.linear.values()))
     linear = size * other if storage in STORED else weights(found, storage, precision)
-    outside = (found.parameters - size) * other
-    linear -= 0.0 if storage in STORED else outside
-    return (outside + linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
+    linear -= 0.0 if storage in STORED else (found.parameters - size) * other
+    return (linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
+
+
+def outside(found: Architecture, precision: str) -> float:
+    """GiB of the weights outside of layers in the launch's dtype: embeddings, head, norms."""
+    size = sum(map(prod, found.linear.values()))
+    return (found.parameters - size) * BYTES[DTYPES[precision]] / GIB
 
 
 def keeps(
@@ -195,7 +197,6 @@ def phases(
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
     autocast = full and precision != "no" and share.weights == 1 and not share.half
     copies = 2 * sum(map(prod, found.linear.values())) / GIB if autocast else 0.0
-    copies += share.gathered
     buckets = 4 * trained if share.buckets else 0.0
     gradients = 4 * trained / share.states
     held = {**own, "optimizer": state}
@@ -205,18 +206,22 @@ def phases(
     if plan.away:  # a layer's input that leaves, and one that comes
         passing += 2 * tokens * estimate.widths(config).hidden * 2 / GIB
     some = 0.0 if full and batch.accumulation == 1 else gradients
+    # at the loss no layer is whole, and in backward the head no longer, unless they train
+    layers, ends = share.gathered, share.outside
+    at_head, in_layers = (layers + ends,) * 2 if full else (ends * head_share(config), layers)
+    first, then = (whole + copies + buckets for whole in (at_head, in_layers))
     moments = [
-        {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": copies + buckets},
-        {**held, "gradients": some, "activations": at_backward, "buffers": passing + copies + buckets},
+        {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": first},
+        {**held, "gradients": some, "activations": at_backward, "buffers": passing + then},
         {**held, "gradients": gradients, "buffers": buckets},
     ]
     step = max(moments, key=lambda moment: sum(moment.values()))
-    evaluated = _evaluation({**own, "buffers": share.gathered}, found, evaluation, longest, usable)
+    evaluated = _evaluation({**own, "buffers": layers + ends}, found, evaluation, longest, usable)
     read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
     made = {
         "load": {"weights": read, "buffers": biggest * BYTES[DTYPES[precision]]},
         "step": step,
-        "evaluation": {**own, "buffers": share.gathered, **evaluated},
+        "evaluation": {**own, "buffers": layers + ends, **evaluated},
         "save": held,
     }
     if any(gone.values()):
@@ -225,6 +230,11 @@ def phases(
         stored = base if storage in QUANTISED and storage != "fp8" else 0.0
         made["merge"] = {"weights": 4 * found.parameters / GIB + stored, "adapters": 4 * trained}
     return made
+
+
+def head_share(config: Any) -> float:
+    """Of the weights outside of layers, the head's share: half, or the embeddings are the head."""
+    return 1.0 if config.get_text_config().tie_word_embeddings else 0.5
 
 
 def leaving(plan: estimate.Memory, recompute: str, entry: float) -> float:

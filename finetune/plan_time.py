@@ -174,6 +174,7 @@ def seconds(
         parts["communication"] = (
             waited(step, has.trained, busy, base / 2, one.layers, rates.link) / step.passes
         )
+        parts["communication"] += shared_rows(step, one) / rates.link
     made = {name: value * step.passes for name, value in parts.items()}
     return {**made, "rank allocation": ALLOCATION * len(has.names)} if has.allocates else made
 
@@ -211,6 +212,13 @@ def waited(step: Step, trained: int, busy: float, backward: float, layers: int, 
         return max(0.0, sums / link - hidden) + gathers / link + own
     first = gathers / 2 / layers / link
     return max(first, (gathers + sums) / link - busy * step.passes) + own
+
+
+def shared_rows(step: Step, one: Widths) -> float:
+    """Bytes that leave a GPU in a pass where processes share rows: their parts' keys and values go to the
+    others in forward, when layers run again, and in backward, whence their gradients come back."""
+    others, own = step.by.sharing - 1, 2 * (one.qkv - one.queries) * step.tokens
+    return own * others * one.layers * (3 + step.recomputed)
 
 
 def passes(

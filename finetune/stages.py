@@ -152,7 +152,8 @@ def micro_batches(
     """Those of the run, which know what to say where memory runs out."""
     made = rescue.of(recipe.speed, recipe.adapter, recipe.data, batch, screen, ledger)
     moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
-    made.needs = partial(rescue.needed, recipe.data.max_length, setup, fast, moments)
+    length = recipe.data.max_length // setup.launch.sharing
+    made.needs = partial(rescue.needed, length, setup, fast, moments)
     return made
 
 

@@ -119,7 +119,8 @@ def _run(
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
-    tokens, flops = batch.per_device * recipe.data.max_length, speed.flops_per_token(adapted)
+    tokens = batch.per_device * recipe.data.max_length // setup.launch.sharing
+    flops = speed.flops_per_token(adapted)
     work = stages.work_of(adapted, recipe, setup, tokens, flops * tokens * batch.accumulation * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"

@@ -217,6 +217,7 @@ def test_gathering_waits_where_the_link_is_slow(large) -> None:
         ("fsdp2_8", plan_launch.FSDP2, (8, 8)),
         ("zero2_8", plan_launch.ZERO[2], (1, 8)),
         ("zero3_8", plan_launch.ZERO[3], (8, 8)),
+        ("context_parallel_4", plan_launch.FSDP2._replace(sharing=4), (4, 4)),
     ],
 )
 def test_an_accelerate_config_says_how_it_is_divided(
@@ -224,8 +225,9 @@ def test_an_accelerate_config_says_how_it_is_divided(
 ) -> None:
     found, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
     assert found._replace(precision="") == by and processes == int(config[-1])
-    share = plan_launch.share(found, processes, 1.0)
-    assert (share.weights, share.states) == halves and share.gathered == (halves[0] > 1)
+    share = plan_launch.share(found, processes, 1.0, 1.0)
+    assert (share.weights, share.states) == halves
+    assert share.gathered == share.outside == (halves[0] > 1)
 
 
 def test_a_launch_that_is_not_planned_is_refused(large, capsys) -> None:

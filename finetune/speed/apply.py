@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import adapter_types, estimate, keeping, qat, shards
+from finetune import adapter_types, estimate, keeping, launch_env, qat, shards
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile
 from finetune.hardware import Choice
@@ -245,6 +245,7 @@ def memory(
     columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
     adapted, layers = hasattr(model, "peft_config"), max(1, len(decoder_layers(model)))
     repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
+    repeated &= launch_env.parallel("CP") == 1  # where rows are shared SDPA has no mask
     four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
     keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
     in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
