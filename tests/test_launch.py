@@ -146,6 +146,8 @@ def test_rows_that_processes_share_can_be_cut(launched) -> None:
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="4")
     assert upstream.fields(upstream.SFT_CONFIG).keys() >= launch_env.row_options().keys()
     assert launch_env.row_options() == {"pad_to_multiple_of": 8}
+    eight = Launch("accelerate", 8, 0, "bf16", "launch", "")
+    assert (eight.sharing, eight.rows_apart) == (4, 2)
 
 
 @pytest.mark.parametrize("window", [64, None])
