@@ -38,6 +38,7 @@ def evaluate(folder: RunFolder, live: verify.Live, ledger: Ledger) -> dict[str, 
             problem = Problem("what was saved can't be evaluated", found=said, fix=fix)
             raise UserError(problem, code=Exit.of(done.returncode))
     ranks.wait()
+    ranks.appears(folder.path / "eval.json")
     return folder.read("eval.json")
 
 

@@ -53,8 +53,10 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
             raise
         return failed("\n".join(map(str, error.problems)), error.code)
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
-            print(stopped, file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK_0_FIRST)  # the launcher ends it as soon as this one has
+            return Exit.STOPPED
+        print(stopped, file=sys.stderr)
         return Exit.STOPPED
     except RuntimeError as error:
         said = launch_env.lost(error)

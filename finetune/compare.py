@@ -100,7 +100,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """
     jobs = plan(asked)
     start(asked.folder)
-    state = PartialState(cpu=hardware.detect().device == "cpu")
+    state = ranks.joined(hardware.detect().device)
     ranks.failures()
     screen = Screen(quiet=quiet or not state.is_main_process)
     introduce(jobs, asked, screen)

@@ -82,6 +82,8 @@ class Stopped(KeyboardInterrupt):
 
     folder = ""
     """The run folder, once there is one."""
+    together = False
+    """Whether all processes of the launch end so."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -30,6 +30,7 @@ from finetune import (
     modules,
     plan_memory,
     qat,
+    ranks,
     results,
     run_folder,
     scoring,
@@ -85,7 +86,7 @@ def run(
         fix = "a copy of it elsewhere: its scores are kept in it"
         raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
     recipe = run_folder.recipe_of(folder, overrides)
-    PartialState(cpu=hardware.detect().device == "cpu")  # the first one decides for the process
+    ranks.joined(hardware.detect().device)
     tasks.check(recipe.eval)
     harness.check(recipe.eval)
     texts = general_texts(recipe.eval)

@@ -106,7 +106,8 @@ def default_config(words: list[str]) -> list[str]:
     """The config that `accelerate launch` reads where none is named, `accelerate config` has written it."""
     from accelerate.commands.config.config_args import default_config_file
 
-    return [default_config_file] if "launch" in words and "__cpu" not in words else []
+    starts = any(word == "launch" or word.endswith(".launch") for word in words)  # ours too
+    return [default_config_file] if starts and "__cpu" not in words else []
 
 
 def check(config: Path) -> None:
@@ -183,8 +184,13 @@ def main(given: list[str]) -> int:
         signal.signal(number, forward)
     asked = launch_command_parser().parse_args(given)
     try:
-        if asked.config_file and Path(asked.config_file).is_file():
-            launch_config.check(Path(asked.config_file))
+        named = (
+            [asked.config_file] if asked.config_file else default_config(["launch", *["__cpu"] * asked.cpu])
+        )
+        files = [path for path in map(Path, named) if path.is_file()]
+        for path in files:
+            launch_config.check(path)
+        check_shares(asked, launch_config.read(files[0]) if files else {})
         launch_command(asked)
     except UserError as error:
         print("\n".join(map(str, error.problems)), file=sys.stderr)
@@ -203,6 +209,17 @@ def main(given: list[str]) -> int:
     except CalledProcessError as error:  # one process, which has said why itself
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     return 0
+
+
+def check_shares(asked: Any, config: dict[str, Any]) -> None:
+    """Refuse processes that can't be as many on each machine: Accelerate would start fewer (exit 2)."""
+    given = [getattr(asked, name) or config.get(name) or 1 for name in ("num_processes", "num_machines")]
+    count, machines = map(int, given)
+    if count > 0 and count % machines:
+        low = count // machines * machines
+        what = f"{count} processes can't be as many on each of {machines} machines: {low} would start"
+        fix = f"--num_processes {low or machines} or {low + machines}; torchrun, where machines differ"
+        raise UserError(Problem(what, "--num_processes", found=str(count), fix=fix))
 
 
 def first(failures: dict[int, Any]) -> tuple[int, Any]:

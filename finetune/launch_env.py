@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -38,6 +39,8 @@ TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
 # Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
 # too, whose timeout is an error with a message. NCCL's clock starts earlier, when the step is queued
 NCCL_LATER = 60
+TE_TOKENS = 16  # of which TransformerEngine's fp8 products take multiples, as Accelerate's own script has it
+ONCE = "what backward runs again would be in bf16, and other tensors than it kept"
 GONE = "another process of this launch ended, or did not answer in time"
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
 CONFIG = "accelerate config"  # as messages call the other side
@@ -110,9 +113,12 @@ def device_options(device: str) -> dict[str, Any]:
     return {"use_cpu": device == "cpu" and not zero, "ddp_backend": "gloo" if zero else None}
 
 
-def row_options() -> dict[str, Any]:
-    """SFTConfig's keys where processes share a row: each has two pieces of it, which are as long."""
-    return {"pad_to_multiple_of": 2 * parallel("CP")} if parallel("CP") > 1 else {}
+def row_options(*, flat: bool) -> dict[str, Any]:
+    """SFTConfig's keys where processes share a row, of which each has two pieces that are as long, and where
+    TransformerEngine's products take so many tokens; `flat` rows, end to end, have one shape there."""
+    multiple = 2 * parallel("CP") if parallel("CP") > 1 else 1
+    multiple = math.lcm(multiple, TE_TOKENS) if fp8().kind == "TE" and not flat else multiple
+    return {"pad_to_multiple_of": multiple} if multiple > 1 else {}
 
 
 def parallel(kind: str) -> int:
@@ -203,7 +209,14 @@ def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Spee
         kind: `adapter.type`.
     """
     found = [*_started(machine), *_sharding(machine, kind, speed), *_parallelism(model, data)]
-    return found + (_fp8(fp8(), kind, speed) if fp8().kind else [])
+    return found + (_fp8(fp8(), kind, speed) if fp8().kind else []) + list(_te_rows(data))
+
+
+def _te_rows(data: Data) -> Iterator[Problem]:
+    if fp8().kind == "TE" and data.streaming and (data.packing or data.padding_free):
+        what = f"fp8_config.backend: TE of the {CONFIG} multiplies {TE_TOKENS} tokens or a multiple, and "
+        what += "streamed rows that stand end to end are of any length"
+        yield Problem(what, "data.streaming", found="true", fix="streaming: false")
 
 
 def _fp8(asked: Fp8, kind: str, speed: Speed) -> list[Problem]:
@@ -251,6 +264,11 @@ def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
     if backend == "TE" and speed.compile not in ("auto", False):
         what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
         found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
+    again = speed.offload in ("activations", "all") or speed.recompute not in ("auto", "none", "cheap")
+    if backend == "TE" and again:
+        key = "offload" if speed.offload in ("activations", "all") else "recompute"
+        what = f"fp8_config.backend: TE of the {CONFIG} is in force in forward alone: {ONCE}"
+        found.append(Problem(what, f"speed.{key}", found=str(getattr(speed, key)), fix=f"{key}: auto"))
     if backend == "TE" and on("ACCELERATE_USE_FSDP"):
         what = f"fp8_config.backend: TE of the {CONFIG} is served with whole weights, and FSDP splits them"
         fix = "accelerate_configs/8xh100_fp8_te.yaml, or fp8_config.backend: AO"

@@ -11,9 +11,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import PartialState
 
-from finetune import check, evaluate, quantize
+from finetune import check, evaluate, quantize, ranks
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import fp8_base
 from finetune.speed.head import base_of
@@ -210,6 +209,6 @@ def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
 
 def placed(setup: Setup) -> dict[str, Any]:
     """`from_pretrained`'s options for where a model computes and how it attends, as evaluation has them."""
-    device: Any = PartialState(cpu=setup.hardware.device == "cpu").device
+    device: Any = ranks.joined(setup.hardware.device).device
     place = {} if device.type == "cpu" else {"device_map": {"": str(device)}}
     return {"attn_implementation": setup.attn_implementation, **place}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import functools
 import os
 import platform
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 NEARLY = 0.9  # of the time that one waits for another
 NEW_FILE_SECONDS = 60  # NFS may tell another machine so much later that a file is there
+GLOO = "GLOO_SOCKET_IFNAME"
+ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737)
 AGREEMENT_SECONDS = 60  # that a process whose run failed waits for the others to say so too
 
 
@@ -35,12 +39,52 @@ def timeout() -> datetime.timedelta:
 
 
 def start(device: str) -> None:
-    """Join the processes of a launch on CPUs: the Trainer gives its `ddp_timeout` to those on GPUs alone.
+    """Join the processes of a launch on CPUs: the Trainer gives its `ddp_timeout` to those on GPUs alone."""
+    name_interface()
+    if device == "cpu":
+        joined(device)
 
-    And Accelerate, unless told that they are on CPUs, takes each for a launch of its own.
+
+def joined(device: str) -> PartialState:
+    """This process among those of its launch. The first of these objects decides for the process: how long
+    one waits, and that it computes on a CPU, or Accelerate takes each for a launch of its own."""
+    name_interface()
+    later = datetime.timedelta(seconds=0 if device == "cpu" else launch_env.NCCL_LATER)
+    given: Any = {"timeout": timeout() + later} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
+    return PartialState(cpu=device == "cpu", **given)
+
+
+def name_interface() -> None:
+    """Have gloo listen where other machines reach this one. Left alone it takes the address of the host's own
+    name, which on many is 127.0.1.1."""
+    sizes = [int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if sizes[0] == sizes[1] or GLOO in os.environ:
+        return
+    named = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    found = named if named in psutil.net_if_addrs() else interface_to(os.environ.get("MASTER_ADDR", ""))
+    if found:
+        os.environ[GLOO] = found
+
+
+def interface_to(host: str) -> str:
+    """The network interface by which packets to `host` leave; empty: not known. Nothing is sent.
+
+    A name that means this machine itself leads nowhere else: then that of the default route.
     """
-    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        PartialState(cpu=True, timeout=timeout())
+    with contextlib.suppress(OSError):
+        own = _own_address(host)
+        if own.startswith("127.") and host != "localhost" and not host.startswith("127."):
+            own = _own_address(ELSEWHERE)
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(one.address == own for one in addresses):
+                return name
+    return ""
+
+
+def _own_address(host: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
 
 
 def watch() -> None:
@@ -142,7 +186,7 @@ def agree(facts: dict[str, str]) -> None:
         held = [f"rank {rank}: {each.get(name, 'nothing')}" for rank, each in enumerate(found)]
         odd = [one for one, each in zip(held, found, strict=True) if each.get(name) != found[0].get(name)]
         said = f"{held[0]}; {'; '.join(odd[:3])}"
-        fix = "the same recipe, checkout and environment on every machine"
+        fix = "the same recipe, data, checkout and environment on every machine"
         problems.append(Problem("processes of this launch disagree", name, found=said, fix=fix))
     if problems:
         raise UserError(*problems)
@@ -156,11 +200,7 @@ def on_one_disk(path: Path) -> None:
     """
     if PartialState().num_processes == 1:
         return
-    held, until = from_main(path.read_text), time.monotonic() + NEW_FILE_SECONDS
-    while not (seen := path.is_file() and path.read_text(encoding="utf-8") == held):
-        if time.monotonic() > until:
-            break
-        time.sleep(1)
+    seen = appears(path, from_main(path.read_text))
     blind = sorted(set(gathered("" if seen else platform.node())) - {""})
     if blind:
         what, fix = (
@@ -169,6 +209,27 @@ def on_one_disk(path: Path) -> None:
         )
         found = f"{path.parent.absolute()} of rank 0 is not there on {', '.join(blind)}"
         raise UserError(Problem(what, "train.output_dir", found=found, fix=fix), code=Exit.ENVIRONMENT)
+
+
+def appears(path: Path, holds: str | None = None) -> bool:
+    """Whether a file that another process has written is seen here, within a minute; to list its folder makes
+    NFS look again."""
+    until = time.monotonic() + NEW_FILE_SECONDS
+    while not (path.is_file() and (holds is None or path.read_text(encoding="utf-8") == holds)):
+        if time.monotonic() > until:
+            return False
+        time.sleep(1)
+        for folder in (path.parent.parent, path.parent):
+            with contextlib.suppress(OSError):
+                os.listdir(folder)
+    return True
+
+
+def end_together() -> None:
+    """Wait until all have come here: rank 0 writes last words, and a launcher ends it when another leaves."""
+    if PartialState().num_processes > 1:
+        with contextlib.suppress(RuntimeError):  # one is gone
+            torch.distributed.barrier(group=steps())
 
 
 def main() -> bool:

@@ -26,6 +26,7 @@ from finetune import (
     rescue,
     resume,
     state,
+    te,
 )
 from finetune.speed import apply as speed
 from finetune.speed import attention, head
@@ -80,7 +81,12 @@ def make_fast(
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
         attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
     section, before = resume.as_chosen(recipe.speed, found, setup.hardware.name)
+    once = te.used() and section.recompute == "auto"
+    section = section.model_copy(update={"recompute": "none"}) if once else section
     fast = speed.apply(adapted, section, work, setup.hardware, ledger)
+    if once:
+        why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_env.ONCE}"
+        fast["speed.recompute"] = fast["speed.recompute"]._replace(reason=why)
     fast |= {f"speed.{key}": fast[f"speed.{key}"]._replace(reason=AS_BEFORE) for key in before}
     fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))
     if flat:
@@ -158,9 +164,10 @@ def micro_batches(
 
 
 def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
-    """Of every flattened batch: tokens, documents with those that fill it up, the longest document."""
+    """Of every flattened batch: tokens, documents with those that fill it up, also to a multiple, and tokens
+    of the longest."""
     rows = batch.per_device
-    return rows * length, rows * max(map(len, dataset["where"])) + rows, length
+    return rows * length, rows * max(map(len, dataset["where"])) + rows + 1, length
 
 
 def check_space(

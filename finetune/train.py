@@ -94,8 +94,14 @@ def run(
         Screen(quiet=quiet).say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     claimed = claim.claimed(where, recipe.origin.path.stem)
-    with stopping.Stop(until).listening() as stop, claimed as where:
-        return _run(check.pinned(recipe), where, stop, resumes, quiet, watchers)
+    with stopping.Stop(until).listening() as stop:
+        try:
+            with claimed as where:
+                return _run(check.pinned(recipe), where, stop, resumes, quiet, watchers)
+        except Stopped as stopped:
+            if stopped.together:
+                ranks.end_together()
+            raise
 
 
 def _run(
@@ -116,6 +122,7 @@ def _run(
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     contract = contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
+    ranks.agree({name: str(fact) for name, fact in contract["facts"].items() if name != "hardware"})
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
@@ -152,7 +159,7 @@ def _run(
         again = stages.micro_batches(recipe, setup, batch, fast, screen, ledger)
         trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
         tracked.follow(trainer)
-        if flat and compiled and rows is not None:
+        if flat and (compiled or te.used()) and rows is not None:
             trainer.shape = stages.one_shape(batch, prepared.train, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
@@ -194,7 +201,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "seed": train.seed,
         "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
         "fp16": setup.launch.precision == "fp16",
-        **launch_env.row_options(),
+        **launch_env.row_options(flat=data.packing or data.padding_free),
         **launch_env.device_options(setup.hardware.device),
         checkpointing: False,  # `speed.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
@@ -259,11 +266,12 @@ def train(
 def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path) -> None:
     """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
     processes, tensors = PartialState(), te.weights(adapted) if te.used() else shards.gathered(adapted)
+    target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
     if processes.is_main_process:
-        target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
         adapter_init.save(adapted, target, initial, tensors)
         tokenizer.save_pretrained(str(target))
     processes.wait_for_everyone()
+    ranks.appears(target / "tokenizer_config.json")  # what is saved last
 
 
 def reopen_and_evaluate(

@@ -22,6 +22,7 @@ from finetune import (
     callbacks,
     exchange,
     faults,
+    launch_env,
     loraplus,
     nonfinite,
     optimizers,
@@ -203,6 +204,7 @@ class Trainer(SFTTrainer):
         if self.shape:
             tokens, documents, longest = self.shape
             part = max(longest, math.ceil(tokens / self.micro_batches.parts))
+            part = math.ceil(part / launch_env.TE_TOKENS) * launch_env.TE_TOKENS
             inputs = attention.fixed_shape(inputs, part, documents, longest)
         step = self.state.global_step + 1
         watch = self.first_step.watch(model, inputs) if step == self.first_step.first else None
@@ -290,7 +292,9 @@ class Trainer(SFTTrainer):
         if self.schedule.stopped:
             saved = self.writer.published
             where = f"; saved: {saved}" if saved else ""
-            raise Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
+            ended = Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
+            ended.together = True
+            raise ended
 
     def _prepare_for_training(self, *args: Any, **given: Any) -> Any:  # upstream calls it by name
         with te.head_kept(self.model):

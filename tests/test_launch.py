@@ -60,7 +60,8 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
 
 def problems(kind: str = "lora", machine: Hardware = H100, **speed: Any) -> str:
-    model, data = Model(name="m"), Data(name="d", packing=speed.pop("packing", False))
+    own = {key: speed.pop(key) for key in ("packing", "streaming") if key in speed}
+    model, data = Model(name="m"), Data(name="d", **own)
     found = launch_env.problems(machine, kind, model, data, Speed.model_validate(speed))
     assert all("accelerate config" in p.what and (p.found or p.key) and p.fix for p in found), "both sides"
     return "\n".join(map(str, found))
@@ -85,6 +86,21 @@ CONTRADICTIONS = {
         {"ACCELERATE_FP8_BACKEND": "TE"},
         {"kind": "full", "compile": True},
         "breaks the graph",
+    ),
+    "TE runs a layer again": (
+        {"ACCELERATE_FP8_BACKEND": "TE"},
+        {"kind": "full", "recompute": "all"},
+        "in force in forward alone",
+    ),
+    "TE and layers on the CPU": (
+        {"ACCELERATE_FP8_BACKEND": "TE"},
+        {"kind": "full", "offload": "activations"},
+        "speed.offload",
+    ),
+    "TE on rows of any length": (
+        {"ACCELERATE_FP8_BACKEND": "TE"},
+        {"kind": "full", "packing": True, "streaming": True},
+        "data.streaming",
     ),
     "TE's own default": (
         {"ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "most_recent"},
@@ -142,12 +158,19 @@ def test_a_launch_that_contradicts_the_recipe_or_itself(case: str, launched, mon
 
 def test_rows_that_processes_share_can_be_cut(launched) -> None:
     """Context parallelism gives each a piece of the beginning and one of the end, all as long."""
-    assert launch_env.row_options() == {}
+    assert launch_env.row_options(flat=False) == {}
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="4")
-    assert upstream.fields(upstream.SFT_CONFIG).keys() >= launch_env.row_options().keys()
-    assert launch_env.row_options() == {"pad_to_multiple_of": 8}
+    assert upstream.fields(upstream.SFT_CONFIG).keys() >= launch_env.row_options(flat=False).keys()
+    assert launch_env.row_options(flat=False) == {"pad_to_multiple_of": 8}
     eight = Launch("accelerate", 8, 0, "bf16", "launch", "")
     assert (eight.sharing, eight.rows_apart) == (4, 2)
+
+
+def test_transformer_engine_is_given_tokens_that_its_products_take(launched) -> None:
+    """Multiples of 16 of padded rows; of rows end to end one number, also where a step is divided."""
+    launched(ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="TE")
+    assert launch_env.row_options(flat=False) == {"pad_to_multiple_of": 16}
+    assert launch_env.row_options(flat=True) == {}
 
 
 @pytest.mark.parametrize("window", [64, None])

@@ -154,7 +154,7 @@ def test_what_fills_a_batch_up_is_in_no_document_longer_than_the_longest(filled:
     shape = one_shape(Batch(4, 4, 1), {"where": where}, 64)
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows[:filled])
     full = fixed_shape(batch, *shape)
-    assert full["cu_seq_lens_q"].shape == (4 * max(map(len, where)) + 4 + 1,)
+    assert full["cu_seq_lens_q"].shape == (4 * max(map(len, where)) + 5 + 1,)
     assert full["cu_seq_lens_q"].diff().max() <= 64 and full["seq_idx"].dtype == batch["seq_idx"].dtype
     assert (full["position_ids"][0, full["cu_seq_lens_q"][:-1].unique()[:-1]] == 0).all()
     gradients = []

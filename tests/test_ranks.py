@@ -15,7 +15,7 @@ import pytest
 import two_ranks
 from conftest import QUICKSTART, ROOT, metrics
 
-from finetune import checkpoint, cli, faults, launch, launch_env, prove, ranks
+from finetune import checkpoint, cli, faults, launch, launch_env, prove, ranks, report
 from finetune.run_folder import RunFolder
 
 FAILS = """
@@ -209,6 +209,85 @@ def test_machines_without_a_common_disk_are_told_before_anything_is_loaded(
     said = two_ranks.run(on_two_disks, short(small, two_layers, "train.output_dir=run"), cwd=tmp_path)
     assert "not all machines of this launch see the run's folder" in said and "train.output_dir" in said
     assert not any((tmp_path / "0" / "run").glob("*")), "nothing was begun"
+
+
+def on_rows_of_their_own(words: list[str], rows: str) -> None:
+    """One path, and on each machine other rows under it, as many."""
+    lines, rank = Path(rows).read_text().splitlines(), int(os.environ["RANK"])
+    Path(str(rank)).mkdir()
+    Path(str(rank), "train.jsonl").write_text("\n".join(lines[48 * rank : 48 * rank + 48]) + "\n")
+    os.chdir(str(rank))
+    assert cli.main(words) == 2
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_machines_with_other_rows_under_one_name_are_refused(small, two_layers, tmp_path) -> None:
+    words = short(small, two_layers, "data.name=train.jsonl", f"train.output_dir={tmp_path / 'run'}")
+    rows = small[0].partition("=")[2]
+    said = two_ranks.run(on_rows_of_their_own, words, rows, cwd=tmp_path)
+    assert "processes of this launch disagree" in said and "data: content" in said
+
+
+def ends_late(words: list[str]) -> None:
+    """Rank 0 has much to write when a run has been stopped."""
+    after = report.after
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(4)
+        Path("written").touch()
+        return after(*given)
+
+    report.after = slowly if os.environ["RANK"] == "0" else after
+    assert cli.main(words) == 75
+    assert Path("written").exists(), "the launcher would have ended rank 0"
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_no_rank_leaves_a_stopped_run_before_rank_0_has_written_all(small, two_layers, tmp_path) -> None:
+    words = short(small, two_layers, "train.output_dir=run", "--until=1")
+    two_ranks.run(ends_late, words, cwd=tmp_path)
+    assert (tmp_path / "run" / "receipts.json").exists()
+
+
+def test_gloo_is_told_the_interface_on_which_other_machines_are(monkeypatch) -> None:
+    found = {a.address: name for name, all_ in psutil.net_if_addrs().items() for a in all_}
+    for address in ("127.0.0.1", *[a for a in found if a.count(".") == 3][:2]):
+        assert ranks.interface_to(address) == found[address]
+    assert ranks.interface_to("no-such-host.invalid") == ""
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(ranks.GLOO, raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    ranks.name_interface()
+    assert ranks.GLOO not in os.environ, "one machine needs none"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks.name_interface()
+    assert os.environ.pop(ranks.GLOO) == found["127.0.0.1"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", list(found.values())[-1])
+    ranks.name_interface()
+    assert os.environ.pop(ranks.GLOO) == list(found.values())[-1]
+
+
+def test_processes_that_machines_can_not_share_evenly_are_refused(capsys) -> None:
+    """Accelerate would start 8 of the 9."""
+    config = str(ROOT / "accelerate_configs" / "multi_node.yaml")
+    given = ["--num_machines", "2", "--num_processes", "9", "--machine_rank", "0", "--main_process_ip", "a"]
+    assert launch.main(["--config_file", config, *given, "scripts/train.py"]) == 2
+    said = capsys.readouterr().err
+    assert "9 processes can't be as many on each of 2 machines: 8 would start" in said and "8 or 10" in said
+
+
+@pytest.mark.parametrize("by", [["accelerate", "launch"], ["python", "-m", "finetune.launch"]])
+def test_the_config_that_is_read_where_none_is_named_is_looked_at(
+    by: list[str], monkeypatch, tmp_path
+) -> None:
+    from accelerate.commands.config import config_args
+
+    file = tmp_path / "default_config.yaml"
+    file.write_text("fp8_config:\n  backend: te\n  formt: HYBRID\nnum_processes: 1\n")
+    monkeypatch.setattr(config_args, "default_config_file", str(file))
+    assert launch.default_config(by) == [str(file)]
+    assert launch.main(["scripts/train.py"]) == 2
 
 
 @pytest.mark.usefixtures("the_only_launch")
