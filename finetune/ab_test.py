@@ -89,7 +89,7 @@ def run(asked: Asked, limits: Limits, screen: Screen) -> dict[str, Any]:
     title = f"{asked.baseline} against {asked.optimised}"
     screen.table(title, ("", "baseline", "optimised"), rows)
     verdicts = [(c.what, c.found, c.limit, "holds" if c.ok else "DOES NOT HOLD") for c in checks]
-    said = "" if noise is None else f"one run's noise {noise:.1%}; "
+    said = "noise not known, with one run of each; " if noise is None else f"one run's noise {noise:.1%}; "
     screen.table(f"{said}limits", ("what", "found", "limit", ""), verdicts)
     screen.say("", f"wrote {place}/ab.md and ab.json")
     broken = [Problem(f"{c.what} does not hold", found=c.found, expected=c.limit) for c in checks if not c.ok]

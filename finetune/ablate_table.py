@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import measured, plots, run_folder, summary
+from finetune import hardware, measured, plots, run_folder, shipped, summary
 from finetune.data import view
 
 if TYPE_CHECKING:
+    from finetune.hardware import Hardware
     from finetune.recipe import Recipe
     from finetune.screen import Screen
 
+LAUNCH = "launch.yaml"  # beside best.yaml
 NOTES = (
     "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those "
     "of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
@@ -144,11 +148,24 @@ def write(place: Path, found: dict[str, Any]) -> None:
         (place / f"ladder.{name}").write_text(text, encoding="utf-8")
 
 
-def show(screen: Screen, found: dict[str, Any], place: Path) -> None:
+def launch_config(found: dict[str, Any], machine: Hardware) -> str:
+    """An accelerate config with the precision of the best recipe, which no recipe holds; empty where it is
+    what a plain `finetune train` has."""
+    precision = found["stack"]["mixed_precision"]
+    if not precision or precision == hardware.default_precision(machine).value:
+        return ""
+    name = "cpu" if machine.device == "cpu" else "single_gpu"
+    shelf = shipped.folder("accelerate_configs") / f"{name}.yaml"
+    line = f'mixed_precision: "{precision}" # as it was measured'
+    return re.sub(r"(?m)^mixed_precision:.*$", line, shelf.read_text(encoding="utf-8"))
+
+
+def show(screen: Screen, found: dict[str, Any], place: Path, *, launched: bool) -> None:
     screen.table(f"the ladder of {found['recipe']}", header(found), cells(found))
     screen.table("what became of each rung", ("rung", "", "why"), reasons(found))
     screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
-    screen.say(f"next: finetune train {place}/best.yaml")
+    given = ["--accelerate", str(place / LAUNCH)] if launched else []
+    screen.say(f"next: {shlex.join(['finetune', 'train', str(place / 'best.yaml'), *given])}")
 
 
 def best(recipe: Recipe, found: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -290,7 +291,7 @@ def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], scre
         screen.say(
             f"rule: {won['rule']}", f"the table and the picture: {place}/compare.md, {place}/compare.svg"
         )
-        screen.say(f"next: finetune train {place}/winner.yaml")
+        screen.say(f"next: finetune train {shlex.quote(str(place / 'winner.yaml'))}")
 
 
 def recipe_of(recipe: Recipe, why: str) -> str:

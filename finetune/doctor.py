@@ -95,6 +95,9 @@ def _precision(machine: Hardware, given: dict[str, Any], base: hw.Choice) -> lis
     gpu, ampere = machine.device == "cuda", machine.capability >= (8, 0)
     launch = "mixed_precision in the accelerate config"
     bf16 = Optimisation("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
+    if not gpu:
+        why = "fp32 is the default on a CPU; a launch with mixed_precision: bf16 has it"
+        bf16 = Optimisation("bf16 autocast", launch, "off", why)
     tf32 = Optimisation("TF32", "train.tf32", "not possible", "no GPU with TF32", "sm_80")
     if gpu and ampere:
         bf16 = bf16._replace(state="active", why="the default where the GPU has it")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
-TAKEN = ("baseline", "aside", "ab")  # folders of results that are no rung's
+TAKEN = ("baseline", "aside", "ab", "recipe")  # folders of results that are no rung's
 
 
 class Measure(Section):

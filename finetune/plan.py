@@ -251,7 +251,8 @@ def at_once(
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length // by.sharing
     fused = plan_choices.fused(recipe, machine, base.value, by, full)
-    whole = flops(found, has, full) * tokens * batch.accumulation
+    each = rows.tokens if rows else length  # as in a run, which knows its rows
+    whole = flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
     compile = plan_choices.compiled(
         recipe, whole, steps, machine, by, dora=has.columns and has.rank > 0 and fused.value != "on"
     )
@@ -284,7 +285,7 @@ def at_once(
         found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
     )
     notes += [refused] if refused and refused not in notes else []
-    notes += plan_notes.of_machine(gone, machine.host_gib, processes)
+    notes += plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
     moved = sum(plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation))
     moved += plan_time.shared_rows(step, estimate.widths(found.config)) * step.passes
     choices = {"base": base, "attention": attention, "fused": fused}

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune import adapter_types, gpus, hardware, launch, plan, plan_launch, plan_notes, plan_rows
+from finetune import (
+    adapter_types,
+    gpus,
+    hardware,
+    launch,
+    launch_config,
+    plan,
+    plan_launch,
+    plan_notes,
+    plan_rows,
+)
 from finetune.data import render
-from finetune.errors import UserError
+from finetune.errors import Problem, UserError
 from finetune.recipe import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from finetune.hardware import Hardware
     from finetune.plan import Plan
@@ -52,19 +65,35 @@ def run(recipe: Recipe, overrides: list[str], screen: Screen, asked: Asked) -> t
     Raises:
         UserError: what the recipe or the command line has wrong, or a run would refuse.
     """
-    render.start()
+    # What takes as long as the renderer does to begin, beside which no CPU is to be timed
+    imported = "torch" in sys.modules
+    if not imported:
+        render.start()
     config = launch.find(asked.config) if asked.config else None
-    if config and not asked.gpu:  # the machine is this one
+    if config and asked.gpu:
+        on_gpus(config)
+    elif config:  # the machine is this one
         launch.check_device(config)
     by, count = plan_launch.of_config(config, asked.gpus) if config else (None, asked.gpus)
     if config and not asked.gpus and not asked.gpu and hardware.detect().device == "cpu":
-        count = None  # its one process
-    machine, processes = plan.planned_machine(asked.gpu, count)
-    rate = plan.cpu_rate(recipe) if machine.device == "cpu" else None
+        machine, processes = plan.planned_machine(None, None)[0], count or 1
+        machine = replace(machine, memory_gib=machine.memory_gib / processes)  # what one of them may take
+    else:
+        machine, processes = plan.planned_machine(asked.gpu, count)
+    rate = plan.cpu_rate(recipe) / processes if machine.device == "cpu" else None
+    if imported:
+        render.start()
     made = plan.make(recipe, machine, processes, rate, by)
     found = changes(recipe, overrides, made, rate, by)
     show(screen, recipe, made, found, asked.price)
     return made, found
+
+
+def on_gpus(config: Path) -> None:
+    """Refuse a config for the CPU where the plan is of a GPU (exit 2)."""
+    if launch_config.read(config).get("use_cpu") is True:
+        what, fix = "this launch is for the CPU, and a GPU is to be planned", "ddp_8; or without --gpu"
+        raise UserError(Problem(what, "--accelerate", str(config), found="use_cpu: true", fix=fix))
 
 
 def changes(
@@ -165,6 +194,8 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
         yield "speed.recompute=auto", BY_AUTO
     if now.choices["compile"].value == "off" and now.machine.device == "cuda":
         yield "speed.compile=true", f"about {plan.COMPILE_SECONDS} s more at the start"
+    if now.choices["compile"].value == "on":
+        yield "speed.compile=false", f"{plan.COMPILE_SECONDS} s less at the start"
     if speed.fused is False:
         yield "speed.fused=auto", "the same numbers"
     if speed.offload not in ("auto", "none"):

@@ -54,7 +54,7 @@ def of_recipe(
     return said
 
 
-def of_machine(gone: dict[str, float], room: float | None, processes: int) -> list[str]:
+def of_machine(gone: dict[str, float], room: float | None, processes: int, device: str) -> list[str]:
     """Of what leaves GPUs for the CPU's memory, beside what there may be of it; and of many GPUs.
 
     Args:
@@ -62,6 +62,9 @@ def of_machine(gone: dict[str, float], room: float | None, processes: int) -> li
         room: GiB that all of them may take; `None`: not known.
     """
     said = []
+    if device == "cpu":
+        what = "on a CPU a layer's products alone are timed: passes of few rows and packed ones take longer"
+        said.append(f"{what}, and each process holds about a GiB of libraries beside")
     if processes > IN_A_HOST:
         what = (
             f"{processes} GPUs are planned as on one host; between hosts the network is slower than the link"

@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 
     from finetune.batch import Batch
     from finetune.checkpoint import Found
+    from finetune.data.audit import Report
     from finetune.hardware import Setup
     from finetune.receipts import Ledger
     from finetune.recipe import Recipe
     from finetune.screen import Screen
-    from finetune.sections import Model, Speed, Train
+    from finetune.sections import Data, Model, Speed, Train
 
 AS_BEFORE = "as in the checkpoint's run"
 PROOF_TOKENS = 128  # of the row that proves documents apart
@@ -117,6 +118,11 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     each += 4 if launch.processes > 1 and not launch.splitter else 0
     each += estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
     return speed.Work(tokens, flops, sharded, launch_env.eager(), parts, awaited / 2**30, host / 2**30, each)
+
+
+def row_tokens(report: Report, data: Data) -> float:
+    """Tokens of a row to train on, on average, without padding; `finetune plan` estimates the same."""
+    return data.max_length if data.packing else min(data.max_length, report.tokens / max(1, report.kept))
 
 
 def search_batch(

@@ -128,7 +128,8 @@ def _run(
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
     tokens = batch.per_device * recipe.data.max_length // setup.launch.sharing
     flops = speed.flops_per_token(adapted)
-    work = stages.work_of(adapted, recipe, setup, tokens, flops * tokens * batch.accumulation * steps)
+    trained = stages.row_tokens(data_report["train"], recipe.data) * batch.per_device / setup.launch.sharing
+    work = stages.work_of(adapted, recipe, setup, tokens, flops * trained * batch.accumulation * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)

@@ -101,7 +101,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     maximize, name = recipe.eval.best != "loss", asked.folder.name
     with storage.opened(asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)) as study:
-        hold(study, asked.folder, tune_space.identity(recipe, found.space))
+        hold(study, asked.folder, tune_space.identity(recipe, found.space, found.content))
         deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
         job = Job(asked, recipe, found.space, found, study, screen, deadline, Told())
         screen.say(*[f"note: {note}" for note in found.notes])
@@ -129,10 +129,16 @@ def problems(content: dict[str, Any]) -> list[Problem]:
 
 def prepare(asked: Asked) -> tuple[Recipe, tune_check.Looked]:
     """Recipe and space, checked to the corners; what needs torch is done by a process that ends."""
-    recipe, space = load_recipe(asked.path, asked.overrides), tune_space.read(asked.space)
+    recipe, (space, wrong) = load_recipe(asked.path, asked.overrides), tune_space.parse(asked.space)
     tune_check.comparable(recipe)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return recipe, pool.submit(_look, asked.path, asked.overrides, space).result()
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(_look, asked.path, asked.overrides, space).result()
+    except UserError as error:
+        raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
+    if wrong:
+        raise UserError(*wrong)
+    return recipe, found
 
 
 def _look(path: str, overrides: list[str], space: Space) -> tune_check.Looked:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import check
 from finetune import recipe as recipes
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.tune_space import TYPE, has_key, multiplied, overrides, own_value, text_of
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ class Looked(NamedTuple):
     """What SFTConfig has for the space's keys."""
     rows: int | None
     """Of the training data; `None`: they are streamed."""
+    content: str = ""
+    """Digest of the rows, those held out among them; empty: they are streamed."""
 
 
 def look(path: str, given: list[str], space: Space) -> Looked:
@@ -57,10 +61,10 @@ def look(path: str, given: list[str], space: Space) -> Looked:
         if changing:
             what, fix = f"{', '.join(changing)} would change the number of steps", "train.max_steps"
             raise UserError(Problem(what, where=str(space.path), fix=f"a recipe that says {fix}"))
-    rows = rows_of(recipe)
+    rows, content = rows_of(recipe)
     left = dataclasses.replace(space, parameters=kept)
     silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
-    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows)
+    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows, content)
 
 
 def comparable(recipe: Recipe) -> None:
@@ -86,9 +90,14 @@ def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[s
     problems: dict[str, Problem] = {}
     lacking: dict[str, dict[str, str]] = {}
     for key, one in space.parameters.items():
+        of_key = space.where.get(("space", key), "")
+        if one.times is not None and not isinstance(own_value(recipe, one.times), int | float):
+            what, fix = f"{one.times} has no number in the recipe to be multiplied", _likely(one.times)
+            problem = Problem(what, key, space.where.get(("space", key, "times"), of_key), fix=fix)
+            problems[str(problem)] = problem
+            continue
         for value, part in one.corners:
             found = _try(path, given, recipe, space, key, value)
-            of_key = space.where.get(("space", key), "")
             at = space.where.get(("space", key, *part), of_key)
             if found and found.code == Exit.ENVIRONMENT and one.choices is not None:
                 lacking.setdefault(key, {})[text_of(value)] = "; ".join(p.what for p in found.problems)
@@ -99,12 +108,13 @@ def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[s
     return lacking
 
 
-def rows_of(recipe: Recipe) -> int | None:
-    """Rows to train on, which also fills the cache for all trials; `None`: they are streamed."""
+def rows_of(recipe: Recipe) -> tuple[int | None, str]:
+    """How many rows there are to train on, and a digest of all rows, which fills the cache for all trials;
+    `None`: they are streamed."""
     if recipe.data.streaming:
-        return None
-    train: Any = check.prepare_data(recipe)[1].train
-    return len(train)
+        return None, ""
+    prepared: Any = check.prepare_data(recipe)[1]
+    return len(prepared.train), sha256(json.dumps(prepared.content).encode()).hexdigest()[:16]
 
 
 def unsaid(keys: Iterable[str]) -> dict[str, Any]:
@@ -127,9 +137,6 @@ def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, va
         [] if key == TYPE or TYPE not in space.parameters or not kinds else [f"{TYPE}={kinds[0]}"]
     )
     one = space.parameters[key]
-    if one.times is not None and not isinstance(own_value(recipe, one.times), int | float):
-        what = f"{one.times} has no number in the recipe to be multiplied"
-        return UserError(Problem(what, key, fix=f"state {one.times} in the recipe"))
     try:
         value = multiplied(key, value, one, {}, recipe)
         tried = recipes.load(path, [*given, *asked, *overrides({key: value})])
@@ -139,6 +146,15 @@ def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, va
     except UserError as error:
         return error
     return None
+
+
+def _likely(key: str) -> str:
+    """What to do about a key that has no value: it is not set, or mistyped."""
+    of = recipes.known_keys().items()  # `adapter.lora` -> its keys
+    known = sorted({f"{section.partition('.')[0]}.{name}" for section, names in of for name in names})
+    if key in known:
+        return f"state {key} in the recipe"
+    return nearest(key, known) or f"state {key} in the recipe"
 
 
 def _has(kind: Any, key: str) -> bool:

@@ -60,7 +60,7 @@ def export(options: argparse.Namespace, path: Path, target: Path) -> None:
     tune_check.comparable(recipe)
     lacking = tune_check.corners(options.recipe, options.overrides, recipe, space)
     counted = recipe.eval.every is None and recipe.train.max_steps is None
-    rows = tune_check.rows_of(recipe) if counted else None
+    rows = tune_check.rows_of(recipe)[0] if counted else None
     text, notes = sweep.sweep(space, recipe, options.recipe, options.overrides, rows)
     notes += [f"{key}: not here: {one}: {why}" for key, gone in lacking.items() for one, why in gone.items()]
     with writing(target):

@@ -219,9 +219,12 @@ def counted(content: dict[str, Any]) -> str:
 
 
 def next_step(asked: Asked, content: dict[str, Any]) -> str:
-    more = ["finetune", "tune", asked.path, *asked.overrides, "--output", str(asked.folder)]
+    """The best recipe, or the same search again; without the storage's URL, which may hold a password."""
+    more = ["finetune", "tune", asked.path, *asked.overrides, "--space", str(asked.space)]
+    more += ["--output", str(asked.folder)]
+    more += ["--accelerate", asked.accelerate] if asked.accelerate else []
     if content["best"] is None:
-        return shlex.join(more)
+        return shlex.join(more + ["--final"] * asked.final)
     return shlex.join(["finetune", "train", str(asked.folder / BEST)])
 
 

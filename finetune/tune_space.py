@@ -99,7 +99,19 @@ def read(path: Path) -> Space:
     """Read a space.
 
     Raises:
-        UserError: with every problem found, each with its place (exit 2).
+        UserError: as `parse`, and with every problem that it found (exit 2).
+    """
+    space, problems = parse(path)
+    if problems:
+        raise UserError(*problems)
+    return space
+
+
+def parse(path: Path) -> tuple[Space, list[Problem]]:
+    """A space as far as it can be read, and every problem found, each with its place.
+
+    Raises:
+        UserError: no file, or nothing in it that is a space (exit 2).
     """
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the space"), str(path))
@@ -125,9 +137,7 @@ def read(path: Path) -> Space:
         if found:
             parameters[key] = found
             problems += _parameter_problems(key, found, raw["space"], where)
-    if problems or search is None:
-        raise UserError(*problems)
-    return Space(path, search, _ordered(parameters), where)
+    return Space(path, search or Search(), _ordered(parameters), where), problems
 
 
 def _validated(
@@ -295,9 +305,9 @@ def values_of(recipe: Recipe) -> dict[str, str]:
     return {key: str(value).rpartition("/")[2] for key, value in found.items()}
 
 
-def identity(recipe: Recipe, space: Space) -> dict[str, str]:
-    """What all workers of a study must have in common."""
-    found = values_of(recipe)
+def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
+    """What all workers of a study must have in common; `content`: a digest of the rows."""
+    found = values_of(recipe) | ({"rows of the data": content} if content else {})
     for key, one in space.parameters.items():
         found[f"space.{key}"] = text_of(one.model_dump(exclude_defaults=True))
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}

@@ -18,7 +18,8 @@ import psutil
 import pytest
 from conftest import QUICKSTART, ROOT, module_of
 
-from finetune import ab_test, cli, ladder, measured, plots, recipe
+from finetune import ab_test, ablate_table, cli, ladder, launch_config, measured, plots, recipe
+from finetune.hardware import Hardware
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -139,6 +140,17 @@ def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed,
     assert re.search(r"recompute: .*ladder: no_recompute, (kept|dropped)", text)
     assert re.search(r"max_length: 256 .*ladder: broken, error", text)
     assert recipe.load(best).model.attention == "auto", "no rung was about it"
+
+
+def test_the_launch_of_what_was_kept_is_written_where_a_plain_run_has_another_precision(tmp_path) -> None:
+    cpu, ampere = (Hardware(kind, kind, 1, (8, 0), 24.0, 8) for kind in ("cpu", "cuda"))
+    for machine, precision, other in ((cpu, "bf16", "no"), (ampere, "no", "bf16")):
+        stack = {"stack": {"mixed_precision": precision}}
+        assert ablate_table.launch_config({"stack": {"mixed_precision": other}}, machine) == ""
+        file = tmp_path / f"{machine.name}.yaml"
+        file.write_text(ablate_table.launch_config(stack, machine))
+        launch_config.check(file)
+        assert launch_config.read(file)["mixed_precision"] == precision
 
 
 def marks(folder: Path) -> dict[Path, str]:

@@ -46,6 +46,7 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
         ("baseline: {}\nrungs: [{name: ../../evil, kind: b, what: c}]", [":2:10", "[a-z0-9_]+"]),
         ("baseline: {}\nrungs: [{name: a, kind: a/b, what: c}]", [":2:19", "[a-z]+"]),
         ("baseline: {}\nrungs: [{name: a, kind: baseline, what: c}]", [":2:19", "other results"]),
+        ("baseline: {}\nrungs: [{name: a, kind: recipe, what: c}]", [":2:19", "other results"]),
         ("baseline: {set: {train.optmi: x}}\nrungs: []", [":1:18", "train.optmi", "optim\n"]),
         (
             "baseline: {}\nrungs: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
@@ -69,6 +70,19 @@ def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, 
     assert cli.main([*words, "--output", str(tmp_path / "results")]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in said), error
+
+
+def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    (tmp_path / "ladder.yaml").write_text(
+        "baseline: {set: {model.attention: flash_attention_2}}\nrungs: [{name: a, kind: b, what: c}]"
+    )
+    words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
+    assert cli.main([*words, "--output", str(tmp_path / "results")]) == 3
+    error = capsys.readouterr().err
+    assert "ladder.yaml:1:18" in error and "flash_attention_2" in error
 
 
 def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:

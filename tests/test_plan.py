@@ -27,10 +27,12 @@ from finetune import (
     plan_memory,
     plan_time,
     recipe,
+    stages,
 )
+from finetune.data.audit import Report
 from finetune.errors import UserError
 from finetune.receipts import Ledger
-from finetune.sections import Model
+from finetune.sections import Data, Model
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +230,26 @@ def test_an_accelerate_config_says_how_it_is_divided(
     share = plan_launch.share(found, processes, 1.0, 1.0)
     assert (share.weights, share.states) == halves
     assert share.gathered == share.outside == (halves[0] > 1)
+
+
+def test_compiling_is_planned_for_the_tokens_that_rows_have(large) -> None:
+    """Short rows make a short run of it, in a plan and in a run."""
+    words, rows = " ".join(["word"] * 40), large.parent / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": words}) for _ in range(4000)) + "\n")
+    given = ("train.max_steps=200", "data.max_length=4096")
+    assert planned(large, *given, gpu="h200").choices["compile"].value == "off"
+    rows.write_text("\n".join(json.dumps({"text": " ".join([words] * 100)}) for _ in range(100)) + "\n")
+    assert planned(large, *given, gpu="h200").choices["compile"].value == "on"
+    data = Data(name="d", max_length=4096)
+    assert stages.row_tokens(Report(tokens=500, kept=10), data) == 50
+    assert stages.row_tokens(Report(tokens=500, kept=10), data.model_copy(update={"packing": True})) == 4096
+
+
+def test_a_launch_for_cpus_is_planned_on_one(capsys) -> None:
+    assert cli.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2"]) == 0
+    assert "4 at once, 1 passes, 2 processes" in capsys.readouterr().out
+    assert cli.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2", "--gpu", "h200"]) == 2
+    assert "this launch is for the CPU" in capsys.readouterr().err
 
 
 def test_a_launch_that_is_not_planned_is_refused(large, capsys) -> None:

@@ -123,6 +123,8 @@ def test_a_study_is_not_gone_on_with_by_another_recipe(study) -> None:
         tune.hold(begun, study, own)
         with pytest.raises(UserError) as raised:
             tune.hold(begun, study, own | {"train.max_steps": "5"})
+        with pytest.raises(UserError, match="another rows of the data"):
+            tune.hold(begun, study, own | {"rows of the data": "0" * len(own["rows of the data"])})
     said = str(raised.value)
     assert "was begun with another train.max_steps" in said and raised.value.code == Exit.INPUT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import optuna
@@ -13,8 +14,6 @@ from finetune import cli, recipe, strict_yaml, sweep, tune_check, tune_space
 from finetune.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from finetune.tune_space import Space
 
 
@@ -93,6 +92,46 @@ def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> No
     for place, what in ((":3:34", "lora"), (":4:15", ">= 1"), (":5:50", "q_proj"), (":6:3", "learning_rate")):
         assert any(f"space.yaml{place}" in line for line in text.splitlines()) and what in text, text
     assert ":7:" in text and "a whole number" in text
+
+
+def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> None:
+    made = space(tmp_path, "space:\n  adapter.lora_alpha: {choices: [1, 2], times: adapter.rr}\n")
+    with pytest.raises(UserError) as raised:
+        tune_check.corners(str(QUICKSTART), [], recipe.load(QUICKSTART), made)
+    (problem,) = raised.value.problems
+    assert ":2:41" in problem.where and problem.fix == "adapter.r"
+
+
+def test_mistakes_of_the_file_and_of_its_values_are_said_together(tmp_path, capsys) -> None:
+    (tmp_path / "space.yaml").write_text(
+        "space:\n  adapter.r: {low: 8, high: 4}\n  train.learning_rat: {low: 1, high: 2}\n"
+        "  train.optim: {choices: [adamw_torch, nosuch]}\n"
+    )
+    words = [
+        "tune",
+        str(QUICKSTART),
+        "--space",
+        str(tmp_path / "space.yaml"),
+        "--output",
+        str(tmp_path / "s"),
+    ]
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert (
+        "low must be below high" in error and "train.learning_rat: unknown key" in error and "nosuch" in error
+    )
+
+
+def test_rows_are_known_by_their_content(small, tmp_path) -> None:
+    rows = Path(small[0].partition("=")[2])
+    for name, text in (("same", rows.read_text()), ("other", rows.read_text().replace("euros", "francs"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / rows.name).write_text(text)
+    names = [rows, *(tmp_path / name / rows.name for name in ("same", "other"))]
+    one, same, other = (
+        tune_check.rows_of(recipe.load(QUICKSTART, [small[1], f"data.name={name}"])) for name in names
+    )
+    assert one == same and one[0] == 96 and other[1] != one[1]
 
 
 def test_what_this_machine_cannot_run_is_left_out_with_its_reason(small, tmp_path) -> None:
