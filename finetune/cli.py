@@ -53,10 +53,10 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
             raise
         return failed("\n".join(map(str, error.problems)), error.code)
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(RANK_0_FIRST)  # the launcher ends it as soon as this one has
-            return Exit.STOPPED
-        print(stopped, file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr)
+        else:
+            time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
         return Exit.STOPPED
     except RuntimeError as error:
         said = launch_env.lost(error)
@@ -136,9 +136,11 @@ def rehearse(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> N
     view.summary(screen, checks.prepare_data(recipe)[1])
     asked = plan_changes.Asked(None, None, None, options.accelerate)
     plan_changes.run(recipe, options.overrides, screen, asked)
-    launched = ["--accelerate", options.accelerate] if options.accelerate else []
-    again = shlex.join(["finetune", *arguments.train_again(options), *launched])
-    screen.say("", f"dry run: nothing was trained; next: {again}")
+    again = [
+        *arguments.train_again(options),
+        *(["--accelerate", options.accelerate] * bool(options.accelerate)),
+    ]
+    screen.say("", f"dry run: nothing was trained; next: {shlex.join(['finetune', *again])}")
 
 
 def check(options: argparse.Namespace) -> None:
