@@ -136,11 +136,9 @@ def rehearse(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> N
     view.summary(screen, checks.prepare_data(recipe)[1])
     asked = plan_changes.Asked(None, None, None, options.accelerate)
     plan_changes.run(recipe, options.overrides, screen, asked)
-    again = [
-        *arguments.train_again(options),
-        *(["--accelerate", options.accelerate] * bool(options.accelerate)),
-    ]
-    screen.say("", f"dry run: nothing was trained; next: {shlex.join(['finetune', *again])}")
+    launched = ["--accelerate", options.accelerate] if options.accelerate else []
+    again = shlex.join(["finetune", *arguments.train_again(options), *launched])
+    screen.say("", f"dry run: nothing was trained; next: {again}")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -271,8 +269,7 @@ def merge(options: argparse.Namespace) -> None:
     from finetune import merge as merging
 
     given = {"dtype": options.dtype, "quantized": options.quantize, "output": options.output}
-    report = merging.run(run.path, options.overrides, **given)
-    merging.show(Screen(quiet=options.quiet), report)
+    merging.show(Screen(quiet=options.quiet), merging.run(run.path, options.overrides, **given))
 
 
 def publish(options: argparse.Namespace) -> None:
@@ -280,8 +277,7 @@ def publish(options: argparse.Namespace) -> None:
     from finetune import publish as publishing
     from finetune.screen import Screen
 
-    overrides = list(options.overrides)
-    overrides += [f"publish.repo={json.dumps(options.repo)}"] if options.repo else []
+    overrides = [*options.overrides, *[f"publish.repo={json.dumps(options.repo)}"] * bool(options.repo)]
     overrides += ["publish.private=false"] if options.public else []
     screen, asked = Screen(quiet=options.quiet), {"merged": options.merged, "dry_run": options.dry_run}
     publishing.run(opened(options).path, screen, overrides, **asked)
