@@ -134,11 +134,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
     best = load_recipe(asked.path, [*asked.overrides, *ladder.overrides(best_values(bench, rows, variant))])
     (place / "best.yaml").write_text(ablate_table.best(best, found), encoding="utf-8")
-    launched = ablate_table.launch_config(found, bench.machine)
-    if launched:
-        (place / ablate_table.LAUNCH).write_text(launched, encoding="utf-8")
-    ablate_table.write(place, found)
-    ablate_table.show(bench.screen, found, place, launched=bool(launched))
+    ablate_table.write(place, found, bench.machine)
+    ablate_table.show(bench.screen, found, place)
     return found
 
 
@@ -146,9 +143,8 @@ def check_baseline(asked: Asked, steps: Ladder) -> None:
     """What `finetune check` says of the baseline, before anything runs; of the ladder's values, where."""
     overrides = ladder.overrides(steps.baseline.set)
     try:
-        baseline = load_recipe(asked.path, [*asked.overrides, *overrides])
-        check.run(baseline)
-        check.setup_of(baseline)
+        for look in (check.run, check.setup_of):
+            look(load_recipe(asked.path, [*asked.overrides, *overrides]))
     except UserError as error:
         places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}
         found = [replace(one, where=places.get(one.key, one.where)) for one in error.problems]

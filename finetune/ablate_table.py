@@ -142,8 +142,11 @@ def page(found: dict[str, Any]) -> str:
     )
 
 
-def write(place: Path, found: dict[str, Any]) -> None:
-    """ladder.md, ladder.svg and ladder.html beside ladder.json."""
+def write(place: Path, found: dict[str, Any], machine: Hardware) -> None:
+    """ladder.md, ladder.svg and ladder.html beside ladder.json; best.yaml's launch, if it has one."""
+    (place / LAUNCH).unlink(missing_ok=True)
+    if launched := launch_config(found, machine):
+        (place / LAUNCH).write_text(launched, encoding="utf-8")
     for name, text in (("md", markdown(found)), ("svg", picture(found)), ("html", page(found))):
         (place / f"ladder.{name}").write_text(text, encoding="utf-8")
 
@@ -160,11 +163,11 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
     return re.sub(r"(?m)^mixed_precision:.*$", line, shelf.read_text(encoding="utf-8"))
 
 
-def show(screen: Screen, found: dict[str, Any], place: Path, *, launched: bool) -> None:
+def show(screen: Screen, found: dict[str, Any], place: Path) -> None:
     screen.table(f"the ladder of {found['recipe']}", header(found), cells(found))
     screen.table("what became of each rung", ("rung", "", "why"), reasons(found))
     screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
-    given = ["--accelerate", str(place / LAUNCH)] if launched else []
+    given = ["--accelerate", str(place / LAUNCH)] if (place / LAUNCH).exists() else []
     screen.say(f"next: {shlex.join(['finetune', 'train', str(place / 'best.yaml'), *given])}")
 
 

@@ -31,9 +31,7 @@ TE_TAKES = {
     "AMAX_COMPUTE_ALGO": ("max",),
     "FORMAT": ("HYBRID", "E4M3"),
     "INTERVAL": ("1",),
-    "OVERRIDE_FPROP": ("False",),
-    "OVERRIDE_DGRAD": ("False",),
-    "OVERRIDE_WGRAD": ("False",),
+    **{f"OVERRIDE_{name}": ("False",) for name in ("FPROP", "DGRAD", "WGRAD")},
 }
 TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
 # Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
@@ -199,6 +197,7 @@ def lost(error: BaseException) -> str:
     if int(said("WORLD_SIZE", "1")) < 2 or not _LOST.search(text):
         return ""
     fix = f"what the first process that failed said; {TIMEOUT} is how long one waits ({timeout_seconds()} s)"
+    fix += "; GLOO_SOCKET_IFNAME names the network between machines" if "[127." in text else ""
     return str(Problem(GONE, found=text[:200], fix=fix))
 
 
@@ -209,17 +208,10 @@ def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Spee
         kind: `adapter.type`.
     """
     found = [*_started(machine), *_sharding(machine, kind, speed), *_parallelism(model, data)]
-    return found + (_fp8(fp8(), kind, speed) if fp8().kind else []) + list(_te_rows(data))
+    return found + (_fp8(fp8(), kind, speed, data) if fp8().kind else [])
 
 
-def _te_rows(data: Data) -> Iterator[Problem]:
-    if fp8().kind == "TE" and data.streaming and (data.packing or data.padding_free):
-        what = f"fp8_config.backend: TE of the {CONFIG} multiplies {TE_TOKENS} tokens or a multiple, and "
-        what += "streamed rows that stand end to end are of any length"
-        yield Problem(what, "data.streaming", found="true", fix="streaming: false")
-
-
-def _fp8(asked: Fp8, kind: str, speed: Speed) -> list[Problem]:
+def _fp8(asked: Fp8, kind: str, speed: Speed, data: Data) -> list[Problem]:
     """fp8 is the launch's, the base's storage the recipe's: they must mean the same."""
     if asked.kind not in (FROZEN, *BACKENDS):
         fix = (
@@ -243,10 +235,10 @@ def _fp8(asked: Fp8, kind: str, speed: Speed) -> list[Problem]:
             fix = "adapter.type: lora, or mixed_precision: bf16"
             return [Problem(what, "adapter.type", found=kind, fix=fix)]
         return []
-    return _by_accelerate(asked.kind, kind, speed)
+    return _by_accelerate(asked.kind, kind, speed, data)
 
 
-def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
+def _by_accelerate(backend: str, kind: str, speed: Speed, data: Data) -> list[Problem]:
     """Accelerate's own fp8 is for training every weight."""
     found: list[Problem] = []
     if kind != "full":
@@ -264,11 +256,16 @@ def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
     if backend == "TE" and speed.compile not in ("auto", False):
         what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
         found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
-    again = speed.offload in ("activations", "all") or speed.recompute not in ("auto", "none", "cheap")
-    if backend == "TE" and again:
-        key = "offload" if speed.offload in ("activations", "all") else "recompute"
+    if backend == "TE" and data.streaming and (data.packing or data.padding_free):
+        what = f"fp8_config.backend: TE of the {CONFIG} multiplies {TE_TOKENS} tokens or a multiple, and "
+        what += "streamed rows that stand end to end are of any length"
+        found.append(Problem(what, "data.streaming", found="true", fix="streaming: false"))
+    again = {"offload": ("auto", "none", "optimizer"), "recompute": ("auto", "none", "cheap")}
+    for name in [
+        name for name, once in again.items() if backend == "TE" and getattr(speed, name) not in once
+    ]:
         what = f"fp8_config.backend: TE of the {CONFIG} is in force in forward alone: {ONCE}"
-        found.append(Problem(what, f"speed.{key}", found=str(getattr(speed, key)), fix=f"{key}: auto"))
+        found.append(Problem(what, f"speed.{name}", found=str(getattr(speed, name)), fix=f"{name}: auto"))
     if backend == "TE" and on("ACCELERATE_USE_FSDP"):
         what = f"fp8_config.backend: TE of the {CONFIG} is served with whole weights, and FSDP splits them"
         fix = "accelerate_configs/8xh100_fp8_te.yaml, or fp8_config.backend: AO"
@@ -279,9 +276,8 @@ def _by_accelerate(backend: str, kind: str, speed: Speed) -> list[Problem]:
             what = f"fp8_config of the {CONFIG}: {name.lower()} does not reach TransformerEngine, or ends it"
             expected = f"{' or '.join(takes)}; Accelerate's default of amax_compute_algo is another"
             found.append(Problem(what, found=asked, expected=expected, fix=f"{name.lower()}: {takes[0]}"))
-    gathers = on("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER") or not said(
-        "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
-    )
+    option = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
+    gathers = on(option) or not said(option)
     if backend == "AO" and gathers and not on("ACCELERATE_USE_FSDP"):
         what = (
             f"enable_fsdp_float8_all_gather of the {CONFIG} puts new parameters in place of those that the "
@@ -397,14 +393,9 @@ def _deepspeed(machine: Hardware, stored: str) -> Iterator[Problem]:
 def _parallelism(model: Model, data: Data) -> list[Problem]:
     """Sequences and layers shared between processes."""
     found: list[Problem] = []
-    for size, name, why in (
-        ("TP", "tp_size", "PEFT's adapters hold whole rows of layers that tensor parallelism cuts"),
-        (
-            "SP",
-            "sp_size",
-            "DeepSpeed's sequence parallelism takes a loss of its own, and this project's is others",
-        ),
-    ):
+    cut = "PEFT's adapters hold whole rows of layers that tensor parallelism cuts"
+    lost = "DeepSpeed's sequence parallelism takes a loss of its own, and this project's is others"
+    for size, name, why in (("TP", "tp_size", cut), ("SP", "sp_size", lost)):
         if parallel(size) > 1:
             fix = "accelerate_configs/fsdp2_8.yaml; for long sequences context_parallel_4.yaml"
             what = f"parallelism_config_{name} of the {CONFIG}: {why}"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from finetune.receipts import Ledger
     from finetune.recipe import Recipe
     from finetune.screen import Screen
-    from finetune.sections import Data, Model, Speed, Train
+    from finetune.sections import Model, Speed, Train
 
 AS_BEFORE = "as in the checkpoint's run"
 PROOF_TOKENS = 128  # of the row that proves documents apart
@@ -120,9 +120,14 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     return speed.Work(tokens, flops, sharded, launch_env.eager(), parts, awaited / 2**30, host / 2**30, each)
 
 
-def row_tokens(report: Report, data: Data) -> float:
-    """Tokens of a row to train on, on average, without padding; `finetune plan` estimates the same."""
-    return data.max_length if data.packing else min(data.max_length, report.tokens / max(1, report.kept))
+def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:
+    """Tokens of a process: of a forward pass, at most; of a step on average, without padding."""
+    most, data = recipe.data.max_length, recipe.data
+    row = (
+        most if data.packing else min(most, report.tokens / max(1, report.kept))
+    )  # as `finetune plan` has it
+    at_once = batch.per_device / setup.launch.sharing
+    return int(at_once * most), at_once * row * batch.accumulation
 
 
 def search_batch(

@@ -122,14 +122,14 @@ def _run(
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     contract = contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
-    ranks.agree({name: str(fact) for name, fact in contract["facts"].items() if name != "hardware"})
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
-    tokens = batch.per_device * recipe.data.max_length // setup.launch.sharing
-    flops = speed.flops_per_token(adapted)
-    trained = stages.row_tokens(data_report["train"], recipe.data) * batch.per_device / setup.launch.sharing
-    work = stages.work_of(adapted, recipe, setup, tokens, flops * trained * batch.accumulation * steps)
+    flops, tokens = (
+        speed.flops_per_token(adapted),
+        stages.tokens_of(recipe, setup, batch, data_report["train"]),
+    )
+    work = stages.work_of(adapted, recipe, setup, tokens[0], flops * tokens[1] * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
@@ -306,13 +306,15 @@ def contract_of(
     prepared: Prepared,
     arguments: SFTConfig,
 ) -> dict[str, Any]:
-    """What a run that goes on from a checkpoint of this one must have in common with it."""
+    """What a run that goes on from a checkpoint of this one must have in common with it; so must ranks."""
     counts = {"steps": steps, "rows": prepared.report["train"].kept, **batch._asdict()}
     if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen
         counts = {name: counts[name] for name in ("steps", "rows", "effective")}
     if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
         counts["train.dataloader_num_workers"] = arguments.dataloader_num_workers
-    return resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content)
+    made = resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content)
+    ranks.agree({name: str(fact) for name, fact in made["facts"].items() if name != "hardware"})
+    return made
 
 
 def find_checkpoint(

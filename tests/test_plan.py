@@ -15,6 +15,7 @@ from conftest import MODEL, QUICKSTART, ROOT, in_four_bits, module_of, planned
 from finetune import (
     adapters,
     architecture,
+    check,
     cli,
     estimate,
     gpus,
@@ -29,10 +30,11 @@ from finetune import (
     recipe,
     stages,
 )
+from finetune.batch import Batch
 from finetune.data.audit import Report
 from finetune.errors import UserError
 from finetune.receipts import Ledger
-from finetune.sections import Data, Model
+from finetune.sections import Model
 
 
 @pytest.fixture(autouse=True)
@@ -240,9 +242,10 @@ def test_compiling_is_planned_for_the_tokens_that_rows_have(large) -> None:
     assert planned(large, *given, gpu="h200").choices["compile"].value == "off"
     rows.write_text("\n".join(json.dumps({"text": " ".join([words] * 100)}) for _ in range(100)) + "\n")
     assert planned(large, *given, gpu="h200").choices["compile"].value == "on"
-    data = Data(name="d", max_length=4096)
-    assert stages.row_tokens(Report(tokens=500, kept=10), data) == 50
-    assert stages.row_tokens(Report(tokens=500, kept=10), data.model_copy(update={"packing": True})) == 4096
+    setup, report = check.setup_of(recipe.load(QUICKSTART)), Report(tokens=500, kept=10)
+    for packing, tokens in (("false", 50), ("true", 256)):
+        loaded = recipe.load(QUICKSTART, [f"data.packing={packing}"])
+        assert stages.tokens_of(loaded, setup, Batch(16, 4, 4), report) == (4 * 256, 4 * 4 * tokens)
 
 
 def test_a_launch_for_cpus_is_planned_on_one(capsys) -> None:
