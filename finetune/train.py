@@ -93,6 +93,7 @@ def run(
     if resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
         Screen(quiet=quiet).say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
+    quieten_libraries()
     claimed = claim.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop:
         try:
@@ -107,7 +108,6 @@ def run(
 def _run(
     recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
 ) -> RunFolder:
-    quieten_libraries()
     flat = recipe.data.packing or recipe.data.padding_free
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
@@ -125,11 +125,9 @@ def _run(
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
-    flops, tokens = (
-        speed.flops_per_token(adapted),
-        stages.tokens_of(recipe, setup, batch, data_report["train"]),
-    )
-    work = stages.work_of(adapted, recipe, setup, tokens[0], flops * tokens[1] * steps)
+    flops = speed.flops_per_token(adapted)
+    most, whole = stages.tokens_of(recipe, setup, batch, data_report["train"])
+    work = stages.work_of(adapted, recipe, setup, most, flops * whole * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
