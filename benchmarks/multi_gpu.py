@@ -70,6 +70,7 @@ ROWS = {
     "70b-fp8": Row("8xh100_fp8", LARGE, "70b-fp8", 8192, 1),
     "70b-bf16-fsdp2": Row("fsdp2_8", (ATTENTION, "speed.recompute=all"), "70b-bf16", 8192, 1),
     "lora-bf16-fsdp2": Row("fsdp2_8", ("speed.base=bf16",)),
+    "lora-bf16-fsdp2-compiled": Row("fsdp2_8", ("speed.base=bf16", "speed.compile=true")),
     "lora-fp8-fsdp2": Row("fsdp2_8_quantised", ("speed.base=fp8",)),
     "qlora-fsdp2": Row("fsdp2_8_quantised", ("adapter.type=qlora",)),
     "lora-bf16-zero2": Row("zero2_8", ("speed.base=bf16",)),

@@ -129,6 +129,29 @@ def test_other_adapters_train_what_one_process_does(
     assert losses(folder) == pytest.approx(losses(alone), rel=2e-6)
 
 
+def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
+    """Asked for, for `auto` compiles none until it is measured on GPUs."""
+    given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]
+    given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]
+    launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    words = [
+        "train",
+        str(QUICKSTART),
+        *small,
+        *given,
+        "train.warmup_steps=0",
+        "eval.general=false",
+        "--quiet",
+    ]
+    words += ["speed.compile=true", f"train.output_dir={tmp_path / 'two'}"]
+    two_ranks.run(one_rank, words, **launch)
+    folder, alone = RunFolder(tmp_path / "two"), train(*given)
+    found = json.loads((folder.path / "receipts.json").read_text())
+    assert all(one["ok"] for one in found) and "split by FSDP" in {one["option"] for one in found}
+    assert any(one["got"].startswith("0 graph breaks") for one in found)
+    assert losses(folder) == pytest.approx(losses(alone), rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_bit_for_bit(kind: str, runs: Path) -> None:
     whole, again = RunFolder(runs / kind), RunFolder(runs / f"{kind}-again")
