@@ -41,7 +41,7 @@ def timeout() -> datetime.timedelta:
 def start(device: str) -> None:
     """Join the processes of a launch on CPUs: the Trainer gives its `ddp_timeout` to those on GPUs alone."""
     name_interface()
-    if device == "cpu":
+    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         joined(device)
 
 

@@ -122,10 +122,9 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
 
 def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:
     """Tokens of a process: of a forward pass, at most; of a step on average, without padding."""
-    most, data = recipe.data.max_length, recipe.data
-    row = (
-        most if data.packing else min(most, report.tokens / max(1, report.kept))
-    )  # as `finetune plan` has it
+    data, most = recipe.data, recipe.data.max_length
+    full = data.packing or data.streaming  # as `finetune plan` takes them
+    row = most if full else min(most, report.tokens / max(1, report.kept))
     at_once = batch.per_device / setup.launch.sharing
     return int(at_once * most), at_once * row * batch.accumulation
 
