@@ -12,7 +12,18 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, module_of
 
-from finetune import ablate_table, check, cli, ladder, measured, recipe, stages, train, tune_space
+from finetune import (
+    ablate_table,
+    check,
+    cli,
+    hardware,
+    ladder,
+    measured,
+    recipe,
+    stages,
+    train,
+    tune_space,
+)
 from finetune.batch import split_batch
 from finetune.errors import UserError
 from finetune.receipts import Ledger
@@ -200,7 +211,7 @@ def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:
     measured_there = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text())
     made = {**measured_there, "command": f"finetune ablate {tmp_path}/8b.yaml"}
     (place / "ladder.json").write_text(json.dumps(made))
-    ablate_table.write(place, made)
+    ablate_table.write(place, made, hardware.detect())
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(script, "HERE", tmp_path / "benchmarks")
     script.publish(made, place, f"python benchmarks/ladder.py --work {tmp_path}/work")
