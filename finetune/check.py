@@ -70,7 +70,7 @@ def run(recipe: Recipe) -> list[str]:
     problems += [graphs] if graphs else []
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
-    return [*notes, *advice(recipe)]
+    return [*notes, *advice(recipe), *rounded(recipe)]
 
 
 def setup_of(recipe: Recipe) -> Setup:
@@ -161,17 +161,20 @@ def against_fp8(recipe: Recipe, config: Any = None) -> str:
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """What is worth knowing of the adapter as the recipe and the launch have it."""
+    """What is worth knowing of the adapter as the recipe has it."""
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
-    notes = adapter_types.advice(kind, rate, recipe.adapter.options())
+    return adapter_types.advice(kind, rate, recipe.adapter.options())
+
+
+def rounded(recipe: Recipe) -> list[str]:
+    """What is worth knowing of the adapter under this launch."""
+    kind, rate = recipe.adapter.type, recipe.train.learning_rate
     splitter, precision = launch_env.splitter(), launch_env.said("ACCELERATE_MIXED_PRECISION")
-    if kind == "ia3" and splitter and precision in ("bf16", "fp16") and rate < IA3_RATE:
-        steps = "1/256" if precision == "bf16" else "1/2048"
-        notes.append(
-            f"train.learning_rate: {rate:g} is little under {splitter}, which rounds IA3's factors, about 1, "
-            f"to {precision} in each pass: they move in steps of {steps}; try {IA3_RATE:g}"
-        )
-    return notes
+    if kind != "ia3" or not splitter or precision not in ("bf16", "fp16") or rate >= IA3_RATE:
+        return []
+    steps = "1/256" if precision == "bf16" else "1/2048"
+    said = f"train.learning_rate: {rate:g} is little under {splitter}, which rounds IA3's factors, about 1, "
+    return [f"{said}to {precision} in each pass: they move in steps of {steps}; try {IA3_RATE:g}"]
 
 
 def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:

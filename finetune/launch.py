@@ -106,7 +106,7 @@ def default_config(words: list[str]) -> list[str]:
     """The config that `accelerate launch` reads where none is named, `accelerate config` has written it."""
     from accelerate.commands.config.config_args import default_config_file
 
-    starts = any(word == "launch" or word.endswith(".launch") for word in words)  # ours too
+    starts = {"launch", "accelerate.commands.launch", "finetune.launch"} & {*words}
     return [default_config_file] if starts and "__cpu" not in words else []
 
 

@@ -78,7 +78,8 @@ def recomputed(
     """What would be made again and what would leave the GPU, as a run chooses it, and the memory plan so."""
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
-    again, offload, memory = keeping.choose(speed.recompute, speed.offload, memory, machine)
+    asked = "none" if by.once and speed.recompute == "auto" else speed.recompute  # as stages.make_fast
+    again, offload, memory = keeping.choose(asked, speed.offload, memory, machine)
     sharded = by.name if by.weights else ""
     if problem := estimate.against_graphs(speed.compile, again.value, offload.value, sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)

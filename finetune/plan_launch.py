@@ -39,6 +39,8 @@ class Sharding(NamedTuple):
     """mixed_precision: fp8 without a backend: a frozen base in fp8."""
     sharing: int = 1
     """Processes that share each row (context parallelism)."""
+    once: bool = False
+    """TransformerEngine's fp8, which is in force in forward alone: no layer runs again in backward."""
 
 
 ONE, DDP, FSDP2 = Sharding(""), Sharding("DDP"), Sharding("FSDP2", True, True)
@@ -103,7 +105,8 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     precision = "bf16" if asked == "fp8" else asked
     frozen = asked == "fp8" and not given.get("fp8_config")
     made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)
-    return made._replace(sharing=sizes["cp"]), count
+    once = asked == "fp8" and str((given.get("fp8_config") or {}).get("backend")) == "TE"
+    return made._replace(sharing=sizes["cp"], once=once), count
 
 
 def _sizes(parallelism: dict[str, Any] | None) -> dict[str, int]:

@@ -124,7 +124,8 @@ def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tup
     """Tokens of a process: of a forward pass, at most; of a step on average, without padding."""
     data, most = recipe.data, recipe.data.max_length
     full = data.packing or data.streaming  # as `finetune plan` takes them
-    row = most if full else min(most, report.tokens / max(1, report.kept))
+    number = sum(report.lengths["counts"]) if report.lengths else report.kept  # a text's pieces are rows
+    row = most if full else min(most, report.tokens / max(1, number))
     at_once = batch.per_device / setup.launch.sharing
     return int(at_once * most), at_once * row * batch.accumulation
 

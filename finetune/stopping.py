@@ -87,8 +87,10 @@ class Stop:
             raise
         finally:
             self.deferred = False
-        if self.signal:
-            raise Stopped(f"stopped by {self.signal}")
+        if ranks.any_of(bool(self.signal))[0]:
+            stopped = Stopped(f"stopped by {next(filter(None, ranks.gathered(self.signal)))}")
+            stopped.together = True
+            raise stopped
 
     def due(self, step: int, seconds: float) -> str:
         """Why the run is to end after this step; empty: it goes on.

@@ -311,7 +311,8 @@ def contract_of(
     if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
         counts["train.dataloader_num_workers"] = arguments.dataloader_num_workers
     made = resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content)
-    ranks.agree({name: str(fact) for name, fact in made["facts"].items() if name != "hardware"})
+    own = ("hardware", "train.dataloader_num_workers")  # as many as a machine's cores allow
+    ranks.agree({name: str(fact) for name, fact in made["facts"].items() if name not in own})
     return made
 
 

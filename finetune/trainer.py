@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import math
 import time
 import weakref
 from collections import defaultdict
@@ -22,7 +21,6 @@ from finetune import (
     callbacks,
     exchange,
     faults,
-    launch_env,
     loraplus,
     nonfinite,
     optimizers,
@@ -202,9 +200,8 @@ class Trainer(SFTTrainer):
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
         self.batches = state.digest(self.batches, inputs)
         if self.shape:
-            tokens, documents, longest = self.shape
-            part = max(longest, math.ceil(tokens / self.micro_batches.parts))
-            part = math.ceil(part / launch_env.TE_TOKENS) * launch_env.TE_TOKENS
+            _, documents, longest = self.shape
+            part = attention.tokens_of(self.shape, self.micro_batches.parts)
             inputs = attention.fixed_shape(inputs, part, documents, longest)
         step = self.state.global_step + 1
         watch = self.first_step.watch(model, inputs) if step == self.first_step.first else None

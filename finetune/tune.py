@@ -133,7 +133,7 @@ def prepare(asked: Asked) -> tuple[Recipe, tune_check.Looked]:
     tune_check.comparable(recipe)
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(_look, asked.path, asked.overrides, space).result()
+            found = pool.submit(_look, asked.path, asked.overrides, space, bool(wrong)).result()
     except UserError as error:
         raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
     if wrong:
@@ -141,9 +141,9 @@ def prepare(asked: Asked) -> tuple[Recipe, tune_check.Looked]:
     return recipe, found
 
 
-def _look(path: str, overrides: list[str], space: Space) -> tune_check.Looked:
+def _look(path: str, overrides: list[str], space: Space, refused: bool) -> tune_check.Looked:
     quieten_libraries()
-    return tune_check.look(path, overrides, space)
+    return tune_check.look(path, overrides, space, refused=refused)
 
 
 def search(job: Job) -> dict[str, Any]:
@@ -163,6 +163,8 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
         UserError: it is of another recipe or space (exit 2).
     """
     began = study.user_attrs.get("identity", own)
+    if tune_space.ROWS not in began:  # of an older version
+        own = {key: value for key, value in own.items() if key != tune_space.ROWS}
     other = [key for key in {**began, **own} if began.get(key) != own.get(key)]
     if other:
         what = f"{folder.name} was begun with another {', '.join(other[:5])}"

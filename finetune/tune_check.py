@@ -35,8 +35,9 @@ class Looked(NamedTuple):
     """Digest of the rows, those held out among them; empty: they are streamed."""
 
 
-def look(path: str, given: list[str], space: Space) -> Looked:
-    """Check every corner of a space against the recipe and this machine, and count the training rows.
+def look(path: str, given: list[str], space: Space, *, refused: bool = False) -> Looked:
+    """Check every corner of a space against the recipe and this machine, and count the training rows; of a
+    space that is refused already the corners alone.
 
     It imports torch and asks the GPU: a process that only waits for trials has this done by another.
 
@@ -48,6 +49,8 @@ def look(path: str, given: list[str], space: Space) -> Looked:
     notes = check.run(recipe)
     device = check.setup_of(recipe).hardware.device
     lacking = corners(path, given, recipe, space)
+    if refused:
+        return Looked(space, notes, device, {}, None)
     kept = dict(space.parameters)
     for key, gone in lacking.items():
         notes += [f"{key}: {label} is left out: {why}" for label, why in gone.items()]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from finetune.recipe import Recipe
 
 TYPE = "adapter.type"
+ROWS = "rows of the data"  # in a study's identity
 SAME_ROWS = "trials are compared by the same loss on the same held-out rows"
 REFUSED = {  # keys, or sections, that a search can't change
     "publish": "trials publish nothing",
@@ -132,11 +133,12 @@ def parse(path: Path) -> tuple[Space, list[Problem]]:
     search = _validated(Search, raw.get("search") or {}, ("search",), raw, where, problems)
     parameters = {}
     for key, given in raw["space"].items():
-        problems += _key_problems(key, where[("space", key)])
+        wrong = _key_problems(key, where[("space", key)])
         found = _validated(Parameter, given, ("space", key), raw, where, problems)
-        if found:
+        wrong += _parameter_problems(key, found, raw["space"], where) if found else []
+        problems += wrong
+        if found and not wrong:
             parameters[key] = found
-            problems += _parameter_problems(key, found, raw["space"], where)
     return Space(path, search or Search(), _ordered(parameters), where), problems
 
 
@@ -307,7 +309,7 @@ def values_of(recipe: Recipe) -> dict[str, str]:
 
 def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     """What all workers of a study must have in common; `content`: a digest of the rows."""
-    found = values_of(recipe) | ({"rows of the data": content} if content else {})
+    found = values_of(recipe) | ({ROWS: content} if content else {})
     for key, one in space.parameters.items():
         found[f"space.{key}"] = text_of(one.model_dump(exclude_defaults=True))
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}

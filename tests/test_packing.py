@@ -12,7 +12,7 @@ from finetune.batch import Batch
 from finetune.data.pack import best_fit
 from finetune.errors import UserError
 from finetune.receipts import Ledger
-from finetune.speed.attention import Leak, fixed_shape, leaks, prove_apart
+from finetune.speed.attention import Leak, fixed_shape, leaks, prove_apart, tokens_of
 from finetune.speed.attention_kernels import without_mask
 from finetune.stages import one_shape
 
@@ -143,6 +143,11 @@ class UpTo(torch.autograd.Function):
 def up_to_the_longest(query, key, value, *, borders, longest, **settings):
     given = [UpTo.apply(tensor, borders, longest) for tensor in (query, key, value)]
     return UpTo.apply(by_document(*given, borders=borders, longest=longest, **settings), borders, longest)
+
+
+def test_a_batch_end_to_end_has_a_number_of_tokens_that_all_products_take() -> None:
+    assert [tokens_of((1000, 9, 250), parts) for parts in (1, 3, 4, 8)] == [1008, 336, 256, 256]
+    assert [tokens_of((16384, 9, 512), parts) for parts in (1, 2, 32)] == [16384, 8192, 512]
 
 
 @pytest.mark.parametrize("filled", [1, 3, 4])

@@ -287,6 +287,7 @@ def test_the_config_that_is_read_where_none_is_named_is_looked_at(
     file.write_text("fp8_config:\n  backend: te\n  formt: HYBRID\nnum_processes: 1\n")
     monkeypatch.setattr(config_args, "default_config_file", str(file))
     assert launch.default_config(by) == [str(file)]
+    assert launch.default_config(["python", "-m", "torch.distributed.launch"]) == []
     assert launch.main(["scripts/train.py"]) == 2
 
 

@@ -104,7 +104,8 @@ def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> N
 
 def test_mistakes_of_the_file_and_of_its_values_are_said_together(tmp_path, capsys) -> None:
     (tmp_path / "space.yaml").write_text(
-        "space:\n  adapter.r: {low: 8, high: 4}\n  train.learning_rat: {low: 1, high: 2}\n"
+        "space:\n  adapter.lora_alpha: {times: adapter.r}\n  adapter.r: {low: 8, high: 4}\n"
+        "  train.learning_rat: {low: 1, high: 2}\n"
         "  train.optim: {choices: [adamw_torch, nosuch]}\n"
     )
     words = [

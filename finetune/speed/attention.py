@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune import attention_choice
+from finetune import attention_choice, launch_env
 from finetune.attention_choice import IMPLEMENTATIONS
 from finetune.errors import Exit, Problem, UserError
 from finetune.speed.apply import decoder_layers
@@ -186,6 +186,14 @@ def masked(model: Any) -> Iterator[str]:
         yield other
     finally:
         model.set_attn_implementation(name)
+
+
+def tokens_of(shape: tuple[int, int, int], parts: int) -> int:
+    """Tokens of a batch of that shape that is divided in so many parts: room for a document at least, and a
+    multiple that TransformerEngine's products take, too."""
+    tokens, _, longest = shape
+    part = max(longest, math.ceil(tokens / parts))
+    return math.ceil(part / launch_env.TE_TOKENS) * launch_env.TE_TOKENS
 
 
 def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: int) -> dict[str, Any]:
