@@ -103,7 +103,7 @@ class _Fp8Forward(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's is *args)
         import flash_attn_interface as fa3  # type: ignore[reportMissingImports]  (GPU only)
 
         query, key, value, out, sums = ctx.saved_tensors

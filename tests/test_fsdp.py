@@ -103,53 +103,42 @@ def test_the_weights_are_split_and_what_is_saved_is_whole(
     assert both[0] == pytest.approx(both[1], rel=near)
 
 
+def on_two_ranks(given: list[str], small: tuple[str, str], place: Path, by_rank_0: str) -> dict[str, Any]:
+    """A run in fp32 that both split, into `place`; its receipts, all of which must hold, by option."""
+    launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0, "ACCELERATE_MIXED_PRECISION": "no"}
+    words = [
+        "train",
+        str(QUICKSTART),
+        *small,
+        *given,
+        "train.warmup_steps=0",
+        "eval.general=false",
+        "--quiet",
+    ]
+    two_ranks.run(one_rank, [*words, f"train.output_dir={place}"], **launch)
+    receipts = json.loads((place / "receipts.json").read_text())
+    assert all(one["ok"] for one in receipts)
+    return {one["option"]: one["got"] for one in receipts}
+
+
 @pytest.mark.parametrize(("kind", "by_rank_0"), OTHERS)
 def test_other_adapters_train_what_one_process_does(
     kind: str, by_rank_0: str, small, untied, train, tmp_path
 ) -> None:
     given = [f"adapter.type={kind}", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
     given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
-    launch = ENVIRONMENT | {
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0,
-        "ACCELERATE_MIXED_PRECISION": "no",
-    }
-    words = [
-        "train",
-        str(QUICKSTART),
-        *small,
-        *given,
-        "train.warmup_steps=0",
-        "eval.general=false",
-        "--quiet",
-    ]
-    two_ranks.run(one_rank, [*words, f"train.output_dir={tmp_path / 'two'}"], **launch)
-    folder, alone = RunFolder(tmp_path / "two"), train(*given)
-    found = {one["option"]: one for one in json.loads((folder.path / "receipts.json").read_text())}
-    assert all(one["ok"] for one in found.values()) and found["split by FSDP"]["got"].startswith("50.0%")
-    assert losses(folder) == pytest.approx(losses(alone), rel=2e-6)
+    found = on_two_ranks(given, small, tmp_path / "two", by_rank_0)
+    assert found["split by FSDP"].startswith("50.0%")
+    assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=2e-6)
 
 
 def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
     """Asked for, for `auto` compiles none until it is measured on GPUs."""
     given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]
     given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]
-    launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "ACCELERATE_MIXED_PRECISION": "no"}
-    words = [
-        "train",
-        str(QUICKSTART),
-        *small,
-        *given,
-        "train.warmup_steps=0",
-        "eval.general=false",
-        "--quiet",
-    ]
-    words += ["speed.compile=true", f"train.output_dir={tmp_path / 'two'}"]
-    two_ranks.run(one_rank, words, **launch)
-    folder, alone = RunFolder(tmp_path / "two"), train(*given)
-    found = json.loads((folder.path / "receipts.json").read_text())
-    assert all(one["ok"] for one in found) and "split by FSDP" in {one["option"] for one in found}
-    assert any(one["got"].startswith("0 graph breaks") for one in found)
-    assert losses(folder) == pytest.approx(losses(alone), rel=1e-4)
+    found = on_two_ranks([*given, "speed.compile=true"], small, tmp_path / "two", "true")
+    assert found["split by FSDP"].startswith("50.0%") and found["speed.compile"].startswith("0 graph breaks")
+    assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
