@@ -1,7 +1,7 @@
 """Attention kernels of a Hopper GPU beside each other, alone and in training, into attention.json.
 
     python benchmarks/attention.py                          # speed and error of every kernel that is here
-    python benchmarks/attention.py --loss --assets FOLDER   # and what fp8 forwards do to a loss
+    python benchmarks/attention.py --loss --assets FOLDER   # what an fp8 forward does to a loss
 
 Llama-3.1-8B's attention: 32 heads of 128, 8 for keys and values, bf16, 16,384 tokens. Causal rows of 4,096,
 or documents of 512 and 2,048 end to end. TFLOP/s count what a causal kernel has to compute (half of the
@@ -48,24 +48,39 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS.parent)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    results = options.out / "attention.json"
+    found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
+    if options.loss:
+        found["loss"] = losses(options)
+    else:
+        not_shared()
+        found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        found |= {
+            "date": time.strftime("%Y-%m-%d"),
+            "kernels": {n: measured(n, k) for n, k in here().items()},
+        }
+        print(table(found))
+    results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def not_shared() -> None:
+    """End where another process would take part of the time."""
     torch.zeros(1, device="cuda")  # so that this process is among those that are listed
     listed = torch.cuda.list_gpu_processes()
     if "\nprocess" not in listed:
         print(f"note: not known whether other processes are on this GPU: {listed}")
     if listed.count("\nprocess") > 1:
         sys.exit(f"this GPU is shared, so times would be of all:\n{listed}")
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    found |= {"date": time.strftime("%Y-%m-%d"), "kernels": {}}
-    for name, kernel in here().items():
-        made = found["kernels"][name] = {"error": error(kernel)}
-        for rows, length in ROWS.items():
-            if name != "cudnn" or not rows.startswith("documents"):
-                made[rows] = speed(kernel, length, packed=rows.startswith("documents"))
-        print(name, made, flush=True)
-    if options.loss:
-        found["loss"] = losses(options)
-    (options.out / "attention.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found))
+
+
+def measured(name: str, kernel: Callable[..., Any]) -> dict[str, Any]:
+    """Errors and TFLOP/s of a kernel."""
+    made: dict[str, Any] = {"error": error(kernel)}
+    for rows, length in ROWS.items():
+        if name != "cudnn" or not rows.startswith("documents"):
+            made[rows] = speed(kernel, length, packed=rows.startswith("documents"))
+    print(name, made, flush=True)
+    return made
 
 
 def here() -> dict[str, Callable[..., Any]]:

@@ -32,8 +32,8 @@ class Bar(NamedTuple):
 
 
 BARS = [
-    Bar("lora-bf16", "LoRA, bf16", 17_500, peak=76, others="15,228 (Unsloth)", limit="19,900"),
-    Bar("lora-fp8", "LoRA, fp8", 26_000, peak=70, others="17,769 (Unsloth, fp8 forward)", limit="31,500"),
+    Bar("lora-bf16-fa3", "LoRA, bf16", 17_500, peak=76, others="15,228 (Unsloth)", limit="19,900"),
+    Bar("lora-fp8-fa3", "LoRA, fp8", 26_000, peak=70, others="17,769 (Unsloth, fp8 forward)", limit="31,500"),
     Bar("dora-bf16", "DoRA, bf16: 1.08 times LoRA's time", 1 / 1.08, "lora-bf16", others="13,597 (Unsloth)"),
     Bar("dora-fp8", "DoRA, fp8: the same", 1 / 1.08, "lora-fp8"),
     Bar("adalora-bf16", "AdaLoRA, bf16: 0.95 of LoRA", 0.95, "lora-bf16"),

@@ -90,7 +90,13 @@ ROWS = {
     # 16 rows x 2 accumulated, as on eight GPUs
     "isc25": Row("8xh100_fp8", (), length=512, batch=32, recipe="isc25/as_submitted.yaml"),
     "isc25-te": Row(
-        "8xh100_fp8_te", (), "1b-bf16", length=512, batch=32, recipe="isc25/transformer_engine.yaml"
+        "8xh100_fp8_te",
+        (),
+        "1b-bf16",
+        length=512,
+        batch=32,
+        layers=16,
+        recipe="isc25/transformer_engine.yaml",
     ),
 }
 

@@ -54,10 +54,12 @@ FAMILIES = (
     *("phi", "phi3", "smollm3", "olmo2", "granite"),
 )
 # TFLOP/s forward / backward on an H200: causal, head size 128, bf16; rows of 4096, packed documents of 2048
+# (benchmarks/attention.json; flex_attention's from LOG.md)
 SPEED = {
-    "flash_attention_4": ("583 / 473", "337 / 352"),
-    "cudnn": ("562 / 461", ""),
-    "varlen": ("296 / 252", "280 / 229"),
+    "flash_attention_4": ("587 / 502", "499 / 416"),
+    "flash_attention_3": ("620 / 505", "506 / 410"),
+    "cudnn": ("534 / 451", ""),
+    "varlen": ("320 / 272", "292 / 239"),
     "flex_attention": ("", "266 / 270"),
 }
 
@@ -157,7 +159,7 @@ def candidates(hardware: Hardware, rows: Rows) -> tuple[str, ...]:
         return ("sdpa", "eager")
     if rows.packed:  # never with a mask of every token against every other
         return ("flash_attention_4", "flash_attention_3", "varlen", "flash_attention_2", "flex_attention")
-    fast = ("flash_attention_4", "flash_attention_3", "cudnn") if hardware.capability >= (9, 0) else ()
+    fast = ("flash_attention_3", "flash_attention_4", "cudnn") if hardware.capability >= (9, 0) else ()
     return (*fast, "varlen", "flash_attention_2", "sdpa", "flex_attention", "eager")
 
 

@@ -27,9 +27,8 @@ EAGER = (
 )
 H200_PEAK = 989.0  # TFLOP/s, that `attention_choice.SPEED` is of
 MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it computes the square, so half counts
-# No rates of their own yet, so those of their nearest kin; torch's varlen is 2
-ALIKE = {"flash_attention_3": "flash_attention_4", "flash_attention_2": "varlen"}
-SHORT = 1194  # tokens of a document at which packed attention has half its rate: 280 of 2048, 133 of 512
+ALIKE = {"flash_attention_2": "varlen"}  # no rates of its own yet; torch's varlen is 2
+SHORT = 1170  # tokens of a document at which packed attention has half its rate: FlashAttention 3 and 4
 LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
 # Of what runs beside sums between GPUs, which take some of its multiprocessors: 4 H200s reach 3.95 times the
 # tokens/s of one (LoRA on an fp8 base, benchmarks/LOG.md)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import estimate, faults, ranks, state
+from finetune import estimate, faults, launch_env, ranks, state
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import apply, loss
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from finetune.batch import Batch
-    from finetune.hardware import Choice, Setup
+    from finetune.hardware import Choice, Hardware, Setup
     from finetune.receipts import Ledger
     from finetune.screen import Screen
-    from finetune.sections import Adapter, Data, Speed
+    from finetune.sections import Data, Model, Speed
 
 
 class MicroBatches:
@@ -103,15 +103,16 @@ class MicroBatches:
         return True
 
 
-def of(
-    speed: Speed, adapter: Adapter, data: Data, batch: Batch, screen: Screen, ledger: Ledger
-) -> MicroBatches:
-    """Of a run; and whether faults are planned on purpose is said here."""
+def of(less: Sequence[str], batch: Batch, screen: Screen, ledger: Ledger) -> MicroBatches:
+    """Of a run; and whether faults are planned on purpose is said here.
+
+    Args:
+        less: `fixes`.
+    """
     if planned := faults.planned():
         ledger.add(faults.VARIABLE, "", str(planned), "the environment", ok=True)
         screen.say(f"{faults.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
-    rows, less = batch.per_device, fixes(speed, adapter.type, data.max_length)
-    return MicroBatches(rows, less, partial(tell, rows, screen, ledger))
+    return MicroBatches(batch.per_device, less, partial(tell, batch.per_device, screen, ledger))
 
 
 def needed(
@@ -172,19 +173,27 @@ def held(trainer: Any) -> str:
     return "; ".join(filter(None, [text, parts.needs(trainer.model, math.ceil(parts.rows / parts.parts))]))
 
 
-def fixes(speed: Speed, adapter: str, max_length: int) -> list[str]:
-    """What takes less memory than these settings do, the cheapest first."""
-    found = {
-        "speed.recompute=all": speed.recompute != "all",
-        "speed.base=nf4": speed.base in ("auto", "bf16", "fp8", "int8")
-        and adapter in ("lora", "dora", "rslora"),
-        f"data.max_length={max_length // 2}": max_length > 8,
-        "speed.offload=all": speed.offload != "all" and _gpu(),
-        "adapter.type=lora": adapter == "full",
-        "a smaller adapter (adapter.r)": adapter != "full",
-        "several GPUs, or one with more memory: finetune plan says which": True,
+def fixes(speed: Speed, kind: str, model: Model, data: Data, machine: Hardware) -> list[str]:
+    """What takes less memory than these settings do, and is not refused by the launch, the cheapest first.
+
+    Args:
+        kind: `adapter.type`.
+    """
+    codes = kind in ("lora", "dora", "rslora") and speed.base in ("auto", "bf16", "fp8", "int8")
+    found = {  # what to change: whether that is another value; the adapter's type and the section it leaves
+        "speed.recompute=all": (speed.recompute != "all", kind, {"recompute": "all"}),
+        "speed.base=nf4": (codes, kind, {"base": "nf4"}),
+        f"data.max_length={data.max_length // 2}": (data.max_length > 8, kind, {}),
+        "speed.offload=all": (speed.offload != "all" and _gpu(), kind, {"offload": "all"}),
+        "adapter.type=lora": (kind == "full", "lora", {}),
+        "a smaller adapter (adapter.r)": (kind != "full", kind, {}),
+        "several GPUs, or one with more memory: finetune plan says which": (True, kind, {}),
     }
-    return [text for text, possible in found.items() if possible]
+    return [
+        text
+        for text, (possible, of, changed) in found.items()
+        if possible and not launch_env.problems(machine, of, model, data, speed.model_copy(update=changed))
+    ]
 
 
 def free() -> None:

@@ -167,7 +167,8 @@ def micro_batches(
     ledger: Ledger,
 ) -> rescue.MicroBatches:
     """Those of the run, which know what to say where memory runs out."""
-    made = rescue.of(recipe.speed, recipe.adapter, recipe.data, batch, screen, ledger)
+    less = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.model, recipe.data, setup.hardware)
+    made = rescue.of(less, batch, screen, ledger)
     moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
     length = recipe.data.max_length // setup.launch.sharing
     made.needs = partial(rescue.needed, length, setup, fast, moments)

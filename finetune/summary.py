@@ -66,7 +66,7 @@ def choices(
             {
                 "train.save_strategy": (
                     "no",
-                    f"launch: {parts} splits the state: a stop loses the run",
+                    f"launch: {parts} keeps state that no checkpoint holds: a stop loses the run",
                 )
             }
             if parts

@@ -44,6 +44,7 @@ PROVED = {  # `ALL` but what is refused
     "ddp_4": ALL,  # ddp_2 with another number
     "ddp_8": ALL,
     "8xh100_fp8": ("lora", "lora on fp8", "dora on fp8"),
+    "8xh100_fp8_te": ("full",),
     "8xh100_fp8_torchao": ("full",),
     "context_parallel_4": ALL,
     "fsdp2_8": ALL,

@@ -55,7 +55,7 @@ def packages(monkeypatch):
         (A100, (), "varlen", "varlen"),
         (L40S, FLASH, "varlen", "varlen"),
         (H200, (), "cudnn", "varlen"),
-        (H200, FLASH, "flash_attention_4", "flash_attention_4"),
+        (H200, FLASH, "flash_attention_3", "flash_attention_4"),
         (H200, FLASH[:2], "flash_attention_3", "flash_attention_3"),
         (H200, FLASH[:1], "cudnn", "varlen"),
         (B200, (), "cudnn", "varlen"),
@@ -77,7 +77,7 @@ def test_the_fastest_that_is_here(machine, have, dense, packed, packages) -> Non
     [
         (Attends("mistral", window=4095), DENSE, (), "varlen", "sliding window"),
         (Attends("mistral", window=4096), DENSE, (), "cudnn", ""),
-        (Attends("gemma3_text", 256, window=512), DENSE, FLASH, "flash_attention_4", ""),
+        (Attends("gemma3_text", 256, window=512), DENSE, FLASH, "flash_attention_3", ""),
         (Attends("gemma3_text", 256, window=512), DENSE, (), "varlen", "sliding window"),
         (Attends("gemma", 256), DENSE, (), "varlen", "no heads of size 256"),
         (Attends("gemma2", 256, softcap=True), DENSE, (), "flex_attention", "no softcap"),

@@ -15,13 +15,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from conftest import MODEL, QUICKSTART, ROOT, metrics
 from safetensors.torch import load_file
 
-from finetune import batch_search, checkpoint, cli, faults, nonfinite, plan, recipe, rescue
+from finetune import batch_search, checkpoint, cli, faults, hardware, nonfinite, plan, recipe, rescue
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
-from finetune.sections import Model, Speed
+from finetune.sections import Data, Model, Speed
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
 
@@ -238,7 +238,19 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora", "ia3", "full"])
 def test_there_are_three_ways_to_take_less_memory(kind: str) -> None:
     for recompute in ("auto", "all"):
-        assert len(rescue.fixes(Speed(recompute=recompute), kind, 256)) >= 3
+        speed = Speed(recompute=recompute)
+        assert len(rescue.fixes(speed, kind, Model(name="m"), Data(name="d"), hardware.detect())) >= 3
+
+
+def test_what_the_launch_refuses_is_no_way_to_take_less_memory(monkeypatch) -> None:
+    """TransformerEngine's fp8 runs no layer twice, and trains every weight."""
+    given = (Speed(), "full", Model(name="m"), Data(name="d", max_length=256), hardware.detect())
+    assert {"speed.recompute=all", "adapter.type=lora"} <= {*rescue.fixes(*given)}
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
+    monkeypatch.setenv("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "max")
+    assert not {"speed.recompute=all", "adapter.type=lora"} & {*rescue.fixes(*given)}
+    assert "data.max_length=128" in rescue.fixes(*given)
 
 
 def test_other_errors_are_never_repeated(train, monkeypatch) -> None:

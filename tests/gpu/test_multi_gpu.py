@@ -156,7 +156,9 @@ def test_two_gpus_learn_what_one_does(
     config = tmp_path / f"{name}.yaml"
     text = (ROOT / "accelerate_configs" / config.name).read_text()
     config.write_text(text.replace("parallelism_config_cp_size: 4", "parallelism_config_cp_size: 2"))
-    if recipe == ["adapter.type=lora"]:
+    if (
+        recipe == ["adapter.type=lora"] or name == "8xh100_fp8_te"
+    ):  # TransformerEngine loads as it is imported
         two = run([*LAUNCH, "--config_file", str(config), "-m", "finetune"], recipe, small, tmp_path / "two")
     else:
         launch = module_of("scripts", "launch_matrix").environment(config)
