@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from finetune import shards
+from finetune import shards, te
 from finetune.errors import Exit
 from finetune.launch_env import BACKENDS, said, zero_stage
 
@@ -71,7 +71,7 @@ class Prepared(TrainerCallback):
 
     def __init__(self, launch: Launch, trainer: Any, ledger: Ledger) -> None:
         self.launch, self.trainer, self.ledger = launch, trainer, ledger
-        self.trained = numbers(trainer.model)
+        self.trained, self.multiplied = numbers(trainer.model), False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model, optimizer = given["model"], given["optimizer"]
@@ -100,6 +100,15 @@ class Prepared(TrainerCallback):
         if self.launch.fp8 in BACKENDS:
             self._converted(model)
         self.ledger.check()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.launch.fp8 != "TE" or self.multiplied:
+            return
+        self.multiplied, made, got = True, len(te.layers(given["model"])), te.rounded(given["model"])
+        how = f"what its layers keep for their scales after step {state.global_step}"
+        self.ledger.add(
+            "fp8 products", f"{made} layers, forward and backward", f"{got} layers", how, ok=got == made
+        )
 
     def _by_zero(self, model: Any) -> None:
         """The engine's own stage, and this process's share where that splits weights."""

@@ -39,6 +39,20 @@ def head_kept(model: Any) -> Iterator[None]:
         model.set_output_embeddings(head)
 
 
+def layers(model: Any) -> list[Any]:
+    """Those of TransformerEngine."""
+    return [m for m in model.modules() if type(m).__module__.startswith("transformer_engine")]
+
+
+def rounded(model: Any) -> int:
+    """Layers of TransformerEngine that rounded to fp8 forward and backward, by what delayed scaling keeps of
+    inputs, weights and gradients (2.20, DelayedScalingRecipeState): zeros and ones until then."""
+    kept = [getattr(layer, "fp8_meta", {}) for layer in layers(model)]
+    states = [[meta[name] for name in ("scaling_fwd", "scaling_bwd") if name in meta] for meta in kept]
+    moved = [[bool(one.amax_history.any() or (one.scale != 1).any()) for one in both] for both in states]
+    return sum(both == [True, True] for both in moved)
+
+
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """The state dict, as transformers reads it: without the largest values that these layers remember."""
     return {name: t for name, t in model.state_dict().items() if not name.endswith("_extra_state")}

@@ -329,6 +329,29 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
             prepared.on_train_begin(None, None, None, **given)
 
 
+def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None:
+    """By what its layers keep (`fp8_meta`, as 2.20 has it), which is zeros and ones until a product ran."""
+    import torch
+
+    kind = type("Linear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.linear"})
+    model = torch.nn.ModuleList([kind(), kind(), torch.nn.Linear(2, 2)])
+    for layer in model[:2]:
+        states = [SimpleNamespace(amax_history=torch.zeros(16, 3), scale=torch.ones(3)) for _ in range(2)]
+        layer.fp8_meta = dict(zip(("scaling_fwd", "scaling_bwd"), states, strict=True))
+    launch, state = Launch("accelerate", 1, 0, "fp8", "launch", "", fp8="TE"), SimpleNamespace(global_step=1)
+    for number in range(3):
+        ledger = Ledger()
+        prepared = launch_receipts.Prepared(launch, SimpleNamespace(model=model), ledger)
+        prepared.on_step_end(None, state, None, model=model)
+        prepared.on_step_end(None, state, None, model=model)
+        (receipt,) = ledger.receipts
+        assert (receipt.got, receipt.ok) == (f"{number} layers", number == 2)
+        if number < 2:
+            meta: Any = model[number].fp8_meta
+            meta["scaling_fwd"].amax_history[-1] = 3.0
+            meta["scaling_bwd"].scale += number + 1
+
+
 @pytest.mark.parametrize(
     ("shape", "given", "machine", "chosen"),
     [

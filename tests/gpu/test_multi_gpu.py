@@ -88,7 +88,7 @@ CASES = [
     *[pytest.param("zero3_8_offload", [*recipe], 0.03, ("precision",), marks=needs_deepspeed)
       for recipe in EACH],
     pytest.param("8xh100_fp8_torchao", [*FULL], 0.05, ("fp8 layers", "fp8 products"), marks=needs_fp8),
-    pytest.param("8xh100_fp8_te", [*FULL], 0.05, ("fp8 layers", "fp8_config.fp8_format"),
+    pytest.param("8xh100_fp8_te", [*FULL], 0.05, ("fp8 layers", "fp8 products", "fp8_config.fp8_format"),
                  marks=[needs_fp8, needs_te]),
 ]  # fmt: skip
 STEPS = 6
