@@ -14,6 +14,7 @@ from finetune import (
     estimate,
     hardware,
     hub,
+    launch_conflicts,
     launch_env,
     model,
     modules,
@@ -80,7 +81,7 @@ def setup_of(recipe: Recipe) -> Setup:
         UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
     """
     asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
-    launch_env.check(hardware.detect(), *asked)
+    launch_conflicts.check(hardware.detect(), *asked)
     against_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt

@@ -20,7 +20,7 @@ from finetune import (
     estimate,
     gpus,
     hardware,
-    launch_env,
+    launch_conflicts,
     measure,
     modules,
     optimizers,
@@ -230,7 +230,7 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         raise UserError(*problems)
     if by.sharing > 1:
         check.against_window(found.config)
-        if cut := launch_env.cut_rows(recipe.model, recipe.data):
+        if cut := launch_conflicts.cut_rows(recipe.model, recipe.data):
             raise UserError(*cut)
     launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
     none = Choice("", "")

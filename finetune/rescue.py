@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import estimate, faults, launch_env, ranks, state
+from finetune import estimate, faults, launch_conflicts, ranks, state
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import apply, loss
 
@@ -192,7 +192,8 @@ def fixes(speed: Speed, kind: str, model: Model, data: Data, machine: Hardware) 
     return [
         text
         for text, (possible, of, changed) in found.items()
-        if possible and not launch_env.problems(machine, of, model, data, speed.model_copy(update=changed))
+        if possible
+        and not launch_conflicts.problems(machine, of, model, data, speed.model_copy(update=changed))
     ]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch
 
-from finetune import hardware, launch_config, launch_env
+from finetune import hardware, launch_config, launch_conflicts
 from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.sections import Data, Model, Speed
@@ -95,7 +95,9 @@ def cell(config: Path, kind: str, base: str) -> str:
     model, data = Model(name="m", attention=attention), Data(name="d")
     try:
         with launched(config):
-            found = launch_env.problems(machine, kind, model, data, Speed.model_validate({"base": base}))
+            found = launch_conflicts.problems(
+                machine, kind, model, data, Speed.model_validate({"base": base})
+            )
             if not found:
                 started = hardware.launch(machine)
                 hardware.choose_base(base, kind, started.precision, machine, lambda: "the column says which")
@@ -110,7 +112,7 @@ def refused() -> dict[str, str]:
     for kind in ("TP", "SP"):
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         os.environ[f"PARALLELISM_CONFIG_{kind}_SIZE"] = "2"
-        (problem,) = launch_env.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
+        (problem,) = launch_conflicts.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
         made[f"parallelism_config_{kind.lower()}_size: 2"] = problem.what
         os.environ.clear()
         os.environ |= before

@@ -17,7 +17,7 @@ import torch
 import two_ranks
 from conftest import QUICKSTART
 
-from finetune import checkpoint, cli, hardware, launch_env, model, recipe, resume, stages, stopping
+from finetune import checkpoint, cli, hardware, launch_conflicts, model, recipe, resume, stages, stopping
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 from finetune.sections import Train
@@ -50,7 +50,7 @@ def one_rank(arguments: list[str]) -> None:
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = as_on_gpus
-    launch_env._sharding = lambda *given: []  # it refuses what Accelerate would not split
+    launch_conflicts._sharding = lambda *given: []  # it refuses what Accelerate would not split
     if code := cli.main(arguments):
         sys.exit(code)
 

@@ -32,7 +32,7 @@ LAYERS = (
         "shards",
         "te",
     ),
-    ("recipe_errors", "shipped", "te"),
+    ("recipe_errors", "shipped", "te", "launch_conflicts"),
     (
         "recipe",
         "receipts",

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, MistralConfig
 from finetune import (
     check,
     hardware,
+    launch_conflicts,
     launch_env,
     launch_receipts,
     optimizers,
@@ -62,7 +63,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 def problems(kind: str = "lora", machine: Hardware = H100, **speed: Any) -> str:
     own = {key: speed.pop(key) for key in ("packing", "streaming") if key in speed}
     model, data = Model(name="m"), Data(name="d", **own)
-    found = launch_env.problems(machine, kind, model, data, Speed.model_validate(speed))
+    found = launch_conflicts.problems(machine, kind, model, data, Speed.model_validate(speed))
     assert all("accelerate config" in p.what and (p.found or p.key) and p.fix for p in found), "both sides"
     return "\n".join(map(str, found))
 
@@ -206,7 +207,7 @@ def test_options_that_want_whole_weights(launched) -> None:
     given = ["adapter.init_lora_weights=pissa", "adapter.loraplus_lr_ratio=16"]
     adapter = recipe.load(QUICKSTART, given).adapter
     with pytest.raises(UserError) as raised:
-        launch_env.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
+        launch_conflicts.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
     found = {problem.key for problem in raised.value.problems}
     assert found == {"adapter.init_lora_weights", "adapter.loraplus_lr_ratio", "eval.every"}
 
@@ -337,7 +338,7 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
     model = torch.nn.ModuleList([kind(), kind(), torch.nn.Linear(2, 2)])
     for layer in model[:2]:
         states = [SimpleNamespace(amax_history=torch.zeros(16, 3), scale=torch.ones(3)) for _ in range(2)]
-        layer.fp8_meta = dict(zip(("scaling_fwd", "scaling_bwd"), states, strict=True))
+        layer.__dict__["fp8_meta"] = dict(zip(("scaling_fwd", "scaling_bwd"), states, strict=True))
     launch, state = Launch("accelerate", 1, 0, "fp8", "launch", "", fp8="TE"), SimpleNamespace(global_step=1)
     for number in range(3):
         ledger = Ledger()

@@ -1,0 +1,292 @@
+"""Where a launch contradicts the recipe, the machine or itself: each problem names both sides."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from finetune import adapter_types
+from finetune.errors import Exit, Problem, UserError
+from finetune.launch_env import (
+    BACKENDS,
+    CONFIG,
+    FROZEN,
+    ONCE,
+    TE_TOKENS,
+    Fp8,
+    fp8,
+    means_fp8,
+    on,
+    parallel,
+    said,
+    sharded,
+    splitter,
+)
+from finetune.upstream import installed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.hardware import Hardware
+    from finetune.sections import Adapter, Data, Model, Speed
+
+# What Accelerate hands on to TransformerEngine: `most_recent`, its own default, it drops, and TE takes `max`;
+# of the others TE knows no argument
+TE_TAKES = {
+    "AMAX_COMPUTE_ALGO": ("max",),
+    "FORMAT": ("HYBRID", "E4M3"),
+    "INTERVAL": ("1",),
+    **{f"OVERRIDE_{name}": ("False",) for name in ("FPROP", "DGRAD", "WGRAD")},
+}
+BASE_INSTEAD = "accelerate_configs/8xh100_fp8.yaml: the frozen fp8 base, under any adapter"
+
+
+def check(
+    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None = None
+) -> None:
+    """Refuse what can't be meant before any weight is loaded.
+
+    Args:
+        every: `eval.every`.
+
+    Raises:
+        UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
+    """
+    found = problems(machine, adapter.type, model, data, speed)
+    init = adapter.options().get("init_lora_weights")
+    if sharded() and isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
+        what = (
+            f"{init} looks at the whole base for its first weights, which {sharded()} of the {CONFIG} splits"
+        )
+        fix = "init_lora_weights: true, or ddp_8.yaml"
+        found.append(Problem(what, "adapter.init_lora_weights", found=init, fix=fix))
+    if sharded() and every:
+        what = f"{sharded()} of the {CONFIG} needs all ranks at each pass, and they ask differently often"
+        fix = "eval.every: null; at the end it is evaluated"
+        found.append(Problem(what, "eval.every", found=str(every), fix=fix))
+    if splitter() and adapter.ours("loraplus_lr_ratio"):
+        what = f"{splitter()} of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
+        found.append(Problem(what, "adapter.loraplus_lr_ratio", fix="drop it, or ddp_8.yaml"))
+    if found:
+        raise UserError(*found)
+    package, extra = {"TE": ("transformer_engine", "fp8"), "AO": ("torchao", "quantize")}.get(
+        fp8().kind, ("torch", "")
+    )
+    if not installed(package):
+        what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
+        problem = Problem(what, fix=f"pip install 'finetune-toolkit[{extra}]'; or {BASE_INSTEAD}")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Speed) -> list[Problem]:
+    """Every contradiction between launch, machine and recipe, each naming both sides.
+
+    Args:
+        kind: `adapter.type`.
+    """
+    found = [*_started(machine), *_sharding(machine, kind, speed), *_parallelism(model, data)]
+    return found + (_fp8(fp8(), kind, speed, data) if fp8().kind else [])
+
+
+def _fp8(asked: Fp8, kind: str, speed: Speed, data: Data) -> list[Problem]:
+    """fp8 is the launch's, the base's storage the recipe's: they must mean the same."""
+    if asked.kind not in (FROZEN, *BACKENDS):
+        fix = (
+            f"backend: {asked.kind.upper()}" if asked.kind.upper() in BACKENDS else f"drop it: {BASE_INSTEAD}"
+        )
+        what = f"fp8_config.backend of the {CONFIG} is not one that Accelerate and this project serve"
+        return [Problem(what, found=asked.kind, expected="TE or AO, in upper case", fix=fix)]
+    if asked.kind == FROZEN:
+        if kind == "full":
+            what = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base, and full trains it"
+            fix = "accelerate_configs/8xh100_fp8_torchao.yaml or 8xh100_fp8_te.yaml"
+            return [Problem(what, "adapter.type", found="full", fix=fix)]
+        stored = adapter_types.find(kind).storage or speed.base
+        if stored not in ("auto", "fp8"):
+            what = f"mixed_precision: fp8 of the {CONFIG} stores the base in fp8, the recipe in {stored}"
+            fix = "speed.base: auto and a type that leaves it open, or mixed_precision: bf16"
+            return [Problem(what, "speed.base", found=stored, fix=fix)]
+        obstacle = adapter_types.obstacle(kind, "fp8")
+        if obstacle:
+            what = f"mixed_precision: fp8 of the {CONFIG}, and {obstacle}"
+            fix = "adapter.type: lora, or mixed_precision: bf16"
+            return [Problem(what, "adapter.type", found=kind, fix=fix)]
+        return []
+    return _by_accelerate(asked.kind, kind, speed, data)
+
+
+def _by_accelerate(backend: str, kind: str, speed: Speed, data: Data) -> list[Problem]:
+    """Accelerate's own fp8 is for training every weight."""
+    found: list[Problem] = []
+    if kind != "full":
+        why = {
+            "TE": "makes every linear layer anew with requires_grad=True, A and B of the adapter among them: "
+            "the frozen base would train, and all its gradients be exchanged",
+            "AO": "turns A and B of the adapter into fp8 too, and frozen weights, kept in bf16, again "
+            "in each pass",
+        }[backend]
+        what = f"fp8_config.backend: {backend} of the {CONFIG} is for full fine-tuning: it {why}"
+        found.append(Problem(what, "adapter.type", found=kind, fix=BASE_INSTEAD))
+    elif speed.base not in ("auto", "fp32"):
+        what = f"fp8_config.backend: {backend} of the {CONFIG} trains weights in fp32"
+        found.append(Problem(what, "speed.base", found=speed.base, fix="speed.base: auto"))
+    if backend == "TE" and speed.compile not in ("auto", False):
+        what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
+        found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
+    if backend == "TE" and data.streaming and (data.packing or data.padding_free):
+        what = f"fp8_config.backend: TE of the {CONFIG} multiplies {TE_TOKENS} tokens or a multiple, and "
+        what += "streamed rows that stand end to end are of any length"
+        found.append(Problem(what, "data.streaming", found="true", fix="streaming: false"))
+    again = {"offload": ("auto", "none", "optimizer"), "recompute": ("auto", "none", "cheap")}
+    for name in [
+        name for name, once in again.items() if backend == "TE" and getattr(speed, name) not in once
+    ]:
+        what = f"fp8_config.backend: TE of the {CONFIG} is in force in forward alone: {ONCE}"
+        found.append(Problem(what, f"speed.{name}", found=str(getattr(speed, name)), fix=f"{name}: auto"))
+    if backend == "TE" and on("ACCELERATE_USE_FSDP"):
+        what = f"fp8_config.backend: TE of the {CONFIG} is served with whole weights, and FSDP splits them"
+        fix = "accelerate_configs/8xh100_fp8_te.yaml, or fp8_config.backend: AO"
+        found.append(Problem(what, found="FSDP", fix=fix))
+    for name, takes in TE_TAKES.items() if backend == "TE" else ():
+        asked = said(f"ACCELERATE_FP8_{name}", takes[0])
+        if asked.lower() not in [one.lower() for one in takes]:
+            what = f"fp8_config of the {CONFIG}: {name.lower()} does not reach TransformerEngine, or ends it"
+            expected = f"{' or '.join(takes)}; Accelerate's default of amax_compute_algo is another"
+            found.append(Problem(what, found=asked, expected=expected, fix=f"{name.lower()}: {takes[0]}"))
+    option = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
+    gathers = on(option) or not said(option)
+    if backend == "AO" and gathers and not on("ACCELERATE_USE_FSDP"):
+        what = (
+            f"enable_fsdp_float8_all_gather of the {CONFIG} puts new parameters in place of those that the "
+        )
+        what += "optimizer holds: outside FSDP2 nothing would train"
+        fix = "enable_fsdp_float8_all_gather: false in fp8_config"
+        found.append(Problem(what, found="true (Accelerate's default)", fix=fix))
+    if backend == "AO" and on("ACCELERATE_USE_FSDP") and on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} can't hand on torchao's fp8 layers"
+        fix = "fsdp_cpu_ram_efficient_loading: false"
+        found.append(Problem(what, found="true, with fp8_config.backend: AO", fix=fix))
+    return found
+
+
+def _started(machine: Hardware) -> list[Problem]:
+    """The number of processes: what was asked of the launcher, what it started, what this machine has."""
+    alone = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if alone and said("ACCELERATE_MIXED_PRECISION"):
+        what = f"num_processes of the {CONFIG} asks for several processes, and one was started"
+        fix = (
+            "distributed_type: MULTI_GPU, on CPUs too (accelerate_configs/cpu_2.yaml); without a launcher's "
+        )
+        return [Problem(what, found="MASTER_ADDR without WORLD_SIZE", fix=f"{fix}help: unset MASTER_ADDR")]
+    here = int(said("LOCAL_WORLD_SIZE", "1"))
+    if machine.device == "cuda" and here > machine.count:
+        what = f"num_processes of the {CONFIG} is more than this machine has GPUs"
+        return [
+            Problem(
+                what, found=f"{here} processes, {machine.count} GPUs", fix=f"--num_processes {machine.count}"
+            )
+        ]
+    return []
+
+
+def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
+    """What splits weights, or their state, against the machine and the recipe."""
+    stored = adapter_types.find(kind).storage or ("fp8" if means_fp8(speed) else speed.base)
+    found = list(_twice(speed))
+    if on("ACCELERATE_USE_FSDP"):
+        found += _fsdp(machine, stored)
+    if on("ACCELERATE_USE_DEEPSPEED"):
+        found += _deepspeed(machine, stored)
+    unsplit = ("int8", "torchao_int8", "fp4") if sharded() == "DeepSpeed" else ("int8", "torchao_int8")
+    if sharded() and stored in unsplit:
+        what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
+        found.append(Problem(what, "speed.base", found=stored, fix="speed.base: bf16"))
+    if splitter() and adapter_types.find(kind).peft == "adalora":
+        what = f"{splitter()} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by "
+        what += "whole ones"
+        found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
+    return found
+
+
+def _twice(speed: Speed) -> Iterator[Problem]:
+    """What the launch and the recipe would both do."""
+    if on("FSDP_ACTIVATION_CHECKPOINTING"):
+        what = (
+            f"fsdp_activation_checkpointing of the {CONFIG} and speed.recompute would both recompute layers"
+        )
+        fix = "fsdp_activation_checkpointing: false; speed.recompute: all"
+        yield Problem(what, "speed.recompute", found=str(speed.recompute), fix=fix)
+    if (compiler := said("ACCELERATE_DYNAMO_BACKEND", "no")) not in ("", "no"):
+        what = (
+            f"dynamo_config of the {CONFIG} and speed.compile would both compile; compiling is the recipe's"
+        )
+        fix = "drop dynamo_config; speed.compile: true"
+        yield Problem(what, "speed.compile", found=compiler, fix=fix)
+
+
+def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
+    if machine.device == "cpu":
+        what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
+        yield Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml")
+    if (version := said("FSDP_VERSION", "1")) != "2":
+        what = f"fsdp_config of the {CONFIG} asks for FSDP1, which mixes no dtypes and is given up upstream"
+        yield Problem(what, found=version, fix="fsdp_version: 2")
+    if on("FSDP_CPU_RAM_EFFICIENT_LOADING") and stored in ("fp8", "nf4", "fp4"):
+        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} hands on no base in {stored}"
+        fix = "fsdp_cpu_ram_efficient_loading: false (accelerate_configs/fsdp2_8_quantised.yaml)"
+        yield Problem(what, "speed.base", found=stored, fix=fix)
+
+
+def _deepspeed(machine: Hardware, stored: str) -> Iterator[Problem]:
+    precision = said("ACCELERATE_MIXED_PRECISION", "no")
+    if machine.device == "cpu" and precision != "no":
+        what = f"DeepSpeed of the {CONFIG} computes in 16 bits on GPUs alone"
+        yield Problem(what, found=f"mixed_precision: {precision}", fix='mixed_precision: "no" on a CPU')
+    if machine.device == "cpu" and on("ACCELERATE_USE_CPU"):
+        what = f"DeepSpeed of the {CONFIG} becomes plain DDP under use_cpu: nothing would be split"
+        yield Problem(what, found="use_cpu: true", fix="use_cpu: false, with no GPU visible")
+    if stored == "fp8" or (stored == "nf4" and sharded()):  # ZeRO-2 too casts the whole module
+        what = f"DeepSpeed of the {CONFIG} casts or splits weights, and the recipe's are codes ({stored})"
+        fix = "accelerate_configs/ddp_8.yaml, where it fits on each GPU, or fsdp2_8_quantised.yaml"
+        yield Problem(what, "speed.base", found=stored, fix=fix)
+    if file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        what = f"a file of DeepSpeed's in place of the {CONFIG}'s section is not held against the recipe"
+        fix = "zero_stage and what else it says, in deepspeed_config"
+        yield Problem(what, "--deepspeed_config_file", found=file, fix=fix)
+    if fp8().kind:
+        what = f"DeepSpeed knows no mixed_precision: fp8, which the {CONFIG} asks for"
+        yield Problem(what, found="fp8", fix=BASE_INSTEAD)
+    if steps := said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
+        what = f"gradient_accumulation_steps of the {CONFIG} is what train.effective_batch_size decides"
+        fix = "drop it from deepspeed_config"
+        yield Problem(what, "train.effective_batch_size", found=steps, fix=fix)
+
+
+def _parallelism(model: Model, data: Data) -> list[Problem]:
+    """Sequences and layers shared between processes."""
+    found: list[Problem] = []
+    cut = "PEFT's adapters hold whole rows of layers that tensor parallelism cuts"
+    lost = "DeepSpeed's sequence parallelism takes a loss of its own, and this project's is others"
+    for size, name, why in (("TP", "tp_size", cut), ("SP", "sp_size", lost)):
+        if parallel(size) > 1:
+            fix = "accelerate_configs/fsdp2_8.yaml; for long sequences context_parallel_4.yaml"
+            what = f"parallelism_config_{name} of the {CONFIG}: {why}"
+            found.append(Problem(what, found=str(parallel(size)), fix=fix))
+    if parallel("DP_REPLICATE") > 1:
+        what = f"parallelism_config_dp_replicate_size of the {CONFIG}: copies of split weights are not served"
+        fix = "1: all processes split one copy (fsdp2_8.yaml), or each has a whole one (multi_node.yaml)"
+        found.append(Problem(what, found=str(parallel("DP_REPLICATE")), fix=fix))
+    return found + (cut_rows(model, data) if parallel("CP") > 1 else [])
+
+
+def cut_rows(model: Model, data: Data) -> list[Problem]:
+    """What context parallelism, which gives processes parts of a row, can't do with a recipe."""
+    found: list[Problem] = []
+    if data.packing or data.padding_free:
+        key = "packing" if data.packing else "padding_free"
+        what = f"parallelism_config_cp_size of the {CONFIG} cuts through a packed row's documents"
+        found.append(Problem(what, f"data.{key}", found="true", fix=f"{key}: false"))
+    if model.attention != "sdpa":
+        what = f"parallelism_config_cp_size of the {CONFIG} works with torch's own attention alone"
+        found.append(Problem(what, "model.attention", found=model.attention, fix="attention: sdpa"))
+    return found
