@@ -26,6 +26,7 @@ from finetune import (
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.recipe_errors import on_the_hub
+from finetune.sections import Speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,27 @@ def setup_of(recipe: Recipe) -> Setup:
     optimizers.check(recipe.train, recipe.speed, setup)
     estimate.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
     return setup
+
+
+def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
+    """Whether a run of this recipe with another value, `speed.recompute=all` or `adapter.type=lora`, is not
+    refused here."""
+    key, _, value = change.partition("=")
+    section, _, name = key.partition(".")
+    raw = recipe.model_dump(exclude_unset=True)
+    if section not in ("speed", "adapter") or not value:
+        return True
+    raw[section] = {**raw.get(section, {}), name: value}
+    kind, speed = raw["adapter"]["type"], Speed.model_validate(raw.get("speed", {}))
+    by_launch = launch_conflicts.problems(setup.hardware, kind, recipe.model, recipe.data, speed)
+    graphs = estimate.against_graphs(speed.compile, speed.recompute, speed.offload, setup.launch.sharded)
+    if by_launch or graphs or adapter_conflicts.conflicts(raw):
+        return False
+    try:
+        optimizers.check(recipe.train, speed, setup)
+    except UserError:
+        return False
+    return True
 
 
 def against_launch(recipe: Recipe) -> None:

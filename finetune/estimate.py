@@ -67,6 +67,7 @@ class Memory(NamedTuple):
     rounding: float = math.inf  # time of keeping an MLP in int8 beside making it again; inf: not by `auto`
     beside: float = 0.0  # share of the layers that `auto` may copy to the CPU: no slower than they compute
     pinned: float = 1.0  # of the CPU's memory for one that leaves: torch takes powers of two
+    unfused: str = ""  # why there are no such MLPs
 
 
 class Widths(NamedTuple):

@@ -27,8 +27,10 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
     """
     layers = plan.layers
     if str(asked).startswith(("mlp", "int8")) and not plan.mlps:
-        what, fix = "the MLPs of this model are not fused", "speed.recompute: auto, with speed.fused: true"
-        raise UserError(Problem(what, "speed.recompute", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
+        what = "makes gate and up of fused MLPs again, and this model's are not fused whole"
+        found = f"{asked}, with {plan.unfused}" if plan.unfused else str(asked)
+        problem = Problem(what, "speed.recompute", found=found, fix="speed.recompute: auto, or all")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     if plan.away and asked == "auto":
         leaves = (plan.kept - plan.norms - plan.mlps) * plan.away * plan.pinned
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:

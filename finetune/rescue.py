@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import estimate, faults, launch_conflicts, ranks, state
+from finetune import estimate, faults, ranks, state
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import apply, loss
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from finetune.batch import Batch
-    from finetune.hardware import Choice, Hardware, Setup
+    from finetune.hardware import Choice, Setup
     from finetune.receipts import Ledger
     from finetune.screen import Screen
-    from finetune.sections import Data, Model, Speed
+    from finetune.sections import Speed
 
 
 class MicroBatches:
@@ -173,28 +173,25 @@ def held(trainer: Any) -> str:
     return "; ".join(filter(None, [text, parts.needs(trainer.model, math.ceil(parts.rows / parts.parts))]))
 
 
-def fixes(speed: Speed, kind: str, model: Model, data: Data, machine: Hardware) -> list[str]:
-    """What takes less memory than these settings do, and is not refused by the launch, the cheapest first.
+def fixes(speed: Speed, kind: str, max_length: int, allowed: Callable[[str], bool]) -> list[str]:
+    """What takes less memory than these settings do, the cheapest first.
 
     Args:
         kind: `adapter.type`.
+        allowed: whether a change is one that the run would not refuse.
     """
     codes = kind in ("lora", "dora", "rslora") and speed.base in ("auto", "bf16", "fp8", "int8")
-    found = {  # what to change: whether that is another value; the adapter's type and the section it leaves
-        "speed.recompute=all": (speed.recompute != "all", kind, {"recompute": "all"}),
-        "speed.base=nf4": (codes, kind, {"base": "nf4"}),
-        f"data.max_length={data.max_length // 2}": (data.max_length > 8, kind, {}),
-        "speed.offload=all": (speed.offload != "all" and _gpu(), kind, {"offload": "all"}),
-        "adapter.type=lora": (kind == "full", "lora", {}),
-        "a smaller adapter (adapter.r)": (kind != "full", kind, {}),
-        "several GPUs, or one with more memory: finetune plan says which": (True, kind, {}),
+    moves = [f"speed.offload={what}" for what in ("all", "activations") if _gpu() and what != speed.offload]
+    found = {
+        "speed.recompute=all": speed.recompute != "all",
+        "speed.base=nf4": codes,
+        f"data.max_length={max_length // 2}": max_length > 8,
+        **dict.fromkeys([*filter(allowed, moves)][:1], True),
+        "adapter.type=lora": kind == "full",
+        "a smaller adapter (adapter.r)": kind != "full",
+        "several GPUs, or one with more memory: finetune plan says which": True,
     }
-    return [
-        text
-        for text, (possible, of, changed) in found.items()
-        if possible
-        and not launch_conflicts.problems(machine, of, model, data, speed.model_copy(update=changed))
-    ]
+    return [text for text, possible in found.items() if possible and allowed(text)]
 
 
 def free() -> None:

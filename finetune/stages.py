@@ -14,6 +14,7 @@ from finetune import (
     adapter_types,
     adapters,
     batch_search,
+    check,
     checkpoint,
     estimate,
     exchange,
@@ -167,7 +168,8 @@ def micro_batches(
     ledger: Ledger,
 ) -> rescue.MicroBatches:
     """Those of the run, which know what to say where memory runs out."""
-    less = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.model, recipe.data, setup.hardware)
+    allowed = partial(check.allows, recipe, setup)
+    less = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length, allowed)
     made = rescue.of(less, batch, screen, ledger)
     moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
     length = recipe.data.max_length // setup.launch.sharing

@@ -6,12 +6,14 @@ spread evenly costs about 2.6 %, and a product of two rounded matrices about 3.6
 
 import gc
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import MODEL, receipts
 from safetensors.torch import load_file, save_file
+from test_loss import given
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune import adapter_types, adapters, cli, evaluate, hardware, merge, model, recipe
@@ -198,12 +200,23 @@ def checkpoint(folder: Path, strategy: str, **config: object) -> dict[str, torch
         tensors[name] = (weight / scale.float()).to(fp8.E4M3)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
-    held = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
-    held["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
     text = json.loads((MODEL / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**text, "quantization_config": {**held, **config}}))
+    (folder / "config.json").write_text(
+        json.dumps({**text, "quantization_config": {**compressed(strategy), **config}})
+    )
     return tensors
+
+
+def compressed(strategy: str) -> dict[str, object]:
+    """What such a checkpoint's config says."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    groups = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        **groups,
+    }
 
 
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
@@ -221,6 +234,27 @@ def test_a_checkpoint_in_fp8_is_taken_byte_for_byte(strategy: str, tmp_path) -> 
     assert "3 stay: not fp8 in the checkpoint" in ledger.as_json()[0]["got"]
     with torch.no_grad():
         assert error(base(IDS).logits, load()(IDS).logits) < 0.15
+
+
+def test_so_is_one_whose_names_transformers_changes(tmp_path) -> None:
+    """Gemma 3's checkpoints have `language_model.model.layers` for `model.language_model.layers`."""
+    config, tensors = AutoConfig.for_model("gemma3", **given("gemma3")), dict[str, torch.Tensor]()
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, tensor in made.state_dict().items():
+        old = name.replace("model.language_model.", "language_model.model.")
+        old = re.sub(r"^model\.(vision_tower|multi_modal_projector)", r"\1", old)
+        if "language_model" in name and name.endswith("proj.weight"):
+            tensors[f"{old}_scale"] = scale = tensor.abs().amax(-1, keepdim=True) / 400
+            tensor = (tensor / scale).to(fp8.E4M3)
+        tensors[old] = tensor.clone()
+    made.config.quantization_config = compressed("channel")
+    made.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    layers = {name: m for name, m in load(tmp_path).named_modules() if isinstance(m, fp8.Fp8Linear)}
+    assert len(layers) == 14
+    for name, module in layers.items():
+        codes = tensors[f"{name.replace('model.language_model.', 'language_model.model.')}.weight"]
+        assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize(

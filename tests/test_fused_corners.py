@@ -206,15 +206,45 @@ def test_a_model_that_clips_in_place_is_left() -> None:
     step(model)
 
 
-def test_another_adapter_runs_by_peft() -> None:
-    model, own = fused_and_not(ranked())
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("where", ["all-linear", ["q_proj"]], ids=["everywhere", "in fewer layers"])
+def test_another_adapter_runs_by_peft(kind: str, where: Any) -> None:
+    model, own = fused_and_not(TYPES[kind]())
     for one in (model, own):
         torch.manual_seed(1)
-        one.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+        one.add_adapter("other", LoraConfig(r=3, target_modules=where, init_lora_weights=False))
         one.set_adapter("other")
         one.double()
     (loss, gradients), (right, theirs) = step(model), step(own)
     assert float(loss - right) == 0.0 and gradients.keys() == theirs.keys()
+    for one in (model, own):
+        one.set_adapter("default")
+    (loss, gradients), (right, theirs) = step(model), step(own)
+    assert float(loss - right) == pytest.approx(0, abs=1e-10) and worst(gradients, theirs) < 1e-10
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Unmerge result can be inaccurate:UserWarning"
+)  # PEFT says it of every IA3
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_merged_and_taken_out_again_it_trains_on_the_weights_that_are_there(kind: str, safe: bool) -> None:
+    """PEFT then has other tensors for them, a little off what they were."""
+    model, own = adapted(TYPES[kind]()), adapted(TYPES[kind]())
+    fused = Fused(model, decoder_layers(model))
+    for one in (model, own):
+        one.merge_adapter(safe_merge=safe)
+        one.unmerge_adapter()
+        for name, parameter in one.named_parameters():
+            if "base_layer.weight" in name:
+                parameter.data = parameter.data * 1.5  # more than rounding is
+    (loss, gradients), (right, theirs) = step(model), step(own)
+    assert float(loss - right) == pytest.approx(0, abs=1e-10) and worst(gradients, theirs) < 1e-10
+    assert not fused.norms or fused.norms.error() < 1e-10
+    for stack in fused.stacks:
+        for layer in stack.layers:
+            held, base = stack.stored[0].untyped_storage(), lora.base_of(layer).weight.untyped_storage()
+            assert held.data_ptr() == base.data_ptr()
 
 
 @pytest.mark.parametrize("base", ["plain", "fp8"])

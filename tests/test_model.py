@@ -131,7 +131,7 @@ def test_recompute_is_planned_from_memory() -> None:
     for short in ({"room": 2.5}, {"room": 3.0, "host": 17.0}, {"room": 3.0, "mlps": 0.0}):
         assert choose_recompute("auto", leaving._replace(**short), H100).value == "32 of 32"
     assert max(at_once(leaving._replace(away=0.5), "mlp")) == 9 + 3 * 18 / 32 + 36 / 32  # half of them leaves
-    with pytest.raises(UserError, match="MLPs of this model are not fused"):
+    with pytest.raises(UserError, match="are not fused whole"):
         choose_recompute("mlp", plan, H100)
 
 

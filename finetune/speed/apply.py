@@ -38,13 +38,15 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     if not layers:
         return unknown(model, speed)
     fused, whole = choose_fused(speed.fused, model, hardware, work.sharded), False
+    done = fused.reason
     if fused.value == "on":
         fused, whole = add_fused(model, layers, fused, ledger)
+        done = str(ledger.receipts[-1].got)
     work = work._replace(eager=work.eager or breaking(model))
     compile = choose_compile(speed.compile, work, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
-    plan = plan._replace(room=plan.room - work.awaited, host=work.host)
+    plan = plan._replace(room=plan.room - work.awaited, host=work.host, unfused=f"speed.fused: {done}")
     recompute, offload, _ = keeping.choose(speed.recompute, speed.offload, plan, hardware)
     if problem := estimate.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)

@@ -47,7 +47,8 @@ class Norms:
                 of a weight, which is what shows other changes.
         """
         for index, layer in enumerate(self.layers):
-            name = layer.active_adapters[0]
+            if not (name := _active(layer)):
+                continue
             parts = (layer.lora_A[name].weight, layer.lora_B[name].weight)
             state = tuple((part.data_ptr(), part._version) for part in parts)
             if stepped or state != self.seen[index]:
@@ -57,14 +58,18 @@ class Norms:
 
     def error(self) -> float:
         """The largest relative difference of a norm from one that is factored now."""
-        made = [
-            factored(one, one.active_adapters[0], square)
-            for one, square in zip(self.layers, self.squares, strict=True)
-        ]
-        off = [
-            (new - one.finetune_norm).norm() / new.norm() for one, new in zip(self.layers, made, strict=True)
-        ]
-        return float(torch.stack(off).max())
+        both = zip(self.layers, self.squares, strict=True)
+        made = [(one, factored(one, name, square)) for one, square in both if (name := _active(one))]
+        return max([float((new - one.finetune_norm).norm() / new.norm()) for one, new in made], default=0.0)
+
+    def rebased(self) -> None:
+        """The base's weights are others than they were."""
+        self.squares, self.seen = [_squares(layer) for layer in self.layers], [()] * len(self.layers)
+
+
+def _active(layer: Any) -> str:
+    """The adapter that a layer runs with, if it is one of DoRA's; others have no norm."""
+    return next((name for name in layer.active_adapters if name in layer.lora_magnitude_vector), "")
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
@@ -41,7 +42,7 @@ class Fp8BaseQuantizer(HfQuantizer):
     """
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        stored = stored_layers(kwargs.get("checkpoint_files") or [])
+        stored = renamed(model, stored_layers(kwargs.get("checkpoint_files") or []))
         kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
         for name, module in list(model.named_modules()):
             if (name in stored if stored else should_convert_module(name, kept)) and fits(module):
@@ -114,6 +115,16 @@ def stored_layers(files: list[str]) -> set[str]:
                 keys: list[str] = list(file.keys())
             found |= {key.removesuffix(f".{SCALE}") for key in keys if key.endswith(f".{SCALE}")}
     return found
+
+
+def renamed(model: Any, names: set[str]) -> set[str]:
+    """Layers of a checkpoint by the names that they have in the model: transformers renames what it reads
+    (Gemma 3's `language_model.model.layers`)."""
+    mapping = get_model_conversion_mapping(model) if names else []
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    known = dict.fromkeys((f"{name}.weight" for name, _ in model.named_modules()), True)
+    given = (renamings, [], model.base_model_prefix, known)
+    return {rename_source_key(f"{name}.weight", *given)[0].removesuffix(".weight") for name in names}
 
 
 def check_checkpoint(config: Any) -> None:

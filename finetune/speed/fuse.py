@@ -91,8 +91,12 @@ class Fused:
 
     def start(self, *_: Any) -> None:
         """Before a forward pass: nothing of one that an error ended, norms of the weights as they are."""
+        followed = False
         for stack in self.stacks:
             stack.x, stack.ready = None, {}
+            followed |= stack.follow()
+        if self.norms and followed:
+            self.norms.rebased()
         if self.norms:
             self.norms.refresh()
 

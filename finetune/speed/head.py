@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from finetune import launch_env
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.hardware import Choice
 from finetune.speed.loss import IGNORED, TokenLoss, computes_all, token_loss
 
@@ -104,7 +104,12 @@ def head_obstacle(base: Any) -> str:
         return f"the output head is in {str(head.weight.dtype).removeprefix('torch.')}"
     if base.base_model is base:
         return "the model has no part without a head"
-    difference = formula_error(base)
+    try:
+        difference = formula_error(base)
+    except Exception as error:  # whatever a model's own forward raises is the reason
+        return (
+            f"its forward can't be tried on hidden states alone: {type(error).__name__}: {first_line(error)}"
+        )
     if difference > ROUNDING[head.weight.dtype]:
         return f"this model's logits are not those of its head (relative difference {difference:.1g})"
     return ""
@@ -127,12 +132,20 @@ def formula_error(base: Any) -> float:
     return float((ours - own).double().norm() / own.double().norm())
 
 
+class _Given(MoeModelOutputWithPast):
+    """Of a backbone: what it says besides (images' hidden states of Gemma 3, keys of Gemma 4) is `None`."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 @contextlib.contextmanager
 def last_hidden_state(backbone: Any, hidden: Tensor) -> Iterator[None]:
     """While it lasts, `backbone` returns `hidden` for whatever it is given."""
     before, output = (
         vars(backbone).get("forward"),
-        MoeModelOutputWithPast(last_hidden_state=cast("Any", hidden)),
+        _Given(last_hidden_state=cast("Any", hidden)),
     )
     backbone.forward = lambda *args, **inputs: output
     try:

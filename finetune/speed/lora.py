@@ -76,7 +76,7 @@ class Stack:
         self.adapted = own or adapted or []
         self.adapters = [layer.active_adapters for layer in self.adapted]
         self.layers, self.sizes = layers, [base.out_features for base in bases]
-        self.stored = held(bases)
+        self.stored, self.places = held(bases), _places(bases)
         self.bias = None if bases[0].bias is None else torch.cat([base.bias.detach() for base in bases])
         self.x: torch.Tensor | None = None  # the input that the outputs in `ready` are of
         self.ready: dict[int, torch.Tensor] = {}
@@ -89,6 +89,20 @@ class Stack:
             layer.active_adapters == names and not layer.disable_adapters and not layer.merged
             for layer, names in zip(self.adapted, self.adapters, strict=True)
         )
+
+    def follow(self) -> bool:
+        """Take the base's weights anew where they are others (PEFT puts new ones in place, merging an adapter
+        or taking it out again); whether they were."""
+        bases = [base_of(layer) for layer in self.layers]
+        if _places(bases) == self.places:
+            return False
+        self.stored = held(bases)
+        self.places = _places(bases)
+        return True
+
+
+def _places(bases: list[Any]) -> list[int]:
+    return [base.weight.data_ptr() for base in bases]
 
 
 def held(bases: list[Any]) -> Stored:
