@@ -21,6 +21,7 @@ from finetune import (
     gpus,
     hardware,
     launch_conflicts,
+    launch_env,
     measure,
     modules,
     optimizers,
@@ -230,8 +231,10 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         raise UserError(*problems)
     if by.sharing > 1:
         check.against_window(found.config)
-        if cut := launch_conflicts.cut_rows(recipe.model, recipe.data):
-            raise UserError(*cut)
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    with launch_env.under(dict(by.variables)):
+        if contradictions := launch_conflicts.against(machine, *asked):
+            raise UserError(*contradictions)
     launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
     none = Choice("", "")
     optimizers.check(recipe.train, recipe.speed, hardware.Setup(machine, launched, none, none))

@@ -1,4 +1,4 @@
-"""Checkpoints that are in fp8 already: taken as they are, whatever their names, or refused with the remedy."""
+"""Checkpoints in fp8 already: taken as they are, whatever their names, or refused with the remedy."""
 
 import json
 import re
