@@ -60,7 +60,7 @@ def test_other_families_are_built_once_and_say_nothing(family: str, tmp_path, mo
     "family", ["bloom", "gptj", "codegen", "gpt_neo", "gpt_bigcode", "mpt", "gpt2", "openai-gpt"]
 )
 def test_a_familys_own_names_of_its_widths_are_read(family: str) -> None:
-    """As transformers' classes have them, of a config that says all and of one that says only what differs."""
+    """As transformers' classes have them, of a config that says all and of one that says what differs."""
     from transformers import AutoConfig
 
     real = AutoConfig.for_model(family, num_attention_heads=8)
