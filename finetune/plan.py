@@ -332,11 +332,8 @@ def _parts(
         if cpu_rate is None:
             return {}, "not known: this CPU has not been timed", 0.0
         whole = flops(found, has, step.full) * step.tokens * step.passes
-        return (
-            {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)},
-            "a layer timed here",
-            0.0,
-        )
+        seconds = {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}
+        return seconds, plan_time.of_cpu(estimate.widths(found.config)), 0.0
     rates = plan_time.rates_of(machine.name, attention, step, estimate.widths(found.config))
     if rates is None:
         return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
