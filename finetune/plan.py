@@ -277,14 +277,14 @@ def at_once(
         storage=base.value, processes=processes, by=by, stepped="optimizer" in gone,
         base=(gathered(full=False, layers=memory.layers) + outside) * estimate.GIB,
     )  # fmt: skip
-    leaving = gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens
-    step = step._replace(leaving=leaving)
+    step = step._replace(leaving=gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens)
     parts, source, link = _parts(found, has, kept, step, machine, attends, cpu_rate)
     sections = recipe.data, recipe.train, recipe.eval
     notes = plan_notes.of_recipe(
         found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
     )
     notes += [refused] if refused and refused not in notes else []
+    notes += plan_notes.of_merge(phases, usable, machine.device)
     notes += plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
     moved = sum(plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation))
     moved += plan_time.shared_rows(step, estimate.widths(found.config)) * step.passes
