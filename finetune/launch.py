@@ -53,12 +53,13 @@ def if_needed(
         config: an accelerate config: a file, or the name of a shipped one.
 
     Raises:
-        UserError: no such config, or one that Accelerate would not follow as it is written (exit 2); what
-            `choose` refuses.
+        UserError: no such config, or one that Accelerate would not follow as it is written, or one inside
+            a launch (exit 2); what `choose` refuses.
     """
     if os.environ.get(STOPPED):
         sys.exit(Exit.STOPPED)
     if launched():
+        refuse_second(config)
         return check_the_launchers()
     extra: list[str] = []
     if config is None:
@@ -86,6 +87,17 @@ def data_parallel(train: Train, machine: Hardware) -> Start:
     count, fewer = most_processes(train, machine.count)
     config = "ddp_8" if count > 1 else "single_gpu"
     return Start(config, fewer or f"{count} GPUs: the whole base on each", count)
+
+
+def refuse_second(config: str | None) -> None:
+    """Refuse a config named inside a launch: the launcher has decided already (exit 2)."""
+    if config is not None:
+        by = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "torchrun"
+        what = (
+            f"--accelerate starts a launch, and {by} has started this process: the config would not be read"
+        )
+        fix = "either: finetune train RECIPE --accelerate CONFIG; or accelerate launch --config_file CONFIG "
+        raise UserError(Problem(what, "--accelerate", found=config, fix=f"{fix}scripts/train.py RECIPE"))
 
 
 def check_the_launchers() -> None:

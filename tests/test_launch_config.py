@@ -115,6 +115,18 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
 
 
 @pytest.mark.parametrize(
+    ("variable", "by"),
+    [("TORCHELASTIC_RUN_ID", "torchrun"), ("ACCELERATE_MIXED_PRECISION", "accelerate launch")],
+)
+def test_a_config_named_inside_a_launch_is_refused(variable: str, by: str, monkeypatch, capsys) -> None:
+    """`torchrun scripts/train.py RECIPE --accelerate zero3_8` would train by DDP."""
+    monkeypatch.setenv(variable, "no")
+    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", "zero3_8"]) == 2
+    said = capsys.readouterr().err
+    assert f"{by} has started this process" in said and "zero3_8" in said
+
+
+@pytest.mark.parametrize(
     ("name", "gpus", "said"), [("ddp_8", 4, "--num_processes 4"), ("multi_node", 8, "16")]
 )
 def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, said, monkeypatch) -> None:
