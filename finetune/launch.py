@@ -101,8 +101,8 @@ def refuse_second(config: str | None) -> None:
 
 
 def check_the_launchers() -> None:
-    """Refuse a config that `accelerate launch`, which started this process, passed over parts of, and its
-    `--multi_gpu` where there is none."""
+    """Refuse a config that `accelerate launch`, which started this process, passed over parts of, its `use_cpu`
+    where there are GPUs, and its `--multi_gpu` where there is none."""
     with contextlib.suppress(psutil.Error):
         given = [part for word in psutil.Process(os.getppid()).cmdline() for part in word.split("=", 1)]
         words = [word.replace("-", "_") for word in given]  # Accelerate takes either
@@ -110,6 +110,7 @@ def check_the_launchers() -> None:
         for path in map(Path, named or default_config(words)):
             if path.is_file():
                 check(path)
+                check_cpu(path)
         if "__multi_gpu" in words and not launch_env.on("ACCELERATE_USE_CPU"):
             check_gpu("accelerate launch", "--multi_gpu")
 
@@ -140,6 +141,14 @@ def check_device(config: Path) -> None:
     meant = given.get("use_cpu") is True or launch_env.on("ACCELERATE_USE_CPU")
     if not meant and given.get("distributed_type") != "DEEPSPEED":
         check_gpu(str(config), "use_cpu: false")
+
+
+def check_cpu(config: Path) -> None:
+    """Refuse `use_cpu` of several processes that Accelerate's own launcher did not hand on (exit 2)."""
+    if launch_config.environment(config) and detect().device == "cuda":  # which looks at the variable
+        what = "Accelerate's launcher hands on no use_cpu of several processes: these would train on GPUs"
+        fix = "python -m finetune.launch in place of accelerate launch, or ACCELERATE_USE_CPU=true"
+        raise UserError(Problem(what, "use_cpu", str(config), found="true, and GPUs are visible", fix=fix))
 
 
 def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
@@ -202,6 +211,7 @@ def main(given: list[str]) -> int:
         files = [path for path in map(Path, named) if path.is_file()]
         for path in files:
             launch_config.check(path)
+            os.environ |= launch_config.environment(path)
         check_shares(asked, launch_config.read(files[0]) if files else {})
         launch_command(asked)
     except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ try:
 finally:
     sys.path.pop(0)
 
+EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
 
 
@@ -112,6 +114,23 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
     words.insert(2, "--cpu")  # Accelerate then reads none
     launch.check_the_launchers()
+
+
+def test_use_cpu_of_several_processes_reaches_them(monkeypatch) -> None:
+    """Accelerate hands it on to one alone: by its own launcher they would train on the GPUs that are there."""
+    started: list[str] = []
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    monkeypatch.setattr(
+        "accelerate.commands.launch.launch_command",
+        lambda asked: started.append(os.environ["ACCELERATE_USE_CPU"]),
+    )
+    assert launch.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 0
+    assert started == ["true"]
+    monkeypatch.setattr(launch, "detect", lambda: EIGHT)
+    with pytest.raises(UserError, match="hands on no use_cpu") as raised:
+        launch.check_cpu(CONFIGS["cpu_2"])
+    assert raised.value.code == 2
+    launch.check_cpu(CONFIGS["ddp_2"])
 
 
 @pytest.mark.parametrize(
