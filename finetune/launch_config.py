@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(made, dict):
         raise UserError(Problem("not an accelerate config", where=str(path), found=type(made).__name__))
     return made
+
+
+def sizes(given: dict[str, Any]) -> int:
+    """How many processes a config's `parallelism_config` is for: the product of its sizes."""
+    section = given.get("parallelism_config") or {}
+    return math.prod(value for key, value in section.items() if key.endswith("_size"))
 
 
 def environment(path: Path) -> dict[str, str]:

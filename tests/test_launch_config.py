@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,12 +114,14 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
     assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
     assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
+    words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
+    assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
     words.insert(2, "--cpu")  # Accelerate then reads none
     launch.check_the_launchers()
 
 
 def test_use_cpu_of_several_processes_reaches_them(monkeypatch) -> None:
-    """Accelerate hands it on to one alone: by its own launcher they would train on the GPUs that are there."""
+    """Accelerate hands it on to one alone: by its own launcher they would train on GPUs."""
     started: list[str] = []
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
     monkeypatch.setattr(
@@ -155,6 +159,43 @@ def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, sa
         launch.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1), name)
     (problem,) = raised.value.problems
     assert raised.value.code == 2 and said in problem.fix and "-m finetune train recipe.yaml" in problem.fix
+
+
+def without_a_number(config: str, folder: Path) -> Path:
+    made = yaml.safe_load(CONFIGS[config].read_text())
+    del made["num_processes"]
+    (folder / "mine.yaml").write_text(yaml.safe_dump(made))
+    return folder / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "said"),
+    [
+        ("context_parallel_4", 2, "a copy of it whose sizes multiply to 2"),
+        ("context_parallel_4", 8, "--num_processes 4 "),
+        ("ddp_4", 8, "--num_processes 8 "),
+    ],
+)
+def test_a_config_without_num_processes(config: str, gpus: int, said: str, monkeypatch, tmp_path) -> None:
+    """Accelerate takes none from the machine; nor more or fewer than `parallelism_config` is for."""
+    monkeypatch.setattr(launch, "detect", lambda: replace(EIGHT, count=gpus))
+    path = without_a_number(config, tmp_path)
+    with pytest.raises(UserError) as raised:
+        launch.check_count(path, [], ["train", "recipe.yaml"])
+    assert raised.value.code == 2 and said in raised.value.problems[0].fix
+
+
+def test_what_accelerate_says_of_its_options_is_an_error(tmp_path, capsys) -> None:
+    path = without_a_number("ddp_4", tmp_path)
+    assert launch.main(["--config_file", str(path), "scripts/train.py"]) == 2
+    assert "You need to manually pass in `--num_processes`" in capsys.readouterr().err
+
+
+def test_processes_of_several_machines_are_not_begun_again(capsys) -> None:
+    words = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "0", "--main_process_ip", "a"]
+    config = ["--config_file", str(CONFIGS["multi_node"])]
+    assert launch.main([*config, *words, "--max_restarts", "1", "scripts/train.py"]) == 2
+    assert "scripts/slurm/train.sbatch" in capsys.readouterr().err
 
 
 def test_a_config_may_say_which_of_many_machines_this_is(tmp_path, monkeypatch) -> None:
