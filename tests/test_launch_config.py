@@ -26,6 +26,7 @@ try:
 finally:
     sys.path.pop(0)
 
+FSDP, TWO = {"distributed_type": "FSDP"}, {"fsdp_version": 2}
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
 
@@ -78,6 +79,24 @@ def test_accelerate_reads_it_and_ignores_nothing(name: str, monkeypatch) -> None
         ({"fp8_config": {"backend": "TE", "fp8_format": "HYBIRD"}}, "HYBRID"),
         ({"deepspeed_config": {"zero_stage": "three"}}, "a whole number"),
         ({"deepspeed_config": {"deepspeed_config_file": "ds.json"}}, "not held against the recipe"),
+        ({"gpu_ids": 0}, 'numbers as text: "0,1"'),
+        ({"gpu_ids": [0, 1]}, 'numbers as text: "0,1"'),
+        ({"gpu_ids": "0"}, "no MULTI_GPU launch on one GPU"),
+        (
+            {**FSDP, "fsdp_config": {**TWO, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}},
+            "reshard_after_forward",
+        ),
+        (
+            {**FSDP, "fsdp_config": {**TWO, "forward_prefetch": True}},
+            "fsdp_config.forward_prefetch: is FSDP1's",
+        ),
+        ({**FSDP, "fsdp_config": {**TWO, "fsdp_use_orig_params": False}}, "the original parameters"),
+        ({**FSDP, "fsdp_config": {**TWO, "fsdp_sync_module_states": True}}, "cpu_ram_efficient_loading"),
+        ({**FSDP, "fsdp_config": {**TWO, "fsdp_min_num_params": 5}}, "SIZE_BASED_WRAP alone"),
+        (
+            {**FSDP, "fsdp_config": {**TWO, "fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}},
+            "TRANSFORMER_BASED_WRAP",
+        ),
         ({"rdzv_backend": "c10d"}, "from the command line alone"),
         ({"enable_cpu_affinity": True}, "--enable_cpu_affinity"),
     ],
@@ -287,6 +306,17 @@ def test_slurm_s_script_starts_what_it_says(cluster, monkeypatch) -> None:
     assert found.training_script == "scripts/train.py" and (ROOT / found.config_file).is_file()
     assert found.training_script_args == ["recipe.yaml", "train.output_dir=a b", "--resume=auto"]
     launch_config.check(ROOT / found.config_file)
+
+
+def test_slurm_s_script_ends_where_its_machines_are_not_known(cluster, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "64")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    (tmp_path / "scontrol").write_text("#!/bin/bash\nexit 1\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        cluster((ROOT / "scripts" / "slurm" / "train.sbatch").read_text(), "recipe.yaml")
 
 
 def test_skypilot_s_task_starts_what_it_says(cluster, monkeypatch) -> None:
