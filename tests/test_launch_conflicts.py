@@ -6,7 +6,7 @@ import pytest
 from conftest import QUICKSTART
 from test_launch import FSDP, H100, PARALLEL, ZERO
 
-from finetune import launch_conflicts, recipe
+from finetune import check, hardware, launch_conflicts, recipe
 from finetune.errors import Exit, UserError
 from finetune.sections import Data, Model, Speed
 
@@ -79,3 +79,29 @@ def test_where_fp8_s_package_is_missing_the_other_is_advised(backend: str, other
     with pytest.raises(UserError) as raised:
         launch_conflicts.check(H100, asked.adapter, asked.model, asked.data, asked.speed)
     assert raised.value.code == Exit.ENVIRONMENT and other in raised.value.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("launch", "name", "values"),
+    [
+        ({}, "ACCELERATE_USE_DEEPSPEED", ("false", "true")),
+        (ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE", ("1", "2")),
+        (ZERO, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", ("cpu", "none")),
+        (FSDP, "FSDP_RESHARD_AFTER_FORWARD", ("true", "false")),
+        ({**FSDP, **PARALLEL}, "PARALLELISM_CONFIG_CP_SIZE", ("2", "4")),
+        ({**FSDP, **PARALLEL}, "PARALLELISM_CONFIG_CP_COMM_STRATEGY", ("allgather", "alltoall")),
+    ],
+)
+def test_machines_that_are_launched_otherwise_are_told(launch, name, values, monkeypatch) -> None:
+    """By what they compare at the start: their exchanges would not meet, or mean another thing."""
+    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    for variable, value in {"ACCELERATE_MIXED_PRECISION": "bf16", **launch}.items():
+        monkeypatch.setenv(variable, value)
+    held, loaded = [], recipe.load(QUICKSTART)
+    for value in values:
+        monkeypatch.setenv(name, value)
+        setup = hardware.choose(attention="sdpa", base="bf16", adapter_type="lora", against_fp8=lambda: "")
+        held.append(check.facts(loaded, setup))
+    assert held[0] != held[1]
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/scratch")
+    assert check.facts(loaded, setup) == held[1]
