@@ -161,12 +161,13 @@ def pinned(recipe: Recipe) -> Recipe:
 
 
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
-    """What all processes of a launch must have alike: recipe, versions, precision, sharding, storage."""
+    """What all processes of a launch must have alike: recipe, versions, precision, ways to split, storage."""
     own = ("output_dir", "cache")  # places of a machine
     found = run_folder.environment(setup.hardware, setup.launch)
     held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
     held |= {name: str(number) for name, number in found["packages"].items()}
-    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in ("precision", "sharded", "fp8")}
+    asked = ("precision", "sharded", "splitter", "sharing", "fp8")
+    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in asked} | launch_env.ways()
     for section in type(recipe).model_fields:
         values = getattr(recipe, section).model_dump()
         held |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}

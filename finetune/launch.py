@@ -53,12 +53,13 @@ def if_needed(
         config: an accelerate config: a file, or the name of a shipped one.
 
     Raises:
-        UserError: no such config, or one that Accelerate would not follow as it is written (exit 2); what
-            `choose` refuses.
+        UserError: no such config, or one that Accelerate would not follow as it is written, or one inside
+            a launch (exit 2); what `choose` refuses.
     """
     if os.environ.get(STOPPED):
         sys.exit(Exit.STOPPED)
     if launched():
+        refuse_second(config)
         return check_the_launchers()
     extra: list[str] = []
     if config is None:
@@ -88,9 +89,20 @@ def data_parallel(train: Train, machine: Hardware) -> Start:
     return Start(config, fewer or f"{count} GPUs: the whole base on each", count)
 
 
+def refuse_second(config: str | None) -> None:
+    """Refuse a config named inside a launch: the launcher has decided already (exit 2)."""
+    if config is not None:
+        by = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "torchrun"
+        what = (
+            f"--accelerate starts a launch, and {by} has started this process: the config would not be read"
+        )
+        fix = "either: finetune train RECIPE --accelerate CONFIG; or accelerate launch --config_file CONFIG "
+        raise UserError(Problem(what, "--accelerate", found=config, fix=f"{fix}scripts/train.py RECIPE"))
+
+
 def check_the_launchers() -> None:
-    """Refuse a config that `accelerate launch`, which started this process, passed over parts of, and its
-    `--multi_gpu` where there is none."""
+    """Refuse a config that `accelerate launch`, which started this process, passed over parts of: `use_cpu`
+    where there are GPUs too; and its `--multi_gpu` where there is none."""
     with contextlib.suppress(psutil.Error):
         given = [part for word in psutil.Process(os.getppid()).cmdline() for part in word.split("=", 1)]
         words = [word.replace("-", "_") for word in given]  # Accelerate takes either
@@ -98,6 +110,7 @@ def check_the_launchers() -> None:
         for path in map(Path, named or default_config(words)):
             if path.is_file():
                 check(path)
+                check_cpu(path)
         if "__multi_gpu" in words and not launch_env.on("ACCELERATE_USE_CPU"):
             check_gpu("accelerate launch", "--multi_gpu")
 
@@ -106,7 +119,8 @@ def default_config(words: list[str]) -> list[str]:
     """The config that `accelerate launch` reads where none is named, `accelerate config` has written it."""
     from accelerate.commands.config.config_args import default_config_file
 
-    starts = {"launch", "accelerate.commands.launch", "finetune.launch"} & {*words}
+    names = {"launch", "accelerate.commands.launch", "finetune.launch", "accelerate_launch"}
+    starts = names & {Path(word).name for word in words}  # the last: a script of its own, named with a hyphen
     return [default_config_file] if starts and "__cpu" not in words else []
 
 
@@ -130,20 +144,35 @@ def check_device(config: Path) -> None:
         check_gpu(str(config), "use_cpu: false")
 
 
+def check_cpu(config: Path) -> None:
+    """Refuse `use_cpu` of several processes that Accelerate's own launcher did not hand on (exit 2)."""
+    if launch_config.environment(config) and detect().device == "cuda":  # which looks at the variable
+        what = "Accelerate's launcher hands on no use_cpu of several processes: these would train on GPUs"
+        fix = "python -m finetune.launch in place of accelerate launch, or ACCELERATE_USE_CPU=true"
+        raise UserError(Problem(what, "use_cpu", str(config), found="true, and GPUs are visible", fix=fix))
+
+
 def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
     """Refuse a number of processes that this machine can't start, or that the config leaves open (exit 2)."""
     given, machine = launch_config.read(config), detect()
     count, machines = given.get("num_processes"), given.get("num_machines") or 1
+    if count is None and given.get("distributed_type") != "NO":
+        count = -1
     few = machine.device == "cuda" and isinstance(count, int) and count > machine.count * machines
     apart = machines > 1 and not given.get("main_process_ip")  # which a config of one machine's own may say
     if not extra and (count == -1 or apart or few):
         what = "the launcher's command line must say how many processes to start, and on which machines"
         found = f"num_processes: {count}, num_machines: {machines}"
         found += f"; {machine.count} GPUs here" if machine.device == "cuda" else ""
+        here, sizes = max(1, machine.count) * machines, launch_config.sizes(given)
         words = ["--num_machines N --machine_rank I --main_process_ip HOST"] * (machines > 1)
         words += ["-m", "finetune", *arguments]
-        fix = f"accelerate launch --config_file {config} --num_processes {max(1, machine.count) * machines}"
-        raise UserError(Problem(what, where=str(config), found=found, fix=" ".join([fix, *words])))
+        fix = f"accelerate launch --config_file {config} --num_processes {sizes if sizes > 1 else here}"
+        fix = " ".join([fix, *words])
+        if sizes > here:  # Accelerate starts as many as the sizes multiply to, or none
+            what = "parallelism_config is for more processes than there are GPUs"
+            found, fix = f"{found}; sizes of {sizes}", f"a copy of it whose sizes multiply to {here}"
+        raise UserError(Problem(what, where=str(config), found=found, fix=fix))
 
 
 def check_gpu(where: str, found: str) -> None:
@@ -190,8 +219,14 @@ def main(given: list[str]) -> int:
         files = [path for path in map(Path, named) if path.is_file()]
         for path in files:
             launch_config.check(path)
-        check_shares(asked, launch_config.read(files[0]) if files else {})
+            os.environ |= launch_config.environment(path)
+        config = launch_config.read(files[0]) if files else {}
+        check_shares(asked, config)
+        begin_again(asked, config)
         launch_command(asked)
+    except ValueError as error:  # what Accelerate says of its options
+        print(Problem("Accelerate can't start this launch", found=str(error)), file=sys.stderr)
+        return Exit.INPUT
     except UserError as error:
         print("\n".join(map(str, error.problems)), file=sys.stderr)
         return error.code
@@ -220,6 +255,21 @@ def check_shares(asked: Any, config: dict[str, Any]) -> None:
         what = f"{count} processes can't be as many on each of {machines} machines: {low} would start"
         fix = f"--num_processes {low or machines} or {low + machines}; torchrun, where machines differ"
         raise UserError(Problem(what, "--num_processes", found=str(count), fix=fix))
+
+
+def begin_again(asked: Any, config: dict[str, Any]) -> None:
+    """Have `--max_restarts` find its processes anew: as Accelerate starts them, they look for those that are
+    gone (torch 2.13). Of several machines torchrun alone does it (exit 2)."""
+    if not asked.max_restarts:
+        return
+    machines = int(asked.num_machines or config.get("num_machines") or 1)
+    if machines > 1:
+        what = "processes of several machines are begun again by torchrun alone"
+        fix = "--max_restarts 0, or torchrun as scripts/slurm/train.sbatch has it in its last lines"
+        found = f"{asked.max_restarts}, on {machines} machines"
+        raise UserError(Problem(what, "--max_restarts", found=found, fix=fix))
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    asked.standalone = True  # torch's c10d rendezvous, on a free port
 
 
 def first(failures: dict[int, Any]) -> tuple[int, Any]:

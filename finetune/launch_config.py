@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ COUNTS = ("num_processes", "num_machines")
 # Keys that Accelerate writes into a config and passes over when it reads one (1.15, commands/launch.py takes
 # from it only options whose default is None), and what is in force then
 COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
+# Keys of FSDP1 that Accelerate passes over under version 2, and what that has in their place
+FSDP1 = {
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
+    "fsdp_forward_prefetch": "drop it: version 2 fetches the next layer by itself",
+    "fsdp_backward_prefetch": "drop it: version 2 fetches the next layer by itself",
+    "fsdp_use_orig_params": "drop it: version 2 always trains the original parameters",
+    "fsdp_sync_module_states": "drop it; fsdp_cpu_ram_efficient_loading: true hands on rank 0's weights",
+}
 READ_UNDER = {  # section -> the key and value without which Accelerate passes it over
     "fsdp_config": ("distributed_type", "FSDP"),
     "deepspeed_config": ("distributed_type", "DEEPSPEED"),
@@ -44,6 +53,12 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(made, dict):
         raise UserError(Problem("not an accelerate config", where=str(path), found=type(made).__name__))
     return made
+
+
+def sizes(given: dict[str, Any]) -> int:
+    """How many processes a config's `parallelism_config` is for: the product of its sizes."""
+    section = given.get("parallelism_config") or {}
+    return math.prod(value for key, value in section.items() if key.endswith("_size"))
 
 
 def environment(path: Path) -> dict[str, str]:
@@ -98,6 +113,7 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
         found.append(
             Problem("Accelerate finds no such backend", "fp8_config.backend", where, **texts, fix=fix)
         )
+    found += [*_gpus(given, where), *_fsdp(given, where)]
     several = given.get("num_processes", 1) not in (None, 1) and given.get("distributed_type") in (
         "NO",
         "MULTI_CPU",
@@ -106,6 +122,49 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
         what = "Accelerate starts one process, whatever num_processes says"
         texts = {"found": str(given["distributed_type"]), "fix": "MULTI_GPU, on CPUs too (use_cpu: true)"}
         found.append(Problem(what, "distributed_type", where, **texts))
+    return found
+
+
+def _gpus(given: dict[str, Any], where: str) -> list[Problem]:
+    """`gpu_ids`, which Accelerate takes as text, and several of for several processes."""
+    ids, found = given.get("gpu_ids"), []
+    several = given.get("distributed_type") == "MULTI_GPU" and (given.get("num_machines") or 1) == 1
+    if ids is not None and (not isinstance(ids, str) or not re.fullmatch(r"all|\d+( *, *\d+)*", ids)):
+        texts = {"found": str(ids), "expected": 'all, or numbers as text: "0,1"'}
+        found.append(Problem("is no text that names GPUs", "gpu_ids", where, **texts, fix="gpu_ids: all"))
+    elif several and ids not in (None, "all") and "," not in ids:
+        what, fix = "Accelerate starts no MULTI_GPU launch on one GPU", 'distributed_type: "NO"'
+        found.append(Problem(what, "gpu_ids", where, found=ids, fix=f"{fix}, or gpu_ids: all"))
+    return found
+
+
+def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
+    """What FSDP2 has not, and how a model can be divided."""
+    from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
+
+    section, found = given.get("fsdp_config"), []
+    if not isinstance(section, dict):
+        return []
+    held = {f"fsdp_{str(key).removeprefix('fsdp_')}": (key, value) for key, value in section.items()}
+    two = str(held.get("fsdp_version", ("", 1))[1]) == "2"
+    policy = str(held.get("fsdp_auto_wrap_policy", ("", None))[1] or "NO_WRAP")
+    for name, fix in FSDP1.items() if two else ():
+        if name in held:
+            key, value = held[name]
+            what = "is FSDP1's: Accelerate passes it over under fsdp_version: 2"
+            found.append(Problem(what, f"fsdp_config.{key}", where, found=str(value), fix=fix))
+    if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
+        texts = {"found": policy, "expected": ", ".join(FSDP_AUTO_WRAP_POLICY)}
+        fix = nearest(policy, FSDP_AUTO_WRAP_POLICY) or "TRANSFORMER_BASED_WRAP"
+        key = held["fsdp_auto_wrap_policy"][0]
+        found.append(Problem("Accelerate knows no such value", f"fsdp_config.{key}", where, **texts, fix=fix))
+    elif "fsdp_min_num_params" in held and policy.upper() != "SIZE_BASED_WRAP":
+        key, value = held["fsdp_min_num_params"]
+        what, fix = (
+            "is read under SIZE_BASED_WRAP alone",
+            "drop it, or fsdp_auto_wrap_policy: SIZE_BASED_WRAP",
+        )
+        found.append(Problem(what, f"fsdp_config.{key}", where, found=str(value), fix=fix))
     return found
 
 

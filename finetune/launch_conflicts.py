@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from finetune.launch_env import (
     said,
     sharded,
     splitter,
+    zero_stage,
 )
 from finetune.upstream import installed
 
@@ -36,9 +38,14 @@ TE_TAKES = {
     "AMAX_COMPUTE_ALGO": ("max",),
     "FORMAT": ("HYBRID", "E4M3"),
     "INTERVAL": ("1",),
+    "USE_MXFP8_BLOCK_SCALING": ("False",),
     **{f"OVERRIDE_{name}": ("False",) for name in ("FPROP", "DGRAD", "WGRAD")},
 }
 BASE_INSTEAD = "accelerate_configs/8xh100_fp8.yaml: the frozen fp8 base, under any adapter"
+OTHER_FP8 = {  # of full, where the package of one is not installed
+    "TE": "accelerate_configs/8xh100_fp8_torchao.yaml",
+    "AO": "accelerate_configs/8xh100_fp8_te.yaml",
+}
 
 
 def check(
@@ -59,8 +66,8 @@ def check(
     )
     if not installed(package):
         what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
-        problem = Problem(what, fix=f"pip install 'finetune-toolkit[{extra}]'; or {BASE_INSTEAD}")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        fix = f"pip install 'finetune-toolkit[{extra}]'; or {OTHER_FP8[fp8().kind]}"  # full alone comes here
+        raise UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
 
 
 def against(
@@ -98,9 +105,8 @@ def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Spee
 def _fp8(asked: Fp8, kind: str, speed: Speed, data: Data) -> list[Problem]:
     """fp8 is the launch's, the base's storage the recipe's: they must mean the same."""
     if asked.kind not in (FROZEN, *BACKENDS):
-        fix = (
-            f"backend: {asked.kind.upper()}" if asked.kind.upper() in BACKENDS else f"drop it: {BASE_INSTEAD}"
-        )
+        drop = OTHER_FP8["TE"] if kind == "full" else f"drop it: {BASE_INSTEAD}"
+        fix = f"backend: {asked.kind.upper()}" if asked.kind.upper() in BACKENDS else drop
         what = f"fp8_config.backend of the {CONFIG} is not one that Accelerate and this project serve"
         return [Problem(what, found=asked.kind, expected="TE or AO, in upper case", fix=fix)]
     if asked.kind == FROZEN:
@@ -199,11 +205,11 @@ def _started(machine: Hardware) -> list[Problem]:
 def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     """What splits weights, or their state, against the machine and the recipe."""
     stored = adapter_types.find(kind).storage or ("fp8" if means_fp8(speed) else speed.base)
-    found = list(_twice(speed))
+    found = [*_twice(speed), *_precision(machine, stored)]
     if on("ACCELERATE_USE_FSDP"):
         found += _fsdp(machine, stored)
     if on("ACCELERATE_USE_DEEPSPEED"):
-        found += _deepspeed(machine, stored)
+        found += _deepspeed(machine, stored, kind)
     unsplit = ("int8", "torchao_int8", "fp4") if sharded() == "DeepSpeed" else ("int8", "torchao_int8")
     if sharded() and stored in unsplit:
         what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
@@ -231,6 +237,14 @@ def _twice(speed: Speed) -> Iterator[Problem]:
         yield Problem(what, "speed.compile", found=compiler, fix=fix)
 
 
+def _precision(machine: Hardware, stored: str) -> Iterator[Problem]:
+    """Products on an fp8 base give bf16, which the launch's precision must be."""
+    precision = said("ACCELERATE_MIXED_PRECISION", "bf16")
+    if stored == "fp8" and precision in ("no", "fp16") and machine.device == "cuda":
+        what = f"mixed_precision: {precision} of the {CONFIG}, and products on an fp8 base give bf16"
+        yield Problem(what, "speed.base", found=stored, fix="mixed_precision: bf16, or speed.base: auto")
+
+
 def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
     if machine.device == "cpu":
         what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
@@ -244,7 +258,7 @@ def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
         yield Problem(what, "speed.base", found=stored, fix=fix)
 
 
-def _deepspeed(machine: Hardware, stored: str) -> Iterator[Problem]:
+def _deepspeed(machine: Hardware, stored: str, kind: str) -> Iterator[Problem]:
     precision = said("ACCELERATE_MIXED_PRECISION", "no")
     if machine.device == "cpu" and precision != "no":
         what = f"DeepSpeed of the {CONFIG} computes in 16 bits on GPUs alone"
@@ -262,11 +276,16 @@ def _deepspeed(machine: Hardware, stored: str) -> Iterator[Problem]:
         yield Problem(what, "--deepspeed_config_file", found=file, fix=fix)
     if fp8().kind:
         what = f"DeepSpeed knows no mixed_precision: fp8, which the {CONFIG} asks for"
-        yield Problem(what, found="fp8", fix=BASE_INSTEAD)
-    if steps := said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
-        what = f"gradient_accumulation_steps of the {CONFIG} is what train.effective_batch_size decides"
-        fix = "drop it from deepspeed_config"
-        yield Problem(what, "train.effective_batch_size", found=steps, fix=fix)
+        yield Problem(what, found="fp8", fix=OTHER_FP8["TE"] if kind == "full" else BASE_INSTEAD)
+    if zero_stage() not in ("1", "2", "3"):
+        what = f"zero_stage of the {CONFIG}: ZeRO splits moments (1), gradients too (2), weights too (3)"
+        fix = "zero_stage: 2 or 3; to split nothing accelerate_configs/ddp_8.yaml"
+        yield Problem(what, found=zero_stage(), fix=fix)
+    decided = {"gradient_accumulation_steps": "effective_batch_size", "gradient_clipping": "max_grad_norm"}
+    for name, key in decided.items():
+        if number := said(f"ACCELERATE_{name.upper()}").replace("auto", ""):  # the recipe's
+            what = f"{name} of the {CONFIG} is what train.{key} decides"
+            yield Problem(what, f"train.{key}", found=number, fix="drop it from deepspeed_config")
 
 
 def _parallelism(model: Model, data: Data) -> list[Problem]:
@@ -283,7 +302,27 @@ def _parallelism(model: Model, data: Data) -> list[Problem]:
         what = f"parallelism_config_dp_replicate_size of the {CONFIG}: copies of split weights are not served"
         fix = "1: all processes split one copy (fsdp2_8.yaml), or each has a whole one (multi_node.yaml)"
         found.append(Problem(what, found=str(parallel("DP_REPLICATE")), fix=fix))
+    found += [] if found else _sizes()
     return found + (cut_rows(model, data) if parallel("CP") > 1 else [])
+
+
+def _sizes() -> Iterator[Problem]:
+    """The product of the sizes against the processes, and against what has to split for them."""
+    sizes = {name: parallel(name) for name in ("DP_SHARD", "CP")}
+    asked = ", ".join(f"{name.lower()}_size: {size}" for name, size in sizes.items())
+    product, processes = math.prod(sizes.values()), said("WORLD_SIZE")
+    if product > 1 and not on("ACCELERATE_USE_FSDP"):
+        what = f"parallelism_config of the {CONFIG} shares rows or weights, which FSDP has to split"
+        fix = "distributed_type: FSDP with fsdp_version: 2 (accelerate_configs/context_parallel_4.yaml)"
+        yield Problem(what, found=f"{asked}, without FSDP", fix=fix)
+    elif product > 1 and processes and product != int(processes):
+        what = f"parallelism_config of the {CONFIG} is for {product} processes, as its sizes multiply"
+        fix = f"--num_processes {product}, or parallelism_config_cp_size: {processes}, dp_shard_size: 1"
+        yield Problem(what, found=f"{asked}; {processes} processes", fix=fix)
+    elif product == 1 and on("ACCELERATE_USE_PARALLELISM_CONFIG") and on("ACCELERATE_USE_FSDP"):
+        what = f"parallelism_config of the {CONFIG} leaves FSDP nothing to split: all its sizes are 1"
+        fix = "drop it, or parallelism_config_dp_shard_size: the number of processes"
+        yield Problem(what, found=asked, fix=fix)
 
 
 def cut_rows(model: Model, data: Data) -> list[Problem]:

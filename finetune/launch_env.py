@@ -30,6 +30,7 @@ NCCL_LATER = 60
 TE_TOKENS = 16  # of which TransformerEngine's fp8 products take multiples, as Accelerate's own script has it
 ONCE = "what backward runs again would be in bf16, and other tensors than it kept"
 GONE = "another process of this launch ended, or did not answer in time"
+_WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
 CONFIG = "accelerate config"  # as messages call the other side
 
@@ -132,6 +133,12 @@ def parallel(kind: str) -> int:
     """Processes that share a sequence (`CP`, `SP`) or a layer (`TP`)."""
     used = on("ACCELERATE_USE_PARALLELISM_CONFIG")
     return int(said(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) if used else 1
+
+
+def ways() -> dict[str, str]:
+    """How this launch splits, shares and rounds, by variable; but places of a machine."""
+    names = [name for name in os.environ if name.startswith(_WAYS) and not name.endswith("_PATH")]
+    return {name: said(name) for name in sorted(names)}
 
 
 def timeout_seconds() -> int:

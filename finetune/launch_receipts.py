@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from finetune import shards, te
+from finetune import ranks, shards, te
 from finetune.errors import Exit
 from finetune.launch_env import BACKENDS, said, zero_stage
 
@@ -80,6 +80,7 @@ class Prepared(TrainerCallback):
         inner = getattr(optimizer, "optimizer", optimizer)
         groups = [group["params"] for group in inner.param_groups]
         if self.launch.splitter == "DeepSpeed":  # it steps on flattened copies; by ZeRO-1 and 2, or by 3
+            ranks.wait_alike()
             groups = getattr(inner, "bit16_groups", None) or inner.fp16_groups
         held = {id(p) for group in groups for p in group}
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -55,6 +55,11 @@ def unsaved(train: Train, keeper: str) -> str:
     return f"FSDP, under {optim}," if re.search("[48]bit", optim) else ""
 
 
+def saved_instead(parts: str) -> str:
+    """With what checkpoints are made, where `unsaved` says these parts."""
+    return "train.optim=adamw_torch_fused" if parts.startswith("FSDP") else "ddp_8.yaml or fsdp2_8.yaml"
+
+
 def missing_packages(optim: str, speed: Speed) -> list[Problem]:
     """Packages that the optimizer needs and this environment has not; nothing is imported."""
     low_bits = "torchao" if _OF_TORCHAO.fullmatch(optim) else ""

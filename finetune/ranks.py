@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch.distributed import distributed_c10d as c10d
 
 from finetune import launch_env
 from finetune.errors import Exit, Problem, UserError
@@ -123,6 +124,18 @@ def steps() -> Any:
     if PartialState().num_processes == 1:
         return None
     return torch.distributed.new_group(backend="gloo", timeout=timeout())
+
+
+def wait_alike() -> None:
+    """Have all groups but that of `failures` wait as long as ours do: DeepSpeed makes its own by torch's
+    defaults, 10 minutes of NCCL and 30 of gloo."""
+    if PartialState().num_processes == 1:
+        return
+    own = failures()
+    for group, (backend, _) in list(c10d._world.pg_map.items()):
+        later = datetime.timedelta(seconds=launch_env.NCCL_LATER if "nccl" in backend else 0)
+        if group is not own:
+            c10d._set_pg_timeout(timeout() + later, group)
 
 
 def any_of(*flags: bool) -> list[bool]:

@@ -78,7 +78,8 @@ class MicroBatches:
     def too_large(self, step: int, said: str) -> UserError:
         """What to say where a step can't be made again, or not in smaller parts."""
         rows = math.ceil(self.rows / self.parts)
-        fewer = [f"train.per_device_train_batch_size={rows // 2}"] if rows > 1 else []
+        least = [n for n in range(1, rows) if self.rows % n == 0]  # a process's share divides by these
+        fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
         what = f"out of memory in step {step}, with {'one row' if rows == 1 else f'{rows} rows'} at once"
         fix = "; or ".join([*fewer, *self.fixes][:3]) + "; what each gives: finetune plan"
         found = "; ".join(filter(None, [first_line(said), self.held()]))

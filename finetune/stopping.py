@@ -35,7 +35,8 @@ def check(train: Train, resumes: str | None, keeper: str) -> None:
         asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
     if parts and asked and resumes != "auto":
         what = f"{asked}: checkpoints are not made of state that {parts} keeps"
-        raise UserError(Problem(what, found=parts, fix="ddp_8.yaml or fsdp2_8.yaml"), code=Exit.ENVIRONMENT)
+        fix = optimizers.saved_instead(parts)
+        raise UserError(Problem(what, found=parts, fix=fix), code=Exit.ENVIRONMENT)
 
 
 class Stop:

@@ -284,7 +284,7 @@ class Trainer(SFTTrainer):
         if self.schedule.stopped and self.schedule.parts:
             what = f"stopped by {self.schedule.stopped} after step {self.state.global_step}; nothing is saved"
             found = f"state that {self.schedule.parts} keeps, of which no checkpoints are made"
-            fix = "ddp_8.yaml or fsdp2_8.yaml"
+            fix = optimizers.saved_instead(self.schedule.parts)
             raise UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
         if self.schedule.stopped:
             saved = self.writer.published

@@ -78,7 +78,7 @@ def launched(config: Path) -> Iterator[None]:
     """As in a process of that launch."""
     before, made = dict(os.environ), environment(config)
     os.environ |= made
-    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ["WORLD_SIZE"] = str(launch_config.read(config)["num_processes"])
     try:
         yield
     finally:

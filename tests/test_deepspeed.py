@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import two_ranks
 from conftest import QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
 
+from finetune import faults, launch_env
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -98,6 +100,17 @@ def test_two_processes_train_what_one_does(
     alone, saved = (load_file(run.weights / f"{kind}.safetensors") for run in (one, two))
     assert {key: t.shape for key, t in alone.items()} == {key: t.shape for key, t in saved.items()}
     assert all(float((alone[key] - t).norm()) <= 0.02 * float(t.norm()) for key, t in saved.items())
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_a_rank_that_hangs_is_not_waited_for_by_torch_s_default(launched, monkeypatch) -> None:
+    """DeepSpeed's groups are its own, which wait for half an hour."""
+    monkeypatch.setenv(launch_env.TIMEOUT, "15")
+    monkeypatch.setenv(faults.VARIABLE, "step:2:rank:1:hang")
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match=launch_env.GONE):
+        launched("lora")
+    assert time.monotonic() - began < 120
 
 
 @pytest.mark.usefixtures("the_only_launch")

@@ -217,6 +217,14 @@ def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatc
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
 
 
+@pytest.mark.parametrize(("rows", "parts", "fewer"), [(8, 1, 4), (5, 1, 1), (6, 2, 2), (9, 2, 3)])
+def test_fewer_rows_are_advised_that_a_step_can_be_split_into(rows: int, parts: int, fewer: int) -> None:
+    """5 rows, 40 in a step on 8 processes: 2 would be refused."""
+    made = rescue.MicroBatches(rows)
+    made.parts = parts
+    assert f"per_device_train_batch_size={fewer};" in str(made.too_large(1, "out of memory"))
+
+
 def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, capsys, tmp_path) -> None:
     """What it would need, by `finetune plan`; what takes the memory; three ways to take less."""
     monkeypatch.setenv(faults.VARIABLE, "rows:0:step:1:oom,rows:1:oom")

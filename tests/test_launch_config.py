@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,8 @@ try:
 finally:
     sys.path.pop(0)
 
+FSDP, TWO = {"distributed_type": "FSDP"}, {"fsdp_version": 2}
+EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
 
 
@@ -86,6 +91,24 @@ def test_a_plan_reads_it_as_accelerates_launcher_does(name: str, monkeypatch) ->
         ({"fp8_config": {"backend": "TE", "fp8_format": "HYBIRD"}}, "HYBRID"),
         ({"deepspeed_config": {"zero_stage": "three"}}, "a whole number"),
         ({"deepspeed_config": {"deepspeed_config_file": "ds.json"}}, "not held against the recipe"),
+        ({"gpu_ids": 0}, 'numbers as text: "0,1"'),
+        ({"gpu_ids": [0, 1]}, 'numbers as text: "0,1"'),
+        ({"gpu_ids": "0"}, "no MULTI_GPU launch on one GPU"),
+        (
+            {**FSDP, "fsdp_config": {**TWO, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}},
+            "reshard_after_forward",
+        ),
+        (
+            {**FSDP, "fsdp_config": {**TWO, "forward_prefetch": True}},
+            "fsdp_config.forward_prefetch: is FSDP1's",
+        ),
+        ({**FSDP, "fsdp_config": {**TWO, "fsdp_use_orig_params": False}}, "the original parameters"),
+        ({**FSDP, "fsdp_config": {**TWO, "fsdp_sync_module_states": True}}, "cpu_ram_efficient_loading"),
+        ({**FSDP, "fsdp_config": {**TWO, "fsdp_min_num_params": 5}}, "SIZE_BASED_WRAP alone"),
+        (
+            {**FSDP, "fsdp_config": {**TWO, "fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}},
+            "TRANSFORMER_BASED_WRAP",
+        ),
         ({"rdzv_backend": "c10d"}, "from the command line alone"),
         ({"enable_cpu_affinity": True}, "--enable_cpu_affinity"),
     ],
@@ -122,8 +145,39 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
     assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
     assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
+    words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
+    assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
     words.insert(2, "--cpu")  # Accelerate then reads none
     launch.check_the_launchers()
+
+
+def test_use_cpu_of_several_processes_reaches_them(monkeypatch) -> None:
+    """Accelerate hands it on to one alone: by its own launcher they would train on GPUs."""
+    started: list[str] = []
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    monkeypatch.setattr(
+        "accelerate.commands.launch.launch_command",
+        lambda asked: started.append(os.environ["ACCELERATE_USE_CPU"]),
+    )
+    assert launch.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 0
+    assert started == ["true"]
+    monkeypatch.setattr(launch, "detect", lambda: EIGHT)
+    with pytest.raises(UserError, match="hands on no use_cpu") as raised:
+        launch.check_cpu(CONFIGS["cpu_2"])
+    assert raised.value.code == 2
+    launch.check_cpu(CONFIGS["ddp_2"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "by"),
+    [("TORCHELASTIC_RUN_ID", "torchrun"), ("ACCELERATE_MIXED_PRECISION", "accelerate launch")],
+)
+def test_a_config_named_inside_a_launch_is_refused(variable: str, by: str, monkeypatch, capsys) -> None:
+    """`torchrun scripts/train.py RECIPE --accelerate zero3_8` would train by DDP."""
+    monkeypatch.setenv(variable, "no")
+    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", "zero3_8"]) == 2
+    said = capsys.readouterr().err
+    assert f"{by} has started this process" in said and "zero3_8" in said
 
 
 @pytest.mark.parametrize(
@@ -136,6 +190,43 @@ def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, sa
         launch.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1), name)
     (problem,) = raised.value.problems
     assert raised.value.code == 2 and said in problem.fix and "-m finetune train recipe.yaml" in problem.fix
+
+
+def without_a_number(config: str, folder: Path) -> Path:
+    made = yaml.safe_load(CONFIGS[config].read_text())
+    del made["num_processes"]
+    (folder / "mine.yaml").write_text(yaml.safe_dump(made))
+    return folder / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "said"),
+    [
+        ("context_parallel_4", 2, "a copy of it whose sizes multiply to 2"),
+        ("context_parallel_4", 8, "--num_processes 4 "),
+        ("ddp_4", 8, "--num_processes 8 "),
+    ],
+)
+def test_a_config_without_num_processes(config: str, gpus: int, said: str, monkeypatch, tmp_path) -> None:
+    """Accelerate takes none from the machine; nor more or fewer than `parallelism_config` is for."""
+    monkeypatch.setattr(launch, "detect", lambda: replace(EIGHT, count=gpus))
+    path = without_a_number(config, tmp_path)
+    with pytest.raises(UserError) as raised:
+        launch.check_count(path, [], ["train", "recipe.yaml"])
+    assert raised.value.code == 2 and said in raised.value.problems[0].fix
+
+
+def test_what_accelerate_says_of_its_options_is_an_error(tmp_path, capsys) -> None:
+    path = without_a_number("ddp_4", tmp_path)
+    assert launch.main(["--config_file", str(path), "scripts/train.py"]) == 2
+    assert "You need to manually pass in `--num_processes`" in capsys.readouterr().err
+
+
+def test_processes_of_several_machines_are_not_begun_again(capsys) -> None:
+    words = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "0", "--main_process_ip", "a"]
+    config = ["--config_file", str(CONFIGS["multi_node"])]
+    assert launch.main([*config, *words, "--max_restarts", "1", "scripts/train.py"]) == 2
+    assert "scripts/slurm/train.sbatch" in capsys.readouterr().err
 
 
 def test_a_config_may_say_which_of_many_machines_this_is(tmp_path, monkeypatch) -> None:
@@ -227,6 +318,17 @@ def test_slurm_s_script_starts_what_it_says(cluster, monkeypatch) -> None:
     assert found.training_script == "scripts/train.py" and (ROOT / found.config_file).is_file()
     assert found.training_script_args == ["recipe.yaml", "train.output_dir=a b", "--resume=auto"]
     launch_config.check(ROOT / found.config_file)
+
+
+def test_slurm_s_script_ends_where_its_machines_are_not_known(cluster, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "64")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    (tmp_path / "scontrol").write_text("#!/bin/bash\nexit 1\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        cluster((ROOT / "scripts" / "slurm" / "train.sbatch").read_text(), "recipe.yaml")
 
 
 def test_skypilot_s_task_starts_what_it_says(cluster, monkeypatch) -> None:

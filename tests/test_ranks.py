@@ -109,6 +109,17 @@ def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
     assert bool(re.search(stack, stderr)) == (fault == "hang")
 
 
+@pytest.mark.usefixtures("the_only_launch")
+def test_a_rank_that_is_killed_begins_again_by_max_restarts(small, two_layers, tmp_path) -> None:
+    run = tmp_path / "run"
+    words = short(small, two_layers, f"train.output_dir={run}", "train.logging_steps=1", "train.save_steps=2")
+    own = {launch_env.TIMEOUT: "60", faults.VARIABLE: "step:4:rank:1:kill"}
+    with two_processes("--max_restarts", "1", "-m", "finetune", *words, "--resume=auto", **own) as process:
+        stderr = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, stderr
+    assert [line["step"] for line in metrics(RunFolder(run))] == [1, 2, 3, 4, 5, 6]
+
+
 GONE = f"error: {launch_env.GONE}"
 
 

@@ -92,6 +92,17 @@ def test_a_signal_before_training_ends_at_once(train, monkeypatch, capsys) -> No
     assert "stopped by SIGTERM" in capsys.readouterr().err and not run.path.exists()
 
 
+@pytest.mark.parametrize(
+    ("keeper", "said"), [("FSDP", "train.optim=adamw_torch_fused"), ("DeepSpeed", "fsdp2_8.yaml")]
+)
+def test_what_saves_where_this_run_can_not(keeper: str, said: str) -> None:
+    """Not a launch by FSDP, where it is its optimizer."""
+    given = ["train.optim=adamw_torch_8bit", "train.save_strategy=steps"]
+    with pytest.raises(UserError) as raised:
+        stopping.check(recipe.load(QUICKSTART, given).train, None, keeper)
+    assert said in raised.value.problems[0].fix
+
+
 def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
     monkeypatch.setattr(signals, "TOGETHER", 0.0)
     child = os.fork()
