@@ -181,6 +181,8 @@ class Trainer(SFTTrainer):
         batches, model = self.micro_batches.kept.get(step, []), cast("Any", self.model)
         if shards.sharded(model) or hasattr(self.model_wrapped, "backward"):
             return "not looked for: the launch splits the weights or their state"
+        if te.used():
+            return "not looked for: processes meet in each of TransformerEngine's passes"
         parts = self.micro_batches.divided(batches, getattr(self.args, "pad_to_multiple_of", None))
         try:
             found = [nonfinite.first_not_finite(model, partial(self.loss_of, part)) for part in parts]
