@@ -25,6 +25,30 @@ if TYPE_CHECKING:
 OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
+SAME_ROWS = "runs are compared by the same loss on the same held-out rows"
+FIXED = {  # keys, or sections, that runs which are compared have in common: of a ladder and of a search
+    "publish": "runs that are compared publish nothing",
+    "eval": SAME_ROWS,
+    "model.name": SAME_ROWS,
+    "model.revision": SAME_ROWS,
+    "model.add_tokens": SAME_ROWS,
+    "data.validation": SAME_ROWS,
+    "data.validation_fraction": SAME_ROWS,
+    "data.train_on": SAME_ROWS,
+    "data.chat_template": SAME_ROWS,
+    "data.max_length": SAME_ROWS,
+    "train.seed": "all have the recipe's seed; a seed is not a choice",
+    "train.output_dir": "each run has a folder of its own",
+}
+MEASURED = {  # and those by which a ladder measures
+    "data.name": "runs are of the same rows",
+    "train.max_steps": "all runs have measure.steps",
+    "train.num_train_epochs": "all runs have measure.steps",
+    "train.warmup_steps": "all runs have measure.warm_up",
+    "train.logging_steps": "each step is logged",
+    "train.save_strategy": "no run saves checkpoints",
+    "train.report_to": "no run reports",
+}
 TAKEN = ("baseline", "aside", "ab", "recipe")  # folders of results that are no rung's
 
 
@@ -209,8 +233,12 @@ def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
 
 
 def _set_problems(ladder: Ladder) -> list[Problem]:
-    """Keys under `set` that no recipe has."""
-    return list(filter(None, (key_problem(*each) for each in _sets(ladder))))
+    """Keys under `set` that no recipe has, or that all runs have in common."""
+    problems = list(filter(None, (key_problem(*each) for each in _sets(ladder))))
+    for key, _, at in _sets(ladder):
+        if why := FIXED.get(key.partition(".")[0]) or {**FIXED, **MEASURED}.get(key):
+            problems.append(Problem(f"is no optimisation: {why}", key, at))
+    return problems
 
 
 def check_values(ladder: Ladder, kind: str) -> None:

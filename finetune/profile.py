@@ -177,6 +177,7 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
     folder = Path(output or f"runs/profile-{Path(path).stem}")
     whole = recipe.load(path, overrides)
     check.run(whole)
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -192,6 +193,9 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
     finally:
         for name in alone:
             del os.environ[name]
+        if made:  # a recipe that was refused leaves nothing
+            with contextlib.suppress(OSError):
+                folder.rmdir()
     if os.environ.get("RANK", "0") == "0":
         screen, few = Screen(quiet=quiet), adapter_types.in_few_steps(whole.adapter, STEPS)
         screen.say(*[f"note: the run had {key} {value}: {STEPS} steps" for key, value in few.items()])

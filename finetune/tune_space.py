@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from finetune import ladder, recipe_errors, strict_yaml
 from finetune import recipe as recipes
-from finetune import recipe_errors, strict_yaml
 from finetune.batch import count_steps, split_batch
 from finetune.errors import Problem, UserError, nearest
 from finetune.run_folder import flow
@@ -30,20 +30,8 @@ if TYPE_CHECKING:
 
 TYPE = "adapter.type"
 ROWS = "rows of the data"  # in a study's identity
-SAME_ROWS = "trials are compared by the same loss on the same held-out rows"
 REFUSED = {  # keys, or sections, that a search can't change
-    "publish": "trials publish nothing",
-    "eval": SAME_ROWS,
-    "model.name": SAME_ROWS,
-    "model.revision": SAME_ROWS,
-    "model.add_tokens": SAME_ROWS,
-    "data.validation": SAME_ROWS,
-    "data.validation_fraction": SAME_ROWS,
-    "data.train_on": SAME_ROWS,
-    "data.chat_template": SAME_ROWS,
-    "data.max_length": SAME_ROWS,
-    "train.seed": "all trials have the recipe's seed; a seed is not a choice",
-    "train.output_dir": "each trial has a folder of its own",
+    **ladder.FIXED,
     "speed.compile": "off in trials, and as the recipe has it in the final run",
 }
 WHOLE = 1e-8  # how far from a whole number a count of steps may be

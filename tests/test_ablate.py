@@ -33,7 +33,7 @@ baseline:
   set: {model.attention: eager, speed.recompute: all, speed.loss: trl, train.optim: adamw_torch}
 rungs:
   - {name: no_recompute, kind: memory, what: it, set: {speed.recompute: none}}
-  - {name: broken, kind: data, what: it, set: {data.max_length: 8}}
+  - {name: broken, kind: data, what: it, set: {data.format: text}}
   - {name: refused, kind: data, what: it, set: {train.effective_batch_size: 5}}
   - {name: faster_than_light, kind: precision, what: it, set: {train.tf32: true}, needs: {device: cuda}}
   - {name: packing, kind: data, what: it, set: {data.packing: true}, same_tokens: true, gate: held_out}
@@ -78,7 +78,7 @@ def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
     assert row["nothing"]["status"] == "no-op" and row["nothing"]["why"] == "there is nothing to switch"
     assert (row["faster_than_light"]["status"], row["faster_than_light"]["why"]) == ("skipped", "no GPU here")
     assert row["refused"]["status"] == "refused" and "is not a multiple" in row["refused"]["why"]
-    assert row["broken"]["status"] == "error" and "longer than data.max_length" in row["broken"]["why"]
+    assert row["broken"]["status"] == "error" and "no row has the format" in row["broken"]["why"]
     assert row["no_recompute"]["status"] in ("kept", "dropped")
     assert row["no_recompute"]["alone"]["apart"] < 1e-3, "recomputing changes no loss"
     packed = recipe.load(
@@ -138,7 +138,7 @@ def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed,
     assert cli.main(["check", str(best)]) == 0, capsys.readouterr().err
     text = best.read_text()
     assert re.search(r"recompute: .*ladder: no_recompute, (kept|dropped)", text)
-    assert re.search(r"max_length: 256 .*ladder: broken, error", text)
+    assert re.search(r"format: \S+ .*ladder: broken, error", text)
     assert recipe.load(best).model.attention == "auto", "no rung was about it"
 
 

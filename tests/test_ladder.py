@@ -65,9 +65,15 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
         ),
         ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
         (
-            "baseline: {}\nrungs:\n- {name: a, kind: b, what: c, set: {train.max_steps: abc, adapter.r: 0}}\n"
-            "- {name: d, kind: b, what: c, full: {set: {data.max_length: 4}}, set: {train.tf32: default}}",
-            [":3:37)", ":3:59)", ":4:44)"],
+            "baseline: {}\nrungs:\n"
+            "- {name: a, kind: b, what: c, set: {train.save_steps: abc, adapter.r: 0}}\n"
+            "- {name: d, kind: b, what: c, full: {set: {data.packing: 4}}, set: {train.tf32: default}}",
+            [":3:37)", ":3:60)", ":4:44)"],
+        ),
+        (
+            "baseline: {set: {train.output_dir: here, eval.every: 2}}\nrungs:\n- {name: a, kind: b, what: c,"
+            " set: {train.max_steps: 9, data.name: other.jsonl}, full: {set: {data.max_length: 8}}}",
+            [":1:18)", "folder of its own", ":1:42)", ":3:37)", "measure.steps", ":3:57)", ":3:95)"],
         ),
         ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
         ("- 1", ["a ladder is a mapping"]),

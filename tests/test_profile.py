@@ -30,6 +30,7 @@ from finetune import (
     train,
 )
 from finetune.batch import split_batch
+from finetune.errors import Problem, UserError
 
 CPU = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
 GPU = hardware.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 140.0, 16)
@@ -338,6 +339,17 @@ def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys)
     assert "verdict:" in text and "next:" in text and "padding:" in text and "launch gaps" in text
     assert "roofline: products reach" in text and "memory snapshot: none on the CPU" in text
     assert (tmp_path / "out" / "trace.json").exists()
+
+
+def test_a_recipe_that_is_refused_leaves_no_folder(tmp_path, monkeypatch) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise UserError(Problem("no"))
+
+    monkeypatch.setattr(train, "run", refuses)
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        assert cli.main(["profile", str(QUICKSTART), "--output", str(tmp_path / name)]) == 2
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
 def test_a_verdict_is_about_what_could_be_had_back() -> None:
