@@ -119,8 +119,8 @@ def default_config(words: list[str]) -> list[str]:
     """The config that `accelerate launch` reads where none is named, `accelerate config` has written it."""
     from accelerate.commands.config.config_args import default_config_file
 
-    names = {"launch", "accelerate.commands.launch", "finetune.launch", "accelerate_launch"}
-    starts = names & {Path(word).name for word in words}  # the last: a script of its own, named with a hyphen
+    starts = {"launch", "accelerate.commands.launch", "finetune.launch"} & {*words}
+    starts |= {"accelerate_launch"} & {Path(word).name for word in words[:2]}  # a script beside `accelerate`
     return [default_config_file] if starts and "__cpu" not in words else []
 
 
