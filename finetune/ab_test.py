@@ -115,7 +115,7 @@ def look(asked: Asked) -> Recipe:
         check.run(load_recipe(path, [*asked.overrides, *short]))
         check.pinned(recipe)
     before, after = [
-        {"model": f"{one.model.name}@{one.model.revision}", "checkpoints": measured.saves(one.train)}
+        {"model": measured.model_of(one.model), "checkpoints": measured.saves(one.train)}
         for one in recipes  # as they are: in the runs nothing is saved
     ]
     comparable(before, after, f"{asked.baseline} and {asked.optimised}", "key=value, which is for both")

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from finetune import modules, shapes, upstream
-from finetune.errors import Problem, UserError
+from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from finetune.sections import Model
 
 FROM_CONFIG = "config.json"
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # A checkpoint's experts, which are one weight in transformers' model, and what chooses among them: no linear
 # layer is either there
 NOT_LINEAR = re.compile(r"\.experts\.|\.(gate|router)$")
@@ -78,7 +79,7 @@ def read(model: Model) -> Architecture:
         raise UserError(problem) from error
     config = as_config(raw)
     text = config.get_text_config()
-    missing = [key for key in ("hidden_size", "num_hidden_layers", "vocab_size") if not hasattr(text, key)]
+    missing = [key for key in NEEDED if getattr(text, key, None) is None]
     if missing:
         found = f"{text.model_type}: no {', '.join(missing)}"
         raise UserError(Problem("its config is not that of a decoder we know", "model.name", found=found))
@@ -100,6 +101,8 @@ def as_config(raw: dict[str, Any]) -> Any:
     """A config.json as attributes, completed with transformers' defaults for its family."""
     family = raw.get("model_type", "")
     values: dict[str, Any] = {"tie_word_embeddings": True, **_defaults(family), **raw}
+    for name, other in _other_names(family).items():
+        values[name] = values[other] = raw.get(other, raw.get(name, values.get(other)))
     config = SimpleNamespace(**{**values, "model_type": family})
     inner = raw.get("text_config")
     text = as_config(inner) if isinstance(inner, dict) else config
@@ -107,18 +110,36 @@ def as_config(raw: dict[str, Any]) -> Any:
     return config
 
 
-@cache
 def _defaults(family: str) -> dict[str, Any]:
-    """Plain default values of a family's config class in the installed transformers, without an import."""
-    for folder in dict.fromkeys((family, family.removesuffix("_text"))):
+    """Plain default values of a family's config class in the installed transformers."""
+    node = _class_of(family)
+    return dict(_constants(node)) if node else {}
+
+
+def _other_names(family: str) -> dict[str, str]:
+    """A family's own names of what others call `hidden_size` and the like: its `attribute_map`."""
+    node = _class_of(family)
+    found = [
+        one.value
+        for one in (node.body if node else [])
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "attribute_map"
+    ]
+    return ast.literal_eval(found[0]) if found else {}
+
+
+@cache
+def _class_of(family: str) -> ast.ClassDef | None:
+    """A family's config class in the installed transformers, without an import."""
+    names = family, family.removesuffix("_text"), family.replace("-", "_"), family.partition("-")[0]
+    for folder in dict.fromkeys(names):
         path = upstream.source_of("transformers", f"models/{folder}/configuration_{folder}.py")
         if folder and path.exists():
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef) and f"model_type = {family!r}" in map(
                     ast.unparse, node.body
                 ):
-                    return dict(_constants(node))
-    return {}
+                    return node
+    return None
 
 
 def _constants(node: ast.ClassDef) -> list[tuple[str, Any]]:
@@ -160,6 +181,10 @@ def _on_meta(folder: Path) -> dict[str, tuple[int, ...]]:
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(folder, trust_remote_code=False)
             )
+    except ImportError as error:  # of a model whose images or sound another package reads
+        said = " ".join(str(error).split())
+        problem = Problem("transformers can't build it without another package", "model.name", found=said)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (OSError, ValueError, KeyError) as error:
         problem = Problem(
             "not a model that transformers knows", "model.name", found=str(error).splitlines()[0]

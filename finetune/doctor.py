@@ -73,7 +73,7 @@ def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]
     for name, text in measure.NAMES.items():
         if name in rates:
             rows.append((text, f"{rates[name] / 1e12:,.3g} {'TB/s' if name in measure.MOVED else 'TFLOP/s'}"))
-    return [*rows, ("kept in", str(measure.file_of(machine.name)))]
+    return [*rows, ("kept in", str(measure.file_of(machine.name, one)))]
 
 
 def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:

@@ -203,6 +203,7 @@ def widths(config: Any) -> Widths:
     size = getattr(config, "head_dim", None) or hidden // heads
     all_heads = heads + 2 * (getattr(config, "num_key_value_heads", None) or heads)
     intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    intermediate = max(intermediate) if isinstance(intermediate, list) else intermediate  # one for each layer
     sizes = hidden, intermediate, heads * size, all_heads * size
     return Widths(*sizes, config.num_hidden_layers, config.vocab_size)
 

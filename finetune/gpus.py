@@ -66,7 +66,7 @@ GPUS = {  # the more specific name first: "H100 PCIe" holds "H100"
 
 
 def named(name: str) -> Gpu:
-    """The GPU that a person means: `h100-80gb`, `H100 80GB`, `h100`.
+    """The GPU that a person means: `h100-80gb`, `H100 80GB`, `h100`; by torch's name or a plan's: `RTX 4090`.
 
     Raises:
         UserError: a name that is not in the table, with the nearest (exit 2).
@@ -77,6 +77,9 @@ def named(name: str) -> Gpu:
     family = [known for known in GPUS if known.startswith(f"{plain}-")]
     if len(family) == 1 or plain == "h100":
         return GPUS["h100-80gb" if plain == "h100" else family[0]]
+    printed = {" ".join(gpu.device).lower(): gpu for gpu in GPUS.values()}
+    if not family and (known := printed.get(plain.replace("-", " ")) or of_device(name)):
+        return known
     fix = " or ".join(family) or nearest(plain, GPUS)
     raise UserError(Problem("no such GPU", "--gpu", found=name, expected=", ".join(GPUS), fix=fix))
 

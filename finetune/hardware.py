@@ -138,10 +138,8 @@ def choose(
     started = launch(hardware)
     # of a model that is opened again (`against_fp8` is None) the run has said how it is stored
     by_launch = started.fp8 == launch_env.FROZEN and base == "auto" and against_fp8 is not None
-    if started.sharded and against_fp8 is not None:
-        against_fp8 = partial(
-            str.format, "{} splits the weights, which fast forwards want whole", started.sharded
-        )
+    if against_fp8 is not None and (kept := whole_base(started)):
+        against_fp8 = partial(str.format, "{}", kept)
     storage = choose_base(
         "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8
     )
@@ -234,6 +232,13 @@ def loader(hardware: Hardware, processes: int) -> dict[str, Any]:
         "dataloader_pin_memory": True,
         "accelerator_config": {"non_blocking": True},
     }
+
+
+def whole_base(started: Launch) -> str:
+    """Why the launch wants a base that is not in codes, where `auto` decides; the empty string: it may be."""
+    if started.sharded:
+        return f"{started.sharded} splits the weights, which fast forwards want whole"
+    return "DeepSpeed casts the weights, and fp8's are codes" if started.splitter == "DeepSpeed" else ""
 
 
 def choose_base(

@@ -59,6 +59,21 @@ def check(
     Raises:
         UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
     """
+    if found := against(machine, adapter, model, data, speed, every):
+        raise UserError(*found)
+    package, extra = {"TE": ("transformer_engine", "fp8"), "AO": ("torchao", "quantize")}.get(
+        fp8().kind, ("torch", "")
+    )
+    if not installed(package):
+        what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
+        fix = f"pip install 'finetune-toolkit[{extra}]'; or {OTHER_FP8[fp8().kind]}"  # full alone comes here
+        raise UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
+
+
+def against(
+    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None
+) -> list[Problem]:
+    """Every contradiction, those of single options of the adapter and of `eval.every` too."""
     found = problems(machine, adapter.type, model, data, speed)
     init = adapter.options().get("init_lora_weights")
     if sharded() and isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
@@ -74,16 +89,7 @@ def check(
     if splitter() and adapter.ours("loraplus_lr_ratio"):
         what = f"{splitter()} of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
         found.append(Problem(what, "adapter.loraplus_lr_ratio", fix="drop it, or ddp_8.yaml"))
-    if found:
-        raise UserError(*found)
-    package, extra = {"TE": ("transformer_engine", "fp8"), "AO": ("torchao", "quantize")}.get(
-        fp8().kind, ("torch", "")
-    )
-    if not installed(package):
-        what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
-        fix = f"pip install 'finetune-toolkit[{extra}]'; or {OTHER_FP8[fp8().kind]}"  # full alone comes here
-        problem = Problem(what, fix=fix)
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return found
 
 
 def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Speed) -> list[Problem]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from finetune.sections import Speed
 
 FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
@@ -52,6 +55,21 @@ def said(name: str, default: str = "") -> str:
 
 def on(name: str) -> bool:
     return said(name) in ("true", "1", "yes")
+
+
+@contextlib.contextmanager
+def under(variables: Mapping[str, str]) -> Iterator[None]:
+    """As in a process of a launch that sets these."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def fp8() -> Fp8:
@@ -132,16 +150,20 @@ def timeout_seconds() -> int:
 
 
 def leave(code: int) -> int:
-    """The exit code; at once where NCCL's communicators live: to end them can mean to wait for who is gone.
+    """The exit code, with no process group left; at once where a run failed and NCCL's communicators live: to
+    end them can mean to wait for who is gone.
 
     torch ends them while the interpreter does, and the launcher ends the other ranks only when this one has.
     """
     torch: Any = sys.modules.get("torch")
-    started = code and torch and torch.distributed.is_available() and torch.distributed.is_initialized()
-    if started and "nccl" in torch.distributed.get_backend_config():
+    if not (torch and torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return code
+    if code and "nccl" in torch.distributed.get_backend_config():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    if not code:
+        torch.distributed.destroy_process_group()
     return code
 
 

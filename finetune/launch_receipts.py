@@ -107,9 +107,9 @@ class Prepared(TrainerCallback):
             return
         self.multiplied, made, got = True, len(te.layers(given["model"])), te.rounded(given["model"])
         how = f"what its layers keep for their scales after step {state.global_step}"
-        self.ledger.add(
-            "fp8 products", f"{made} layers, forward and backward", f"{got} layers", how, ok=got == made
-        )
+        asked, ok = f"{made} layers, forward and backward", got == made > 0
+        self.ledger.add("fp8 products", asked, f"{got} layers", how, ok=ok, code=Exit.ENVIRONMENT)
+        self.ledger.check()
 
     def _by_zero(self, model: Any) -> None:
         """The engine's own stage, and this process's share where that splits weights."""

@@ -40,29 +40,45 @@ NEEDED = ("product", "forward", "backward", "bandwidth")  # in every file; a CPU
 ALIKE = 2.0  # times wider or narrower, at most, is a model whose products run at about the rates measured
 
 
-def file_of(device: str) -> Path:
-    """Where the rates of a device are kept: by its kind, which `--gpu` names too, else by its own name."""
+def file_of(device: str, one: Widths | None = None) -> Path:
+    """Where the rates of a device at a model's widths are kept: by its kind, which `--gpu` names too, else by
+    its own name. Without widths: where an older version kept those of every model."""
     cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
     known = gpus.of_device(device)
     kind = next((name for name, gpu in gpus.GPUS.items() if gpu is known), device)
-    return cache / "ceilings" / f"{re.sub('[^a-z0-9]+', '-', kind.lower()).strip('-')}.json"
+    widths = f"-{one.hidden}x{one.intermediate}" if one else ""
+    return cache / "ceilings" / f"{re.sub('[^a-z0-9]+', '-', kind.lower()).strip('-')}{widths}.json"
 
 
 def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
-    """The rates that were measured on a device at shapes like a model's; else `None`, and why those that are
-    there are not taken, the empty string if there are none."""
-    path = file_of(device)
-    found, problem = _content(path)
-    if found is None or problem:
-        return None, f"{path} is not used: {problem}" if problem else ""
-    shapes = [int(number) for number in re.findall(r"\d+", found["shapes"])]
-    own = [one.hidden, one.intermediate]
-    if device == "CPU":  # whose layers are no wider
-        shapes, own = ([min(LARGEST, sizes[0])] for sizes in (shapes, own))
-    if all(1 / ALIKE <= there / here <= ALIKE for there, here in zip(shapes, own, strict=True)):
+    """The rates that were measured on a device at the shapes most like a model's; else `None`, and why those
+    that are there are not taken, the empty string if there are none."""
+    older = file_of(device)
+    at_widths = re.compile(rf"{re.escape(older.stem)}-\d+x\d+\.json")
+    paths = sorted(path for path in older.parent.glob("*.json") if at_widths.fullmatch(path.name))
+    there: list[tuple[float, dict[str, Any], Path]] = []
+    wrong: list[str] = []
+    for path in [*paths, older]:
+        found, problem = _content(path)
+        if problem:
+            wrong.append(f"{path} is not used: {problem}")
+        elif found:
+            there.append((_apart(found["shapes"], one, device), found, path))
+    if not there:
+        return None, "; ".join(wrong)
+    apart, found, path = min(there, key=lambda each: each[0])
+    if apart <= ALIKE:
         return found, ""
     what = f"measured at {found['shapes']}, this model has {one.hidden} and {one.intermediate}"
-    return None, f"{path} is not used: {what}"
+    return None, "; ".join([*wrong, f"{path} is not used: {what}"])
+
+
+def _apart(shapes: str, one: Widths, device: str) -> float:
+    """How many times wider or narrower than a model's a measured layer is."""
+    there, own = [int(number) for number in re.findall(r"\d+", shapes)], [one.hidden, one.intermediate]
+    if device == "CPU":  # whose layers are no wider
+        there, own = ([min(LARGEST, sizes[0])] for sizes in (there, own))
+    return max(max(a / b, b / a) for a, b in zip(there, own, strict=True))
 
 
 def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
@@ -110,7 +126,7 @@ def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[s
         rates["link"] = sums(cards)
     shapes = f"hidden {one.hidden}, intermediate {one.intermediate}"
     made = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shapes": shapes}
-    path = file_of(name)
+    path = file_of(name, one)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**made, **rates}, indent=1) + "\n")
     return {**made, **rates}

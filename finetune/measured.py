@@ -33,7 +33,7 @@ from finetune.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from finetune.sections import Adapter, Data, Train
+    from finetune.sections import Adapter, Data, Model, Train
 
 MARK = "ablate.json"
 # What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no forked
@@ -299,11 +299,17 @@ def machine(place: RunFolder) -> dict[str, str]:
         "hardware": f"{here['count']} x {here['name']}, {size}",
         "processes": str(launch["processes"]),
         "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
-        "model": "@".join(filter(None, [recipe.model.name, recipe.model.revision])),
+        "model": model_of(recipe.model),
         "checkpoints": saves(recipe.train),
         "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],
         **{name: str(version) for name, version in found["packages"].items()},
     }
+
+
+def model_of(model: Model) -> str:
+    """Which model a recipe is of, by whatever path it names it."""
+    name = os.path.realpath(model.name) if os.path.exists(model.name) else model.name
+    return "@".join(filter(None, [name, model.revision]))
 
 
 def saves(train: Train) -> str:

@@ -21,6 +21,7 @@ from finetune import (
     gpus,
     hardware,
     launch_conflicts,
+    launch_env,
     measure,
     modules,
     optimizers,
@@ -230,8 +231,10 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         raise UserError(*problems)
     if by.sharing > 1:
         check.against_window(found.config)
-        if cut := launch_conflicts.cut_rows(recipe.model, recipe.data):
-            raise UserError(*cut)
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    with launch_env.under(dict(by.variables)):
+        if contradictions := launch_conflicts.against(machine, *asked):
+            raise UserError(*contradictions)
     launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
     none = Choice("", "")
     optimizers.check(recipe.train, recipe.speed, hardware.Setup(machine, launched, none, none))
@@ -277,14 +280,14 @@ def at_once(
         storage=base.value, processes=processes, by=by, stepped="optimizer" in gone,
         base=(gathered(full=False, layers=memory.layers) + outside) * estimate.GIB,
     )  # fmt: skip
-    leaving = gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens
-    step = step._replace(leaving=leaving)
+    step = step._replace(leaving=gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens)
     parts, source, link = _parts(found, has, kept, step, machine, attends, cpu_rate)
     sections = recipe.data, recipe.train, recipe.eval
     notes = plan_notes.of_recipe(
         found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
     )
     notes += [refused] if refused and refused not in notes else []
+    notes += plan_notes.of_merge(phases, usable, machine.device)
     notes += plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
     moved = sum(plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation))
     moved += plan_time.shared_rows(step, estimate.widths(found.config)) * step.passes
@@ -332,11 +335,8 @@ def _parts(
         if cpu_rate is None:
             return {}, "not known: this CPU has not been timed", 0.0
         whole = flops(found, has, step.full) * step.tokens * step.passes
-        return (
-            {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)},
-            "a layer timed here",
-            0.0,
-        )
+        seconds = {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}
+        return seconds, plan_time.of_cpu(estimate.widths(found.config)), 0.0
     rates = plan_time.rates_of(machine.name, attention, step, estimate.widths(found.config))
     if rates is None:
         return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0

@@ -13,7 +13,9 @@ from finetune import (
     estimate,
     hardware,
     keeping,
+    launch_env,
     optimizers,
+    plan_launch,
     plan_memory,
 )
 from finetune.errors import Exit, UserError
@@ -36,8 +38,9 @@ def storage_and_attention(
     """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
     flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
     against = partial(check.against_fp8, recipe, copy.copy(found.config))
-    if by.weights:  # as in hardware.choose
-        against = partial(str.format, "{} splits the weights, which fast forwards want whole", by.name)
+    launched = plan_launch.launched(by, 1, precision)
+    if kept := hardware.whole_base(launched):
+        against = partial(str.format, "{}", kept)
     asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
     base = hardware.choose_base(asked, kind, precision, machine, against)
     dtype = hardware.compute_dtype(precision, base.value)
@@ -64,7 +67,10 @@ def compiled(
         work: FLOPs of a step.
         dora: by PEFT's own forward, which breaks the graph, as others of its types do.
     """
-    eager = f"not measured where {by.name} splits the weights" if by.weights else ""
+    with launch_env.under(dict(by.variables)):  # of a config; a launch by `auto` has none
+        eager = launch_env.eager()
+    if by.weights and not eager:
+        eager = f"not measured where {by.name} splits the weights"
     kind = "DoRA" if dora else adapter_types.find(recipe.adapter.type).peft
     if not eager and (dora or kind in adapter_types.BREAKING):
         eager = f"PEFT's forward of {kind} breaks the graph"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import launch_config
+from finetune import launch_config, shipped
 from finetune.adapter_types import FOUR_BIT
 from finetune.errors import Problem, UserError
 from finetune.hardware import Launch
@@ -41,6 +41,8 @@ class Sharding(NamedTuple):
     """Processes that share each row (context parallelism)."""
     once: bool = False
     """TransformerEngine's fp8, which is in force in forward alone: no layer runs again in backward."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """What the launch would say to its processes (`launch_env`)."""
 
 
 ONE, DDP, FSDP2 = Sharding(""), Sharding("DDP"), Sharding("FSDP2", True, True)
@@ -72,6 +74,9 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
         UserError: not a config, a kind of launch that is not planned, or no number of processes (exit 2).
     """
     given: dict[str, Any] = launch_config.read(path)
+    ours = path.resolve().is_relative_to(shipped.folder("accelerate_configs").resolve())
+    if not ours and (found := launch_config.problems(given, str(path))):  # which imports Accelerate: seconds
+        raise UserError(*found)
     count, asked = gpus or int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
     kind, known = str(given.get("distributed_type") or "NO"), {"NO": ONE, "MULTI_GPU": DDP, "FSDP": FSDP2}
     stage = int((given.get("deepspeed_config") or {}).get("zero_stage", 0))
@@ -106,7 +111,34 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     frozen = asked == "fp8" and not given.get("fp8_config")
     made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)
     once = asked == "fp8" and str((given.get("fp8_config") or {}).get("backend")) == "TE"
-    return made._replace(sharing=sizes["cp"], once=once), count
+    said = tuple(variables(given).items())
+    return made._replace(sharing=sizes["cp"], once=once, variables=said), count
+
+
+def variables(given: dict[str, Any]) -> dict[str, str]:
+    """The environment that Accelerate makes of a config, as far as `launch_conflicts` reads it; its launcher
+    would be asked, but imports torch."""
+    kind, made = str(given.get("distributed_type")), dict[str, Any]()
+    made["ACCELERATE_MIXED_PRECISION"] = given.get("mixed_precision") or "no"
+    if made["ACCELERATE_MIXED_PRECISION"] == "fp8":
+        made |= _of_section(given, "fp8_config", "fp8_", "ACCELERATE_FP8_")
+    if kind == "FSDP":
+        made |= {"ACCELERATE_USE_FSDP": True, **_of_section(given, "fsdp_config", "fsdp_", "FSDP_")}
+    if kind == "DEEPSPEED":
+        zero = _of_section(given, "deepspeed_config", "", "ACCELERATE_DEEPSPEED_")
+        stage = zero.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+        made |= {"ACCELERATE_USE_DEEPSPEED": True, "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
+    if given.get("parallelism_config"):
+        made |= {"ACCELERATE_USE_PARALLELISM_CONFIG": True, **_of_section(given, "parallelism_config")}
+    made |= _of_section(given, "dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_")
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in made.items()
+    }
+
+
+def _of_section(given: dict[str, Any], section: str, begin: str = "", name: str = "") -> dict[str, Any]:
+    held = given.get(section) or {}
+    return {f"{name}{key.removeprefix(begin).upper()}": value for key, value in held.items()}
 
 
 def _sizes(parallelism: dict[str, Any] | None) -> dict[str, int]:

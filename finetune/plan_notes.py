@@ -54,6 +54,15 @@ def of_recipe(
     return said
 
 
+def of_merge(phases: dict[str, dict[str, float]], usable: float, device: str) -> list[str]:
+    """Of a merge after the run, which holds the weights in fp32."""
+    size = sum(phases.get("merge", {}).values())
+    if device == "cpu" or size <= usable:
+        return []
+    what = f"merging would not fit: its fp32 weights take {size:,.1f} GiB"
+    return [f"{what}; on the CPU: ACCELERATE_USE_CPU=true finetune merge RUN"]
+
+
 def of_machine(gone: dict[str, float], room: float | None, processes: int, device: str) -> list[str]:
     """Of what leaves GPUs for the CPU's memory, beside what there may be of it; and of many GPUs.
 

@@ -29,6 +29,8 @@ class Rows(NamedTuple):
     """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
     long: float = 0.0
     """Share of the rows that are longer than `data.max_length`."""
+    split: float = 0.0
+    """Share of the rows that are longer, and are cut in pieces."""
     how: str = ""
     """How their lengths are known."""
 
@@ -50,35 +52,42 @@ def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
         for path in paths:
             stat = path.stat()
             lines += round(_lines(path, stat.st_mtime_ns, stat.st_size) * source.weight)
-    lines, most = round(lines * (1 - (data.validation_fraction or 0.0))), float(data.max_length)
+    if data.validation_fraction is not None:  # as `load.draw_held_out` draws them
+        lines -= max(1, round(lines * data.validation_fraction))
+    most = float(data.max_length)
     lengths, how = plan_tokens.lengths(data, model, every)
     if not lengths:
         return Rows(0, most, most, most, how="there is nothing in the files")
+    texts = plan_tokens.split(data, every) if data.too_long == "split" else [False] * len(lengths)
     long = sum(length > most for length in lengths) / len(lengths)
-    kept = used(lengths, data)
-    if not kept:
-        return Rows(0, most, most, most, long, how)
+    split = sum(text and length > most for length, text in zip(lengths, texts, strict=True)) / len(lengths)
+    kept = used(lengths, data, texts)
+    if not kept or lines <= 0:
+        return Rows(0, most, most, most, long, split, how)
     attended = sum(length**2 for length in kept) / sum(kept)
     rows = lines * len(kept) / len(lengths)
     if data.packing:
         rows *= sum(kept) / len(kept) / most
-        return Rows(max(1, round(rows)), most, most, attended, long, how)
+        return Rows(max(1, round(rows)), most, most, attended, long, split, how)
     batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
     padded = kept if data.padding_free else [max(batch) for batch in batches]
     mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
     spans = attended if data.padding_free else longest
-    return Rows(max(1, round(rows)), mean, longest, spans, long, how)
+    return Rows(max(1, round(rows)), mean, longest, spans, long, split, how)
 
 
-def used(lengths: list[float], data: Data) -> list[float]:
-    """What is trained on of rows of these lengths, by `data.too_long`; prompts are taken for long enough."""
-    most = float(data.max_length)
-    if data.too_long == "split":
-        pieces = [[most] * int(length // most) + [length % most] for length in lengths]
-        return [piece for row in pieces for piece in row if piece > 1]
+def used(lengths: list[float], data: Data, texts: list[bool]) -> list[float]:
+    """What is trained on of rows of these lengths, by `data.too_long`; prompts are taken for long enough.
+
+    Args:
+        texts: which of the rows are cut in pieces.
+    """
+    most, pieces = float(data.max_length), list[float]()
     if data.too_long == "truncate_prompt":
         return [min(length, most) for length in lengths if length > 1]
-    return [length for length in lengths if 1 < length <= most]
+    for length, text in zip(lengths, texts, strict=True):
+        pieces += [most] * int(length // most) + [length % most] if text else [length]
+    return [piece for piece in pieces if 1 < piece <= most]
 
 
 def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
@@ -86,14 +95,16 @@ def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
     if rows is None or not rows.long:
         return "", False
     share = f"{rows.long:.0%} of the rows are longer than data.max_length ({data.max_length})"
-    if data.too_long == "split":
+    if rows.split == rows.long:
         return f"{share}, and split", False
     if data.too_long == "truncate_prompt":
         return f"{share}; their prompts are cut, and what does not fit then is dropped", False
     if data.too_long == "error":
         return f"{share}, and data.too_long is error", True
-    limit = data.expect.dropped
-    return f"{share}, and dropped; a run lets {limit:.0%} pass (data.expect.dropped)", rows.long > limit
+    limit, dropped, what = data.expect.dropped, rows.long - rows.split, "and dropped"
+    if data.too_long == "split":
+        what = f"{dropped:.0%} are chats or have prompts, and dropped: plain text alone is split"
+    return f"{share}, {what}; a run lets {limit:.0%} pass (data.expect.dropped)", dropped > limit
 
 
 def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
@@ -106,6 +117,8 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
     long, refuses = too_long(rows, data)
     if refuses or rows.number >= batch.effective:
         return long if refuses else ""
+    if not rows.number and data.validation_fraction is not None:
+        return f"no row would be left to train on (data.validation_fraction: {data.validation_fraction:g})"
     if not rows.number:
         return "there is no row to train on"
     number = f"{rows.number:,} rows are" if rows.number > 1 else "1 row is"

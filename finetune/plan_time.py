@@ -102,7 +102,16 @@ def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None
     if attention in ("sdpa", "cudnn"):
         found |= {key: measured[key] for key in ("forward", "backward")}
     source = f"measured on this GPU by `finetune doctor --measure` on {measured['date']}"
+    source += f", at {measured['shapes']}"
     return known._replace(**found, source=source)
+
+
+def of_cpu(one: Widths) -> str:
+    """Where the rate of a layer on this CPU is from, as `plan.cpu_rate` takes it."""
+    measured, why = measure.read_for("CPU", one)
+    if measured:
+        return f"a layer, by `finetune doctor --measure` on {measured['date']}, at {measured['shapes']}"
+    return "; ".join(filter(None, ("a layer timed here", why)))
 
 
 def shipped(name: str, attention: str, step: Step) -> Rates | None:

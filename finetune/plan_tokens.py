@@ -45,14 +45,27 @@ def stamped(paths: Iterable[Path]) -> tuple[tuple[str, int], ...]:
     return tuple((str(path), path.stat().st_mtime_ns) for path in paths)
 
 
-@cache  # a plan asks for each change it tries
-def _lengths(
-    paths: tuple[tuple[str, int], ...], asked: str, tokenizer: str, config: str, template: str
-) -> tuple[list[float], str]:
+def split(data: Data, paths: Sequence[Path]) -> list[bool]:
+    """Of the same rows, which ones `data.too_long: split` cuts in pieces: plain text, as in a run."""
+    rows = _rows(stamped(paths), data.model_dump_json(include=READ))
+    return [isinstance(row, Example) and not row.messages and row.prompt is None for row in rows]
+
+
+@cache
+def _rows(paths: tuple[tuple[str, int], ...], asked: str) -> list[Example | BadRow]:
+    """The first rows of each file."""
     data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[Example | BadRow]()
     for path, _ in paths:
         with open(path, "rb") as file:
             rows += load.examples(json_lines(islice(file, SAMPLED), Path(path)), data, path, {}, {})
+    return rows
+
+
+@cache  # a plan asks for each change it tries
+def _lengths(
+    paths: tuple[tuple[str, int], ...], asked: str, tokenizer: str, config: str, template: str
+) -> tuple[list[float], str]:
+    rows = _rows(paths, asked)
     sizes = list(map(_characters, rows))
     if not tokenizer:
         why = "the model's tokenizer is not here"

@@ -40,14 +40,15 @@ def head_kept(model: Any) -> Iterator[None]:
 
 
 def layers(model: Any) -> list[Any]:
-    """Those of TransformerEngine."""
-    return [m for m in model.modules() if type(m).__module__.startswith("transformer_engine")]
+    """Those of TransformerEngine that multiply in fp8; its LayerNorm does not."""
+    found = (m for m in model.modules() if type(m).__module__.startswith("transformer_engine"))
+    return [layer for layer in found if hasattr(layer, "fp8_meta")]
 
 
 def rounded(model: Any) -> int:
     """Layers of TransformerEngine that rounded to fp8 forward and backward, by what delayed scaling keeps of
     inputs, weights and gradients (2.20, DelayedScalingRecipeState): zeros and ones until then."""
-    kept = [getattr(layer, "fp8_meta", {}) for layer in layers(model)]
+    kept = [layer.fp8_meta for layer in layers(model)]
     states = [[meta[name] for name in ("scaling_fwd", "scaling_bwd") if name in meta] for meta in kept]
     moved = [[bool(one.amax_history.any() or (one.scale != 1).any()) for one in both] for both in states]
     return sum(both == [True, True] for both in moved)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TRIALS = 20  # where neither their number nor a time is given
 BEAT = 10.0  # seconds from one sign of life in the study to the next
-HOPELESS = 5  # trials that failed, with none that worked, after which it is not the values
+HOPELESS = 5  # trials of one process that failed in a row, after which it is not the values
 
 
 class Asked(NamedTuple):
@@ -69,6 +69,8 @@ class Job(NamedTuple):
     screen: Screen
     deadline: float
     told: Told
+    failed: list[Problem]
+    """Of this process's trials, those that failed since the last one that did not."""
 
     @property
     def most(self) -> float:
@@ -103,7 +105,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     with storage.opened(asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)) as study:
         hold(study, asked.folder, tune_space.identity(recipe, found.space, found.content))
         deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
-        job = Job(asked, recipe, found.space, found, study, screen, deadline, Told())
+        job = Job(asked, recipe, found.space, found, study, screen, deadline, Told(), [])
         screen.say(*[f"note: {note}" for note in found.notes])
         try:
             content = search(job)
@@ -113,8 +115,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         again = "the same command again goes on with the study"
         raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
     tune_report.show(screen, asked, content)
-    if content["best"] is None:
-        raise UserError(*problems(content), code=Exit.TRAINING)
+    if content["best"] is None or hopeless(job):
+        raise UserError(*(job.failed if hopeless(job) else problems(content)), code=Exit.TRAINING)
     if asked.final:
         final(asked)
     return content
@@ -221,14 +223,19 @@ def begin_another(job: Job) -> bool:
     """Whether there is to be one more trial; those that others left behind are queued first."""
     if job.told.by or time.monotonic() > job.deadline:
         return False
+    if hopeless(job):
+        job.screen.say(f"{HOPELESS} trials in a row failed here: it is not their values; this search ends")
+        return False
     for number in storage.take_over(job.study):
         job.screen.say(f"trial {number} was running when its worker ended: it is run again")
     trials = job.study.get_trials(deepcopy=False)
-    finished = [one for one in trials if one.state.is_finished() and not storage.is_lost(one)]
-    if len(finished) >= HOPELESS and all(one.state == TrialState.FAIL for one in finished):
-        return False
     waiting = any(one.state == TrialState.WAITING for one in trials)
     return waiting or sum(not storage.is_lost(one) for one in trials) < job.most
+
+
+def hopeless(job: Job) -> bool:
+    """Whether it is this process whose trials fail: others that share the study go on."""
+    return len(job.failed) >= HOPELESS
 
 
 def one(job: Job) -> None:
@@ -328,6 +335,10 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
         storage.take_over(study)
         job.screen.say(f"trial {number}: {ended.reason}; it is run again later")
         return
+    if ended.state == "failed":
+        job.failed.append(Problem(f"trial {number} failed", found=ended.reason))
+    else:
+        job.failed.clear()
     done = sum(t.state.is_finished() and not storage.is_lost(t) for t in study.get_trials(deepcopy=False))
     of = f"/{job.most:.0f}" if job.most != float("inf") else ""
     head = f"{done}{of}  trial {number}:"

@@ -222,6 +222,8 @@ def next_step(asked: Asked, content: dict[str, Any]) -> str:
     """The best recipe, or the same search again; without the storage's URL, which may hold a password."""
     more = ["finetune", "tune", asked.path, *asked.overrides, "--space", str(asked.space)]
     more += ["--output", str(asked.folder)]
+    more += ["--trials", str(asked.trials)] if asked.trials is not None else []
+    more += ["--hours", f"{asked.seconds / 3600:g}"] if asked.seconds is not None else []
     more += ["--accelerate", asked.accelerate] if asked.accelerate else []
     if content["best"] is None:
         return shlex.join(more + ["--final"] * asked.final)

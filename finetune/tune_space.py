@@ -46,6 +46,7 @@ REFUSED = {  # keys, or sections, that a search can't change
     "train.output_dir": "each trial has a folder of its own",
     "speed.compile": "off in trials, and as the recipe has it in the final run",
 }
+WHOLE = 1e-8  # how far from a whole number a count of steps may be
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 
 
@@ -185,6 +186,8 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
         problem("excludes log", "step", fix="drop one of the two")
     if one.step is not None and (not ranged or (one.whole and not isinstance(one.step, int))):
         problem("does not suit the values", "step", found=str(one.step))
+    elif fix := _unreached(one):
+        problem("the steps do not reach high", "step", found=f"{one.low}, {one.high}, {one.step}", fix=fix)
     labels = [text_of(value) for value in one.choices or ()]
     for index, label in enumerate(labels):
         if label in labels[:index]:
@@ -198,6 +201,17 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
     if isinstance(other, dict) and other.get("times") not in (None, target):
         problem(f"{target} is itself a multiple of {other['times']}", "times")
     return found
+
+
+def _unreached(one: Parameter) -> str:
+    """What would be reached by a range's steps, where its `high` is not; empty: it is."""
+    if one.step is None or one.low is None or one.high is None or one.low >= one.high:
+        return ""
+    places = (one.high - one.low) / one.step
+    if abs(places - round(places)) < WHOLE:
+        return ""
+    ends = [f"{one.low + count * one.step:.10g}" for count in (int(places), int(places) + 1) if count]
+    return f"high: {' or '.join(ends)}"
 
 
 def _ordered(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
@@ -292,7 +306,7 @@ def _within(one: Parameter, value: float) -> bool:
     assert one.low is not None and one.high is not None
     step = one.step or (1 if one.whole else None)
     places = (value - one.low) / step if step else 0.0
-    return one.low <= value <= one.high and abs(places - round(places)) < 1e-8
+    return one.low <= value <= one.high and abs(places - round(places)) < WHOLE
 
 
 def overrides(values: dict[str, Any]) -> list[str]:

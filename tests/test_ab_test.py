@@ -22,7 +22,7 @@ from finetune.screen import Screen
         (["--optimized", str(QUICKSTART), "train.optim=nonsense"], "train.optim"),
         (["--optimized", "saves"], "NOT COMPARABLE"),
         (["--optimized", "saves"], "checkpoints: auto against steps 2"),
-        (["--optimized", "other"], "examples/other_model@None"),
+        (["--optimized", "other"], "examples/other_model"),
     ],
 )
 def test_a_wrong_comparison_ends_before_it_begins(
@@ -38,6 +38,14 @@ def test_a_wrong_comparison_ends_before_it_begins(
     given = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1", *words]
     assert script.main(given) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_model_is_the_same_by_whatever_path(tmp_path) -> None:
+    """The best recipe that `ablate` and `tune` write names it by its whole path."""
+    best = tmp_path / "best.yaml"
+    best.write_text(QUICKSTART.read_text().replace(": examples/", f": {ROOT}/examples/"))
+    assert str(recipe.load(best).model.name) != str(recipe.load(QUICKSTART).model.name)
+    ab_test.look(ab_test.Asked(str(QUICKSTART), str(best), [], (None, None), tmp_path))
 
 
 def test_a_launch_for_gpus_that_are_not_here_is_exit_3(monkeypatch, tmp_path, capsys) -> None:

@@ -15,11 +15,19 @@ RATES = {"dora": "1e-3", "ia3": "1e-2", "qlora": "1e-3", "full": "1e-4"}
 
 
 @pytest.mark.usefixtures("the_only_launch")
-@pytest.mark.parametrize(("config", "kind"), [*(("cpu_2", kind) for kind in RATES), ("ddp_2", "ia3")])
+@pytest.mark.parametrize(
+    ("config", "kind", "fused"),
+    [*(("cpu_2", kind, "auto") for kind in RATES), ("ddp_2", "ia3", "auto"), ("cpu_2", "dora", "true")],
+)
 def test_two_processes_train_what_one_does(
-    config: str, kind: str, train, small, two_layers, tmp_path
+    config: str, kind: str, fused: str, train, small, two_layers, tmp_path
 ) -> None:
-    given = [f"adapter.type={kind}", f"train.learning_rate={RATES[kind]}", "train.max_steps=3"]
+    given = [
+        f"adapter.type={kind}",
+        f"speed.fused={fused}",
+        f"train.learning_rate={RATES[kind]}",
+        "train.max_steps=3",
+    ]
     given += ["train.logging_steps=1", "train.per_device_train_batch_size=4", "eval.max_new_tokens=1"]
     one, folder = train(*given), tmp_path / "two"
     words = ["train", str(QUICKSTART), *small, f"model.name={two_layers}", *given, "--quiet"]

@@ -331,11 +331,12 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
 
 
 def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None:
-    """By what its layers keep (`fp8_meta`, as 2.20 has it), which is zeros and ones until a product ran."""
+    """By what its products keep (`fp8_meta`, as 2.20 has it), which is zeros and ones until one ran."""
     import torch
 
-    kind = type("Linear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.linear"})
-    model = torch.nn.ModuleList([kind(), kind(), torch.nn.Linear(2, 2)])
+    names = ("Linear", "Linear", "LayerNorm")
+    of = {"__module__": "transformer_engine.pytorch.module.linear"}
+    model = torch.nn.ModuleList([type(name, (torch.nn.Module,), of)() for name in names])
     for layer in model[:2]:
         states = [SimpleNamespace(amax_history=torch.zeros(16, 3), scale=torch.ones(3)) for _ in range(2)]
         layer.__dict__["fp8_meta"] = dict(zip(("scaling_fwd", "scaling_bwd"), states, strict=True))
@@ -343,7 +344,8 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
     for number in range(3):
         ledger = Ledger()
         prepared = launch_receipts.Prepared(launch, SimpleNamespace(model=model), ledger)
-        prepared.on_step_end(None, state, None, model=model)
+        with pytest.raises(UserError) if number < 2 else contextlib.nullcontext():
+            prepared.on_step_end(None, state, None, model=model)
         prepared.on_step_end(None, state, None, model=model)
         (receipt,) = ledger.receipts
         assert (receipt.got, receipt.ok) == (f"{number} layers", number == 2)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from finetune import cli, launch, launch_config
+from finetune import cli, launch, launch_config, plan_launch
 from finetune.errors import UserError
 from finetune.hardware import Hardware, Start
 
@@ -53,6 +53,18 @@ def test_accelerate_reads_it_and_ignores_nothing(name: str, monkeypatch) -> None
             assert str(value).lower() in {
                 value.lower() for given, value in made.items() if given.lower().endswith(full)
             }, f"{key} reaches no process"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_plan_reads_it_as_accelerates_launcher_does(name: str, monkeypatch) -> None:
+    """plan_launch.variables, made without torch, beside the launcher's own environment."""
+    monkeypatch.setattr(launch_config, "installed", lambda package: True)
+    found = plan_launch.variables(launch_config.read(CONFIGS[name]))
+    made = {key: value.lower() for key, value in launch_matrix.environment(CONFIGS[name]).items()}
+    for key, value in found.items():
+        assert made.get(key, "no") == value.lower(), key
+    asks = re.compile("ACCELERATE_USE_(FSDP|DEEPSPEED|PARALLELISM)|ACCELERATE_FP8_BACKEND|FSDP_VERSION")
+    assert {key for key in made if asks.match(key)} <= found.keys()
 
 
 @pytest.mark.parametrize(

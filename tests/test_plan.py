@@ -229,7 +229,7 @@ def test_an_accelerate_config_says_how_it_is_divided(
     config: str, by: plan_launch.Sharding, halves: tuple[int, int]
 ) -> None:
     found, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
-    assert found._replace(precision="") == by and processes == (
+    assert found._replace(precision="", variables=()) == by and processes == (
         int(config[-1]) if config[-1].isdigit() else 8
     )
     share = plan_launch.share(found, processes, 1.0, 1.0)
@@ -308,14 +308,19 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
         "Tesla T4": "t4", "Tesla V100-SXM2-32GB": "v100-32gb", "NVIDIA GeForce RTX 5090": "rtx5090",
     }  # fmt: skip
     for device, name in names.items():
-        assert gpus.of_device(device) is gpus.GPUS[name], device
+        assert gpus.of_device(device) is gpus.GPUS[name] is gpus.named(device), device
     for device in (
         "NVIDIA GeForce GTX 1080", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB",
     ):  # fmt: skip
         assert gpus.of_device(device) is None, device
+        with pytest.raises(UserError, match="no such GPU"):
+            gpus.named(device)
     for name, gpu in gpus.GPUS.items():  # a machine that is planned for is found again by its name
-        assert gpus.of_device(plan.planned_machine(name, 1)[0].name) is gpu, name
+        device = plan.planned_machine(name, 1)[0].name
+        assert gpus.of_device(device) is gpu, name
+        assert gpus.named(f"{device} {gpu.memory_gib:.0f} GiB") is gpu, "as a plan prints it"
+    assert gpus.named("rtx 4090") is gpus.named("RTX 4090 24 GiB") is gpus.GPUS["rtx4090"]
 
 
 def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, planned
 
-from finetune import estimate, plan, plan_launch, recipe
+from finetune import estimate, hardware, plan, plan_changes, plan_launch, recipe
 from finetune.errors import UserError
+from finetune.hardware import Hardware
 
 SPLIT = ("train.effective_batch_size=8", "train.per_device_train_batch_size=4", "data.too_long=split")
 
@@ -99,8 +102,9 @@ def test_a_row_that_processes_share_is_planned_as_two_gpus_measured_it(large) ->
 )
 def test_what_can_not_share_rows_is_refused_as_in_a_run(given: tuple[str, ...], said: str, large) -> None:
     loaded = recipe.load(large, [*CUT, *given])
+    by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / "context_parallel_4.yaml")
     with pytest.raises(UserError, match=said):
-        plan.make(loaded, *plan.planned_machine("h200", 4), by=plan_launch.FSDP2._replace(sharing=4))
+        plan.make(loaded, *plan.planned_machine("h200", processes), by=by)
 
 
 @pytest.mark.parametrize(
@@ -135,3 +139,58 @@ def test_weights_are_not_split_where_that_takes_more(large) -> None:
     launch = made.choices["launch"]
     assert made.by == plan_launch.DDP and launch.value == "ddp_8" and "which may not fit" in launch.reason
     assert "a smaller train.per_device_train_batch_size" in launch.reason and "qlora" not in launch.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        ("8xh100_fp8_te", (), "is for full fine-tuning"),
+        ("8xh100_fp8_te", ("adapter.type=full", "speed.recompute=all"), "in force in forward alone"),
+        ("8xh100_fp8", ("adapter.type=full",), "means a frozen fp8 base"),
+        ("8xh100_fp8", ("speed.base=bf16",), "stores the base in fp8"),
+        ("fsdp2_8", ("adapter.type=qlora",), "hands on no base in nf4"),
+        ("fsdp2_8", ("adapter.type=adalora",), "ranks are chosen by whole ones"),
+        ("zero2_8", ("speed.base=fp8",), "casts or splits weights"),
+    ],
+)
+def test_what_a_launch_refuses_is_not_planned(config: str, given: tuple[str, ...], said: str, large) -> None:
+    by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    with pytest.raises(UserError, match=said):
+        plan.make(recipe.load(large, list(given)), *plan.planned_machine("h100-80gb", processes), by=by)
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def test_changes_that_a_launch_refuses_are_not_offered(large) -> None:
+    """TransformerEngine trains every weight, and is not compiled."""
+    by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / "8xh100_fp8_te.yaml")
+    given = ["adapter.type=full", "train.max_steps=50000", "train.effective_batch_size=8"]
+    loaded = recipe.load(large, given)
+    made = plan.make(loaded, *plan.planned_machine("h100-80gb", processes), by=by)
+    assert not made.fits and "breaks the graph" in made.choices["compile"].reason
+    offered = [one.overrides for one in plan_changes.changes(loaded, given, made, by=by)]
+    assert ("adapter.type=lora",) not in offered and ("speed.recompute=all",) not in offered
+
+
+def test_a_config_of_ones_own_is_looked_at_as_in_a_run(tmp_path) -> None:
+    shipped = (ROOT / "accelerate_configs" / "ddp_8.yaml").read_text()
+    (tmp_path / "own.yaml").write_text(shipped.replace("mixed_precision:", "mixed_precison:"))
+    with pytest.raises(UserError, match="mixed_precison: no such key"):
+        plan_launch.of_config(tmp_path / "own.yaml")
+
+
+@pytest.mark.parametrize("split", ["ZeRO-2", "ZeRO-3", "FSDP2"])
+def test_auto_stores_no_codes_where_the_launch_wants_weights(split: str, large, monkeypatch) -> None:
+    """In a plan and in a run."""
+    by = plan_launch.FSDP2 if split == "FSDP2" else plan_launch.ZERO[int(split[-1])]
+    made = plan.make(
+        recipe.load(large, ["train.effective_batch_size=8"]), *plan.planned_machine("h100-80gb", 8), by=by
+    )
+    assert made.choices["base"].value == "bf16"
+    launched = plan_launch.launched(by, 8, "bf16")
+    machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.1, 64)
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    monkeypatch.setattr(hardware, "launch", lambda machine: launched)
+    asked: dict[str, Any] = {"attention": "sdpa", "base": "auto", "adapter_type": "lora", "against_fp8": str}
+    assert hardware.choose(**asked).storage.value == "bf16"
+    launched = plan_launch.launched(plan_launch.DDP, 8, "bf16")
+    assert hardware.choose(**asked).storage.value == "fp8"

@@ -60,6 +60,21 @@ def test_rates_of_another_shape_are_not_taken(large) -> None:
     assert "doctor --measure` on" in planned(large).source
 
 
+def test_what_was_measured_at_other_widths_is_kept(large) -> None:
+    """The nearest is taken; what an older version measured, without widths in its name, is one of them."""
+    one = estimate.widths(architecture.read(recipe.load(large).model).config)
+    own, small = measure.file_of("NVIDIA H200", one), one._replace(hidden=256, intermediate=688)
+    assert own.name == "h200-4096x14336.json"
+    keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 5120, intermediate 17920"})
+    own.write_text(json.dumps(MEASURED))
+    other = {**MEASURED, "shapes": "hidden 256, intermediate 688", "product": 1e11}
+    measure.file_of("NVIDIA H200", small).write_text(json.dumps(other))
+    assert planned(large).source.endswith("on 2026-11-22, at hidden 4096, intermediate 14336")
+    assert (measure.read_for("NVIDIA H200", small)[0] or {})["product"] == 1e11
+    own.unlink()
+    assert planned(large).source.endswith("at hidden 5120, intermediate 17920")
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -83,14 +98,18 @@ def test_a_broken_file_of_rates_is_said_and_not_used(large, content: Any, said: 
 def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys) -> None:
     monkeypatch.setattr(measure, "SECONDS", {"cpu": 0.02})
     assert cli.main(["doctor", str(QUICKSTART), "--measure"]) == 0
-    found = json.loads(measure.file_of("CPU").read_text())
+    one = estimate.widths(architecture.read(recipe.load(QUICKSTART).model).config)
+    file = measure.file_of("CPU", one)
+    found = json.loads(file.read_text())
+    assert str(file) in "".join(capsys.readouterr().out.split())
     assert {"product", "forward", "backward", "bandwidth", "layer"} <= found.keys()
     assert all(found[name] > 1e8 for name in ("product", "forward", "backward", "bandwidth", "layer"))
-    assert "TFLOP/s" in capsys.readouterr().out
     assert plan.cpu_rate(recipe.load(QUICKSTART)) == found["layer"]
-    kept = json.loads(measure.file_of("CPU").read_text())
-    keep("CPU", {name: value for name, value in kept.items() if name != "layer"})
+    said = plan_time.of_cpu(one)
+    assert said == f"a layer, by `finetune doctor --measure` on {found['date']}, at {found['shapes']}"
+    file.write_text(json.dumps({name: value for name, value in found.items() if name != "layer"}))
     assert plan.cpu_rate(recipe.load(QUICKSTART)) > 1e8  # timed anew
+    assert plan_time.of_cpu(one).startswith(f"a layer timed here; {file} is not used: no layer")
 
 
 def test_an_adapters_rank_takes_time(large) -> None:

@@ -82,6 +82,31 @@ def test_rows_that_are_too_long_count_as_a_run_treats_them(
     assert no is refused and said.startswith("50% of the rows are longer than data.max_length (1500)")
 
 
+def test_chats_are_not_split(tmp_path) -> None:
+    """`data.too_long: split` is for plain text; a run drops a chat that is too long."""
+    chat = {"role": "user", "content": "why"}, {"role": "assistant", "content": "w" * 8000}
+    lines = [
+        json.dumps({"messages": chat}),
+        json.dumps({"messages": [chat[0], chat[0] | {"role": "assistant"}]}),
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines * 10) + "\n")
+    data = Data(name=str(tmp_path / "c.jsonl"), max_length=1500, too_long="split")
+    found = plan_rows.rows_of(data, Model(name="nowhere/model"), 1)
+    assert found and found.number == 10 and found.long == 0.5 and found.tokens < 10
+    said, refuses = plan_rows.too_long(found, data)
+    assert refuses and "50% are chats or have prompts, and dropped: plain text alone is split" in said
+
+
+def test_rows_that_are_all_held_out_are_refused(large) -> None:
+    """As a run says: of one row, the share that is held out is that row."""
+    (large.parent / "rows.jsonl").write_text('{"text": "a row"}\n')
+    given = ("data.validation_fraction=0.05", "train.effective_batch_size=1")
+    made = planned(large, *given, "train.max_steps=2")
+    assert made.refused == "no row would be left to train on (data.validation_fraction: 0.05)"
+    (large.parent / "rows.jsonl").write_text('{"text": "a row"}\n{"text": "another"}\n')
+    assert not planned(large, *given).refused
+
+
 def test_packed_rows_are_made_of_those_that_are_kept(tall) -> None:
     name = str(tall.parent / "rows.jsonl")
     data = Data(name=name, max_length=1500, packing=True, expect={"dropped": 0.6})

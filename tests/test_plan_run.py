@@ -97,6 +97,15 @@ def test_evaluation_that_does_not_fit_is_in_the_first_line(large) -> None:
     assert ": fits, " in plan_changes.headline(none, made)  # nothing is evaluated
 
 
+def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
+    """fp32 weights of an 8B are 30 GiB; training on fp8 ones fits in 24."""
+    made = planned(large, "data.max_length=1024", "train.per_device_train_batch_size=1", gpu="rtx4090")
+    assert made.fits and sum(made.phases["merge"].values()) > made.usable
+    (said,) = [note for note in made.notes if "merging" in note]
+    assert said.endswith("GiB; on the CPU: ACCELERATE_USE_CPU=true finetune merge RUN")
+    assert not [note for note in planned(large).notes if "merging" in note]
+
+
 def test_what_the_time_leaves_out_is_said(large) -> None:
     rows = dict(plan_changes.times(planned(large), 2.0))
     assert "without evaluation and saving, as energy and cost" in rows["training"]

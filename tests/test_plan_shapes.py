@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import LLAMA_8B, planned
 
-from finetune import adapters, architecture, plan_memory, shapes
+from finetune import adapters, architecture, estimate, plan_memory, shapes
+from finetune.errors import Exit, UserError
 from finetune.sections import Model
 
 SMALL: dict[str, Any] = {
@@ -53,6 +54,51 @@ def test_other_families_are_built_once_and_say_nothing(family: str, tmp_path, mo
     kept.write_text("[]")
     monkeypatch.setattr(architecture, "_on_meta", lambda folder: {"one": (1,)})
     assert architecture.read(Model(name=str(tmp_path))).tensors == {"one": (1,)}  # broken: built anew
+
+
+@pytest.mark.parametrize(
+    "family", ["bloom", "gptj", "codegen", "gpt_neo", "gpt_bigcode", "mpt", "gpt2", "openai-gpt"]
+)
+def test_a_familys_own_names_of_its_widths_are_read(family: str) -> None:
+    """As transformers' classes have them, of a config that says all and of one that says what differs."""
+    from transformers import AutoConfig
+
+    real = AutoConfig.for_model(family, num_attention_heads=8)
+    for said in (real.to_dict(), real.to_diff_dict()):
+        config = architecture.as_config(json.loads(json.dumps(said, default=str)))
+        assert {key: getattr(config, key) for key in architecture.NEEDED} == {
+            key: getattr(real, key) for key in architecture.NEEDED
+        }
+    assert architecture.as_config({"model_type": family, "num_hidden_layers": 5}).num_hidden_layers == 5
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"])
+def test_a_model_without_attention_is_refused(family: str, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    with pytest.raises(UserError, match=f"not that of a decoder we know(.|\n)*{family}: no num_attention"):
+        architecture.read(Model(name=str(tmp_path)))
+
+
+def test_layers_of_several_widths_are_planned_by_the_widest() -> None:
+    config = {"model_type": "gemma3n_text", **SMALL, "intermediate_size": [128, 256]}
+    assert estimate.widths(architecture.as_config(config)).intermediate == 256
+
+
+def test_a_model_that_needs_another_package_is_refused(tmp_path, monkeypatch) -> None:
+    """Gemma 3n's images are read by timm."""
+    from transformers import AutoModelForCausalLM
+
+    def lacks(*_: Any) -> None:
+        raise ImportError("\nTimmWrapperModel requires the timm library.\n")
+
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lacks)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "stablelm", **SMALL}))
+    with pytest.raises(UserError, match=r"TimmWrapperModel requires the timm library\.") as caught:
+        architecture.read(Model(name=str(tmp_path)))
+    assert caught.value.code == Exit.ENVIRONMENT
 
 
 def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:

@@ -142,6 +142,8 @@ def test_a_first_trial_may_be_the_best() -> None:
     asked = tune.Asked("a.yaml", [], Path("s.yaml"), Path("runs/tune-a"), None, None, "")
     assert tune_report.next_step(asked, content) == "finetune train runs/tune-a/best.yaml"
     assert tune_report.next_step(asked, content | {"best": None}).startswith("finetune tune a.yaml")
+    limited = tune_report.next_step(asked._replace(trials=30, seconds=5400.0), content | {"best": None})
+    assert limited.endswith("--output runs/tune-a --trials 30 --hours 1.5")
     assert [str(problem) for problem in tune.problems(content)] == [
         "error: trial 1 pruned\n  found:     exit 5: nan"
     ]
@@ -247,7 +249,7 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
     monkeypatch.setattr(screen, "say", lambda *texts: said.extend(texts))
     looked = tune_check.Looked(space, [], "cpu", {}, 96)
     with study_storage.opened(url, "study") as study:
-        job = tune.Job(asked, whole, space, looked, study, screen, math.inf, tune.Told())
+        job = tune.Job(asked, whole, space, looked, study, screen, math.inf, tune.Told(), [])
         tune.one(job)
         assert "another one took it over" in said[-1] and started[0].poll() == -signal.SIGTERM
         assert not (folder / "trial-0000" / "checkpoints").exists() and tune.begin_another(job)
@@ -257,6 +259,28 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
         study.tell(gone.number, state=TrialState.FAIL)
         with pytest.raises(UpdateFinishedTrialError):  # however late
             study_storage.tell(study, gone, 1.0, TrialState.COMPLETE)
+
+
+def test_a_broken_worker_ends_alone(tmp_path, monkeypatch) -> None:
+    """Five trials that fail in a row end their own process; others of the study go on, and later ones."""
+    (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
+    space, whole = tune_space.read(tmp_path / "space.yaml"), recipe.load(QUICKSTART)
+    url, ended = f"sqlite:///{tmp_path}/study.db", trial.Ended("failed", None, "exit 3: no GPU", 0.1, None)
+    asked = tune.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 20, None, url)
+    looked = tune_check.Looked(space, [], "cpu", {}, 96)
+    monkeypatch.setattr(trial, "run", lambda *_, **__: ended)
+    with study_storage.opened(url, "study") as study:
+        rest = asked, whole, space, looked, study, Screen(quiet=True), math.inf, tune.Told()
+        broken, other = tune.Job(*rest, []), tune.Job(*rest, [])
+        for _ in range(tune.HOPELESS):
+            assert tune.begin_another(broken)
+            tune.one(broken)
+        assert not tune.begin_another(broken) and tune.begin_another(other)
+        assert broken.failed[0].found == "exit 3: no GPU"
+        tune.one(other)
+        ended = trial.Ended("pruned", None, "exit 5: out of memory", 0.1, None)
+        tune.one(other)
+        assert other.failed == [], "in a row"
 
 
 def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:

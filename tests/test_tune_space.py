@@ -62,6 +62,25 @@ def test_every_mistake_in_a_space_is_said_at_once_with_its_place(tmp_path) -> No
         assert any(place in line and what in text for line in text.splitlines()), (place, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("{low: 1.0e-4, high: 0.3, step: 0.1}", "high: 0.2001 or 0.3001"),
+        ("{low: 0.1, high: 0.35, step: 0.3}", "high: 0.4"),
+        ("{low: 4, high: 30, step: 5}", "high: 29 or 34"),
+        ("{low: 0.1, high: 0.7, step: 0.1}", ""),
+        ("{low: 0.0, high: 0.3, step: 0.1}", ""),
+    ],
+)
+def test_a_step_reaches_the_end_of_its_range(text: str, fix: str, tmp_path) -> None:
+    """Else Optuna draws nothing near it."""
+    path = tmp_path / "space.yaml"
+    path.write_text(f"space:\n  train.weight_decay: {text}\n")
+    problems = tune_space.parse(path)[1]
+    assert [problem.fix for problem in problems] == ([fix] if fix else [])
+    assert all("do not reach high" in problem.what and ":2:" in problem.where for problem in problems)
+
+
 @pytest.mark.parametrize("text", ["", "space: {}", "space: [1]", "space: {a: 1"])
 def test_what_is_no_space_is_refused(text: str, tmp_path) -> None:
     with pytest.raises(UserError) as raised:
@@ -190,8 +209,8 @@ def test_what_is_drawn_is_a_recipe(tmp_path) -> None:
     [
         ("train.warmup_steps: {low: 0, high: 20}", []),  # the recipe's is 0.03
         ("adapter.lora_alpha: {low: 1, high: 4, times: adapter.r}", []),  # 24 is 1.5 times 16
-        ("adapter.r: {low: 4, high: 30, step: 5}", []),
-        ("train.learning_rate: {low: 0.0, high: 0.1, step: 0.03}", []),
+        ("adapter.r: {low: 4, high: 29, step: 5}", []),
+        ("train.learning_rate: {low: 0.0, high: 0.09, step: 0.03}", []),
         ("adapter.r: {low: 4, high: 32, step: 4}", ["adapter.r"]),
         ("train.learning_rate: {low: 0.0, high: 0.1, step: 0.001}", ["train.learning_rate"]),
     ],
