@@ -93,10 +93,8 @@ def refuse_second(config: str | None) -> None:
     """Refuse a config named inside a launch: the launcher has decided already (exit 2)."""
     if config is not None:
         by = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "torchrun"
-        what = (
-            f"--accelerate starts a launch, and {by} has started this process: the config would not be read"
-        )
-        fix = "either: finetune train RECIPE --accelerate CONFIG; or accelerate launch --config_file CONFIG "
+        what = f"starts a launch, and {by} has started this process: the config would not be read"
+        fix = "finetune train RECIPE --accelerate CONFIG, or accelerate launch --config_file CONFIG "
         raise UserError(Problem(what, "--accelerate", found=config, fix=f"{fix}scripts/train.py RECIPE"))
 
 
