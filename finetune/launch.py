@@ -93,10 +93,8 @@ def refuse_second(config: str | None) -> None:
     """Refuse a config named inside a launch: the launcher has decided already (exit 2)."""
     if config is not None:
         by = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "torchrun"
-        what = (
-            f"--accelerate starts a launch, and {by} has started this process: the config would not be read"
-        )
-        fix = "either: finetune train RECIPE --accelerate CONFIG; or accelerate launch --config_file CONFIG "
+        what = f"starts a launch, and {by} has started this process: the config would not be read"
+        fix = "finetune train RECIPE --accelerate CONFIG, or accelerate launch --config_file CONFIG "
         raise UserError(Problem(what, "--accelerate", found=config, fix=f"{fix}scripts/train.py RECIPE"))
 
 
@@ -119,8 +117,8 @@ def default_config(words: list[str]) -> list[str]:
     """The config that `accelerate launch` reads where none is named, `accelerate config` has written it."""
     from accelerate.commands.config.config_args import default_config_file
 
-    names = {"launch", "accelerate.commands.launch", "finetune.launch", "accelerate_launch"}
-    starts = names & {Path(word).name for word in words}  # the last: a script of its own, named with a hyphen
+    starts = {"launch", "accelerate.commands.launch", "finetune.launch"} & {*words}
+    starts |= {"accelerate_launch"} & {Path(word).name for word in words[:2]}  # a script beside `accelerate`
     return [default_config_file] if starts and "__cpu" not in words else []
 
 

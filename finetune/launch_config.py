@@ -134,7 +134,9 @@ def _gpus(given: dict[str, Any], where: str) -> list[Problem]:
         found.append(Problem("is no text that names GPUs", "gpu_ids", where, **texts, fix="gpu_ids: all"))
     elif several and ids not in (None, "all") and "," not in ids:
         what, fix = "Accelerate starts no MULTI_GPU launch on one GPU", 'distributed_type: "NO"'
-        found.append(Problem(what, "gpu_ids", where, found=ids, fix=f"{fix}, or gpu_ids: all"))
+        found.append(
+            Problem(what, "gpu_ids", where, found=ids, fix=f"{fix} and num_processes: 1, or gpu_ids: all")
+        )
     return found
 
 

@@ -147,6 +147,9 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
     words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
     assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
+    words[:2] = ["torchrun", "accelerate-launcher"]
+    launch.check_the_launchers()
+    words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
     words.insert(2, "--cpu")  # Accelerate then reads none
     launch.check_the_launchers()
 
