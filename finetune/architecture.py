@@ -102,7 +102,7 @@ def as_config(raw: dict[str, Any]) -> Any:
     family = raw.get("model_type", "")
     values: dict[str, Any] = {"tie_word_embeddings": True, **_defaults(family), **raw}
     for name, other in _other_names(family).items():
-        values[name] = values[other] = raw.get(other, raw.get(name, values.get(other)))
+        values[name] = values[other] = raw.get(other, raw.get(name, values.get(other, values.get(name))))
     config = SimpleNamespace(**{**values, "model_type": family})
     inner = raw.get("text_config")
     text = as_config(inner) if isinstance(inner, dict) else config

@@ -111,7 +111,7 @@ def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
     kind, speed = raw["adapter"]["type"], Speed.model_validate(raw.get("speed", {}))
     by_launch = launch_conflicts.problems(setup.hardware, kind, recipe.model, recipe.data, speed)
     graphs = estimate.against_graphs(speed.compile, speed.recompute, speed.offload, setup.launch.sharded)
-    if by_launch or graphs or adapter_conflicts.conflicts(raw):
+    if by_launch or graphs or adapter_conflicts.conflicts(raw) or hardware.missing_package(speed.base):
         return False
     try:
         optimizers.check(recipe.train, speed, setup)

@@ -139,7 +139,7 @@ def choose(
     # of a model that is opened again (`against_fp8` is None) the run has said how it is stored
     by_launch = started.fp8 == launch_env.FROZEN and base == "auto" and against_fp8 is not None
     if against_fp8 is not None and (kept := whole_base(started)):
-        against_fp8 = partial(str.format, "{}", kept)
+        against_fp8 = partial(str, kept)
     storage = choose_base(
         "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8
     )

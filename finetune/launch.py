@@ -261,13 +261,13 @@ def begin_again(asked: Any, config: dict[str, Any]) -> None:
     if not asked.max_restarts:
         return
     machines = int(asked.num_machines or config.get("num_machines") or 1)
-    if machines > 1:
+    if machines > 1 and (asked.rdzv_backend or "static") == "static":
         what = "processes of several machines are begun again by torchrun alone"
         fix = "--max_restarts 0, or torchrun as scripts/slurm/train.sbatch has it in its last lines"
         found = f"{asked.max_restarts}, on {machines} machines"
         raise UserError(Problem(what, "--max_restarts", found=found, fix=fix))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    asked.standalone = True  # torch's c10d rendezvous, on a free port
+    asked.standalone = machines == 1  # torch's c10d rendezvous, on a free port
 
 
 def first(failures: dict[int, Any]) -> tuple[int, Any]:

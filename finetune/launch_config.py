@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
 def sizes(given: dict[str, Any]) -> int:
     """How many processes a config's `parallelism_config` is for: the product of its sizes."""
     section = given.get("parallelism_config") or {}
-    return math.prod(value for key, value in section.items() if key.endswith("_size"))
+    return math.prod(int(value or 1) for key, value in section.items() if key.endswith("_size"))
 
 
 def environment(path: Path) -> dict[str, str]:
@@ -125,11 +125,14 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
     return found
 
 
+_IDS = r"all|(\d+|(GPU|MIG)-[\w-]+)( *, *(\d+|(GPU|MIG)-[\w-]+))*"  # as CUDA_VISIBLE_DEVICES takes them
+
+
 def _gpus(given: dict[str, Any], where: str) -> list[Problem]:
     """`gpu_ids`, which Accelerate takes as text, and several of for several processes."""
     ids, found = given.get("gpu_ids"), []
     several = given.get("distributed_type") == "MULTI_GPU" and (given.get("num_machines") or 1) == 1
-    if ids is not None and (not isinstance(ids, str) or not re.fullmatch(r"all|\d+( *, *\d+)*", ids)):
+    if ids is not None and (not isinstance(ids, str) or not re.fullmatch(_IDS, ids)):
         texts = {"found": str(ids), "expected": 'all, or numbers as text: "0,1"'}
         found.append(Problem("is no text that names GPUs", "gpu_ids", where, **texts, fix="gpu_ids: all"))
     elif several and ids not in (None, "all") and "," not in ids:

@@ -59,15 +59,19 @@ def on(name: str) -> bool:
 
 @contextlib.contextmanager
 def under(variables: Mapping[str, str]) -> Iterator[None]:
-    """As in a process of a launch that sets these."""
-    before = {name: os.environ.get(name) for name in variables}
+    """As in the one process of a launch that sets these."""
+    before = {
+        name: os.environ.get(name) for name in (*variables, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    }
+    for name in before:
+        os.environ.pop(name, None)
     os.environ.update(variables)
     try:
         yield
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

@@ -40,7 +40,7 @@ def storage_and_attention(
     against = partial(check.against_fp8, recipe, copy.copy(found.config))
     launched = plan_launch.launched(by, 1, precision)
     if kept := hardware.whole_base(launched):
-        against = partial(str.format, "{}", kept)
+        against = partial(str, kept)
     asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
     base = hardware.choose_base(asked, kind, precision, machine, against)
     dtype = hardware.compute_dtype(precision, base.value)

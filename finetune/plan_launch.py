@@ -125,8 +125,9 @@ def variables(given: dict[str, Any]) -> dict[str, str]:
     if kind == "FSDP":
         made |= {"ACCELERATE_USE_FSDP": True, **_of_section(given, "fsdp_config", "fsdp_", "FSDP_")}
     if kind == "DEEPSPEED":
-        zero = _of_section(given, "deepspeed_config", "", "ACCELERATE_DEEPSPEED_")
-        stage = zero.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+        zero = _of_section(given, "deepspeed_config", "", "ACCELERATE_")
+        made |= {name: value for name, value in zero.items() if name.startswith("ACCELERATE_GRADIENT_")}
+        stage = zero.get("ACCELERATE_ZERO_STAGE", 2)
         made |= {"ACCELERATE_USE_DEEPSPEED": True, "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
     if given.get("parallelism_config"):
         made |= {"ACCELERATE_USE_PARALLELISM_CONFIG": True, **_of_section(given, "parallelism_config")}

@@ -182,17 +182,18 @@ def fixes(speed: Speed, kind: str, max_length: int, allowed: Callable[[str], boo
         allowed: whether a change is one that the run would not refuse.
     """
     codes = kind in ("lora", "dora", "rslora") and speed.base in ("auto", "bf16", "fp8", "int8")
-    moves = [f"speed.offload={what}" for what in ("all", "activations") if _gpu() and what != speed.offload]
+    further = {"all": (), "activations": ("all",)}.get(speed.offload, ("all", "activations"))
+    offloads = [f"speed.offload={what}" for what in further if _gpu()]
     found = {
         "speed.recompute=all": speed.recompute != "all",
         "speed.base=nf4": codes,
         f"data.max_length={max_length // 2}": max_length > 8,
-        **dict.fromkeys([*filter(allowed, moves)][:1], True),
+        next(filter(allowed, offloads), ""): True,
         "adapter.type=lora": kind == "full",
         "a smaller adapter (adapter.r)": kind != "full",
         "several GPUs, or one with more memory: finetune plan says which": True,
     }
-    return [text for text, possible in found.items() if possible and allowed(text)]
+    return [text for text, possible in found.items() if text and possible and allowed(text)]
 
 
 def free() -> None:

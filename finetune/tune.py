@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TRIALS = 20  # where neither their number nor a time is given
 BEAT = 10.0  # seconds from one sign of life in the study to the next
-HOPELESS = 5  # trials of one process that failed in a row, after which it is not the values
+HOPELESS = 5  # trials of one process, if all failed: then it is not the values
 
 
 class Asked(NamedTuple):
@@ -69,8 +69,8 @@ class Job(NamedTuple):
     screen: Screen
     deadline: float
     told: Told
-    failed: list[Problem]
-    """Of this process's trials, those that failed since the last one that did not."""
+    ran: list[Problem | None]
+    """This process's trials, each with why it failed; not those whose values were refused."""
 
     @property
     def most(self) -> float:
@@ -116,7 +116,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
     tune_report.show(screen, asked, content)
     if content["best"] is None or hopeless(job):
-        raise UserError(*(job.failed if hopeless(job) else problems(content)), code=Exit.TRAINING)
+        failed = [one for one in job.ran if one] if hopeless(job) else problems(content)
+        raise UserError(*failed, code=Exit.TRAINING)
     if asked.final:
         final(asked)
     return content
@@ -224,7 +225,9 @@ def begin_another(job: Job) -> bool:
     if job.told.by or time.monotonic() > job.deadline:
         return False
     if hopeless(job):
-        job.screen.say(f"{HOPELESS} trials in a row failed here: it is not their values; this search ends")
+        job.screen.say(
+            f"all of the first {HOPELESS} trials failed here: it is not their values; this search ends"
+        )
         return False
     for number in storage.take_over(job.study):
         job.screen.say(f"trial {number} was running when its worker ended: it is run again")
@@ -235,7 +238,7 @@ def begin_another(job: Job) -> bool:
 
 def hopeless(job: Job) -> bool:
     """Whether it is this process whose trials fail: others that share the study go on."""
-    return len(job.failed) >= HOPELESS
+    return len(job.ran) >= HOPELESS and all(job.ran)
 
 
 def one(job: Job) -> None:
@@ -275,6 +278,8 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         log = asked.folder / "logs" / f"{folder.name}.txt"
         key, warm = f"eval_{job.recipe.eval.best}", job.found.device == "cpu"
         ended = trial.run(words, folder, log, key, judge, waiting, warm=warm)
+        failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
+        job.ran.extend([failed if ended.state == "failed" else None] * (ended.state != "lost"))
     record(job, drawn, ended)
 
 
@@ -335,10 +340,6 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
         storage.take_over(study)
         job.screen.say(f"trial {number}: {ended.reason}; it is run again later")
         return
-    if ended.state == "failed":
-        job.failed.append(Problem(f"trial {number} failed", found=ended.reason))
-    else:
-        job.failed.clear()
     done = sum(t.state.is_finished() and not storage.is_lost(t) for t in study.get_trials(deepcopy=False))
     of = f"/{job.most:.0f}" if job.most != float("inf") else ""
     head = f"{done}{of}  trial {number}:"

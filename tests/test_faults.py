@@ -250,6 +250,13 @@ def test_there_are_three_ways_to_take_less_memory(kind: str) -> None:
         assert len(rescue.fixes(Speed(recompute=recompute), kind, 256, lambda change: True)) >= 3
 
 
+def test_what_moves_less_to_the_cpu_is_not_advised(monkeypatch) -> None:
+    monkeypatch.setattr(rescue, "_gpu", lambda: True)
+    for asked, move in (("none", "all"), ("activations", "all"), ("all", "")):
+        found = rescue.fixes(Speed(offload=asked), "lora", 256, lambda change: True)
+        assert [one for one in found if "offload" in one] == [f"speed.offload={move}"] * bool(move)
+
+
 TE = {
     "ACCELERATE_MIXED_PRECISION": "fp8",
     "ACCELERATE_FP8_BACKEND": "TE",

@@ -57,6 +57,9 @@ def test_norms_are_made_anew_when_the_optimizer_says_so() -> None:
         assert fused.norms.error() > 1e-3
     fused.norms.refresh(stepped=True)
     assert fused.norms.error() < 1e-6
+    with torch.no_grad():
+        fused.norms.layers[1].lora_B["default"].weight[0] = math.nan
+    assert math.isnan(fused.norms.error())
 
 
 def test_recomputed_layers_leave_nothing_behind() -> None:

@@ -151,6 +151,7 @@ def test_the_page_names_every_row_and_the_bars_are_near(monkeypatch) -> None:
     measured = json.loads(bars.RESULTS.read_text())
     page = (ROOT / "benchmarks" / "README.md").read_text()
     made = bars.table(measured)
-    assert "| 93.5% |" in made and made.count("| yes |") >= 13
+    short = [float(share) for share in re.findall(r"\| ([\d.]+)% \|", made)]
+    assert min(short, default=100.0) > 93 and made.count("| yes |") >= 13
     (command,) = re.findall(r"benchmarks/gpu.py --rows (\S+)` -> `gpu.json`", page)
     assert set(command.split(",")) == measured.keys()

@@ -347,3 +347,9 @@ def test_skypilot_s_task_starts_what_it_says(cluster, monkeypatch) -> None:
     words = [task["envs"]["RECIPE"], "train.output_dir=/mnt/runs/sky-1", "--resume=auto"]
     assert found.training_script_args == words
     assert (ROOT / task["envs"]["RECIPE"]).is_file() and "constraints.txt" in task["setup"]
+
+
+def test_gpus_may_be_named_by_their_uuids_and_sizes_left_empty() -> None:
+    given = {"distributed_type": "MULTI_GPU", "num_processes": 2, "gpu_ids": "GPU-1a-2b, MIG-3c"}
+    assert not launch_config.problems(given, "own.yaml")
+    assert launch_config.sizes({"parallelism_config": {"parallelism_config_cp_size": None}}) == 1

@@ -171,6 +171,25 @@ def test_changes_that_a_launch_refuses_are_not_offered(large) -> None:
     assert ("adapter.type=lora",) not in offered and ("speed.recompute=all",) not in offered
 
 
+def test_a_launch_around_the_plan_is_none_of_it(large, monkeypatch) -> None:
+    """As on a machine whose scheduler says where the first one is."""
+    by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / "ddp_8.yaml")
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    loaded = recipe.load(large, ["train.effective_batch_size=8"])
+    assert plan.make(loaded, *plan.planned_machine("h100-80gb", processes), by=by).fits
+    assert os.environ["MASTER_ADDR"] == "node1"
+
+
+def test_deepspeed_s_gradients_are_the_recipe_s_in_a_plan_too(large, tmp_path) -> None:
+    shipped = (ROOT / "accelerate_configs" / "zero2_8.yaml").read_text()
+    config = tmp_path / "own.yaml"
+    config.write_text(shipped.replace("  zero_stage: 2", "  zero_stage: 2\n  gradient_clipping: 0.5"))
+    by, processes = plan_launch.of_config(config)
+    loaded = recipe.load(large, ["train.effective_batch_size=8"])
+    with pytest.raises(UserError, match="max_grad_norm decides"):
+        plan.make(loaded, *plan.planned_machine("h100-80gb", processes), by=by)
+
+
 def test_a_config_of_ones_own_is_looked_at_as_in_a_run(tmp_path) -> None:
     shipped = (ROOT / "accelerate_configs" / "ddp_8.yaml").read_text()
     (tmp_path / "own.yaml").write_text(shipped.replace("mixed_precision:", "mixed_precison:"))

@@ -60,7 +60,8 @@ class Norms:
         """The largest relative difference of a norm from one that is factored now."""
         both = zip(self.layers, self.squares, strict=True)
         made = [(one, factored(one, name, square)) for one, square in both if (name := _active(one))]
-        return max([float((new - one.finetune_norm).norm() / new.norm()) for one, new in made], default=0.0)
+        off = [(new - one.finetune_norm).norm() / new.norm() for one, new in made]
+        return float(torch.stack(off).max()) if off else 0.0
 
     def rebased(self) -> None:
         """The base's weights are others than they were."""
