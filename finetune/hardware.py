@@ -72,8 +72,9 @@ class Launch:
     @property
     def keeper(self) -> str:
         """What holds state that checkpoints need, and may not give it: a splitter; TransformerEngine's layers
-        the largest values that they remember."""
-        return "TransformerEngine" if self.fp8 == "TE" else self.splitter
+        the largest values that they remember; DeepSpeed its own scale of a loss in fp16."""
+        scales = self.splitter == "DeepSpeed" and self.precision == "fp16"
+        return "TransformerEngine" if self.fp8 == "TE" else f"{self.splitter}{' in fp16' if scales else ''}"
 
     @property
     def sharing(self) -> int:

@@ -47,17 +47,17 @@ def unsaved(train: Train, keeper: str) -> str:
 
     Args:
         keeper: what splits weights or moments between processes, FSDP or DeepSpeed (ZeRO-2 too), or has state
-            of its own: TransformerEngine.
+            of its own: TransformerEngine, DeepSpeed in fp16.
     """
     optim = asked(train)
-    if keeper != "FSDP":
+    if keeper not in ("FSDP", "DeepSpeed"):
         return keeper
-    return f"FSDP, under {optim}," if re.search("[48]bit", optim) else ""
+    return f"{keeper}, under {optim}," if re.search("[48]bit", optim) else ""
 
 
 def saved_instead(parts: str) -> str:
     """With what checkpoints are made, where `unsaved` says these parts."""
-    return "train.optim=adamw_torch_fused" if parts.startswith("FSDP") else "ddp_8.yaml or fsdp2_8.yaml"
+    return "train.optim=adamw_torch_fused" if ", under " in parts else "ddp_8.yaml or fsdp2_8.yaml"
 
 
 def missing_packages(optim: str, speed: Speed) -> list[Problem]:

@@ -160,6 +160,16 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
+def gathered_on_main(value: Any) -> list[Any]:
+    """What each rank has, by rank; empty but on rank 0. Of tensors on a GPU a copy is to be given."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return [value]
+    found: list[Any] = [None] * state.num_processes if state.is_main_process else []
+    torch.distributed.gather_object(value, found or None, group=steps())
+    return found
+
+
 def index() -> int:
     return PartialState().process_index
 

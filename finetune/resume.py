@@ -98,6 +98,7 @@ def contract(
         "chat template": _digest(str(tokenizer.chat_template)),
         "processes": launch.processes,
         **({"weights split by": launch.sharded} if launch.sharded else {}),
+        **({"moments split by": launch.splitter} if launch.splitter == "DeepSpeed" else {}),
         "precision": launch.precision,
         "device": hardware.device,
         "storage of the base": setup.storage.value,

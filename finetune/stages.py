@@ -26,6 +26,7 @@ from finetune import (
     ranks,
     rescue,
     resume,
+    shards,
     state,
     te,
 )
@@ -187,19 +188,21 @@ def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
 def check_space(
     adapted: Any, section: Train, fast: Speed, setup: Setup, where: str | None, groups: Path = state.GROUPS
 ) -> None:
-    """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that FSDP splits.
+    """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that is split.
 
     Args:
         groups: where the limits of this process's container stand.
     """
     if section.save_strategy == "no" or optimizers.unsaved(section, setup.launch.keeper):
         return
-    weights = adapters.trainable(adapted).values()
-    trained, place = sum(p.nbytes for p in weights), Path(where or "runs") / "checkpoints"
+    place, weights = Path(where or "runs") / "checkpoints", adapters.trainable(adapted).values()
+    sizes = [(shards.shape(p).numel(), p.element_size()) for p in weights]
+    trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
+    masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
     low = optimizers.state_bytes(optimizers.asked(section), fast)
-    each = trained + round(sum(p.numel() for p in weights) * (low or 8))
+    each = trained + round(numbers * ((low or 8) + masters))
     ranks.from_main(lambda: checkpoint.check_space(place, trained, each, section.save_total_limit))
-    if setup.launch.sharded:
+    if setup.launch.splitter:
         ranks.from_main(lambda: state.check_memory(each, state.available(groups)))
 
 

@@ -15,13 +15,13 @@ import psutil
 import torch
 from accelerate import PartialState
 
-from finetune import adalora, adapters, checkpoint, launch_env, nested, ranks, shards
+from finetune import adalora, adapters, checkpoint, launch_env, nested, ranks, shards, zero
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from finetune.trainer import Trainer
 
-RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of
+RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of; ZeRO's optimizer too
 GROUPS = Path("/sys/fs/cgroup")  # where a container's limits stand
 _FIRST = 2**61 - 1  # a prime, by which the digest of batches grows
 
@@ -30,15 +30,15 @@ def save(trainer: Trainer) -> None:
     """Take everything as it is now, and have it written while training goes on.
 
     Ranks hold the same weights and optimizer, so rank 0 writes them; what differs between ranks it gathers,
-    and weights and moments that FSDP splits. What would fill half of the memory that is free is written at
-    once, from the live tensors.
+    weights and moments that FSDP splits, and the parts that ZeRO makes. What would fill half of the memory
+    that is free is written at once, from the live tensors.
     """
-    state = PartialState()
-    own = {name: PARTS[name][0](trainer) for name in RANKS}
-    gathered, split = ranks.gathered(own), shards.sharded(cast("Any", trainer.model))
+    state, split = PartialState(), shards.sharded(cast("Any", trainer.model))
+    each = (*RANKS, "optimizer") if zero.used() else RANKS
+    gathered = ranks.gathered_on_main({name: PARTS[name][0](trainer) for name in each})
     if not (state.is_main_process or split):
         return
-    shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in RANKS}
+    shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in each}
     if split:
         shared = shards.gathered_values(shared)
     if not state.is_main_process:
@@ -157,9 +157,9 @@ def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
     return so_far
 
 
-def _weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """In the dtype they are trained in."""
-    return {name: parameter.detach() for name, parameter in adapters.trainable(trainer.model).items()}
+def _weights(trainer: Any) -> dict[str, torch.nn.Parameter]:
+    """In the dtype they are trained in; parts of ZeRO-3 know what they are parts of."""
+    return adapters.trainable(trainer.model)
 
 
 @torch.no_grad()
@@ -170,14 +170,15 @@ def _set_weights(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
         for name in trained.keys() | kept.keys()
         if name not in trained
         or name not in kept
-        or trained[name].shape != kept[name].shape
+        or shards.shape(trained[name]) != kept[name].shape
         or trained[name].dtype != kept[name].dtype
     )
     if wrong:
         what = f"the checkpoint's weights are not this model's ({len(wrong)} tensors)"
         raise UserError(Problem(what, found=", ".join(wrong[:5])), code=Exit.ARTEFACT)
     for name, parameter in trained.items():
-        parameter.copy_(shards.part_of(kept[name], parameter))
+        if parameter.shape == kept[name].shape:  # not ZeRO-3's part: that is made of the optimizer's
+            parameter.copy_(shards.part_of(kept[name], parameter))
 
 
 def _allocation(trainer: Any) -> dict[str, torch.Tensor]:
@@ -190,11 +191,20 @@ def _allocation(trainer: Any) -> dict[str, torch.Tensor]:
 
 def _set_allocation(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
     if hasattr(trainer, "singular_vectors"):
-        weights = {f"parameter.{name}": tensor.clone() for name, tensor in _weights(trainer).items()}
+        weights = {f"parameter.{name}": tensor.detach().clone() for name, tensor in _weights(trainer).items()}
         adalora.restore_allocation(trainer.model, {**weights, **kept})
 
 
+def _optimizer(trainer: Any) -> dict[str, Any]:
+    """Under ZeRO a copy of this process's part."""
+    found = zero.state_dict(trainer.optimizer)
+    return zero.copied(found) if zero.used() else found
+
+
 def _set_optimizer(trainer: Any, kept: Any) -> None:
+    if zero.used():
+        zero.put_back(trainer.optimizer, kept)
+        return
     trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     for number, moments in kept.get("state", {}).items():  # torchao's offloaded one has it elsewhere, whole
         for name, value in moments.items():
@@ -255,7 +265,7 @@ def _set_batches(trainer: Any, kept: Any) -> None:
 PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, puts it back)
     "weights": (_weights, _set_weights),
     "allocation": (_allocation, _set_allocation),
-    "optimizer": (lambda trainer: trainer.optimizer.state_dict(), _set_optimizer),
+    "optimizer": (_optimizer, _set_optimizer),
     "scheduler": (
         lambda trainer: trainer.lr_scheduler.state_dict(),
         lambda trainer, kept: trainer.lr_scheduler.load_state_dict(kept),

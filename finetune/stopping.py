@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune import launch_env, nested, optimizers, ranks, signals
+from finetune import launch_env, nested, optimizers, ranks, signals, zero
 from finetune.errors import Exit, Problem, Stopped, UserError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Schedule(TrainerCallback):
         self.writer.check()
         if self.stepped_at is None and optimizer is not None and self.strategy != "no":
             # what can't be kept is said now, not when the first checkpoint is made
-            nested.flatten(optimizer.state_dict(), {}, "optimizer", lambda tensor: tensor)
+            nested.flatten(zero.state_dict(optimizer), {}, "optimizer", lambda tensor: tensor)
         now, step = time.monotonic(), state.global_step
         if self.stepped_at is not None:  # this process's first one also compiled, and found its place
             self.longest = max(self.longest, now - self.stepped_at)

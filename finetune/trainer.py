@@ -295,9 +295,16 @@ class Trainer(SFTTrainer):
             ended.together = True
             raise ended
 
-    def _prepare_for_training(self, *args: Any, **given: Any) -> Any:  # upstream calls it by name
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Upstream calls it by name. Under DeepSpeed it would look for DeepSpeed's own files."""
+        apart = resume_from_checkpoint if self.is_deepspeed_enabled else None
         with te.head_kept(self.model):
-            return super()._prepare_for_training(*args, **given)
+            theirs = None if apart else resume_from_checkpoint
+            found = super()._prepare_for_training(max_steps, train_dataloader, theirs)
+        if apart:
+            self._load_from_checkpoint(apart)
+            self._load_optimizer_and_scheduler(apart)
+        return found
 
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()

@@ -4,7 +4,7 @@ Every attack writes the file `canary` when it succeeds. Not here, because nothin
 
 - CVE-2023-48022 (ray's job API, without a login): no ray, and nothing of ours listens.
 - ZDI-CAN-28091, ZDI-CAN-29214, CVE-2024-43497 (DeepSpeed, details not public): no DeepSpeed checkpoint is
-  read or written; runs under DeepSpeed are not resumed.
+  read or written; runs under DeepSpeed go on from ours, which are tensors and JSON.
 - CVE-2026-1839 and CVE-2024-3568 as they were (torch < 2.6, TensorFlow) can't happen on torch >= 2.11; what
   they teach, that *every* file of a checkpoint is a way in, is tested under their names.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ import two_ranks
 from conftest import QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
 
-from finetune import faults, launch_env
+from finetune import checkpoint, faults, launch_env, resume
+from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -42,9 +44,15 @@ TRAINED = {  # name -> config, what the recipe says
 REFUSED = {  # name -> config, what the recipe says, exit code, what is said
     "not finite": ("zero2_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
     "not finite in parts": ("zero3_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
-    "checkpoints": ("zero2_8", ["train.save_strategy=steps"], 3, "state that DeepSpeed keeps"),
+    "checkpoints": (
+        "zero2_8",
+        ["train.save_steps=2", "train.optim=adamw_bnb_8bit"],
+        3,
+        "state that DeepSpeed, under adamw_bnb_8bit, keeps",
+    ),
     "LoRA+": ("zero2_8", ["adapter.loraplus_lr_ratio=16"], 2, "which LoRA+ needs"),
 }
+GOES_ON = ["lora", "dora", "full", "full by ZeRO-2", "full, offloaded"]  # moments in parts; and weights; on CPUs
 
 
 def one_rank(given: list[str], code: int) -> None:
@@ -55,20 +63,20 @@ def one_rank(given: list[str], code: int) -> None:
 
 @pytest.fixture
 def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFolder, str]]:
-    """`launched(name)`: a run without 16 bits, which DeepSpeed has on GPUs alone; and what it said."""
+    """`launched(name, *words)`: a run without 16 bits, which DeepSpeed has on GPUs alone; and what it said."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         import launch_matrix
     finally:
         sys.path.pop(0)
 
-    def run(name: str) -> tuple[RunFolder, str]:
+    def run(name: str, *words: str) -> tuple[RunFolder, str]:
         config, given, code, _ = {**TRAINED, **REFUSED}[name]
         text = (ROOT / "accelerate_configs" / f"{config}.yaml").read_text()
         copy = tmp_path / f"{config}.yaml"
         copy.write_text(text.replace("mixed_precision: bf16", 'mixed_precision: "no"'))
         own = [*small, *given, f"model.name={untied if name == 'untied' else two_layers}"]
-        own.append(f"train.output_dir={tmp_path / 'two'}")
+        own += [f"train.output_dir={tmp_path / 'two'}", *words]
         said = two_ranks.run(one_rank, own, code, **launch_matrix.environment(copy))
         return RunFolder(tmp_path / "two"), said
 
@@ -119,3 +127,35 @@ def test_what_zero_can_not_do_is_said(name: str, launched) -> None:
     """A norm that is not finite, -1 in DeepSpeed's words, ends the run before anything is saved of it."""
     run, said = launched(name)
     assert REFUSED[name][3] in said and not run.adapter.exists()
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_run_goes_on_bit_for_bit(name: str, launched, tmp_path) -> None:
+    saving = ["train.save_steps=2", "train.max_steps=4", "train.save_total_limit=5"]
+    run, _ = launched(name, *saving)
+    kept, logged = checkpoint.digests(run.checkpoints / "step-4"), metrics(run)
+    assert all(receipt["ok"] for receipt in receipts(run).values())
+    shutil.copytree(run.path, tmp_path / "whole")
+    for each in (run.checkpoints / "step-4", run.weights):
+        shutil.rmtree(each)
+    (run.path / "eval.json").unlink()
+    again, _ = launched(name, *saving, "--resume")
+    assert again.weights.is_dir()
+    found = checkpoint.digests(again.checkpoints / "step-4")
+    tensors = {name for name in kept if name.endswith(".safetensors")}
+    assert {"weights.safetensors", "ranks.safetensors"} <= tensors
+    assert {name: kept[name] for name in tensors} == {name: found[name] for name in tensors}
+    assert [one["loss"] for one in metrics(again)] == [one["loss"] for one in logged]
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_moments_that_are_not_split_are_not_put_back_in_parts_nor_the_other_way_round(launched) -> None:
+    run, _ = launched("lora", "train.save_steps=2")
+    path = run.checkpoints / "step-2"
+    kept = checkpoint.read_json(path, checkpoint.CONTRACT)
+    facts = {name: value for name, value in kept["facts"].items() if name != "moments split by"}
+    for then, now in ((facts, kept["facts"]), (kept["facts"], facts)):
+        with pytest.raises(UserError, match="moments split by") as raised:
+            resume.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
+        assert raised.value.code == 4

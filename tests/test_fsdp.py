@@ -176,8 +176,9 @@ def test_state_that_can_not_be_made_whole_is_refused_by_name() -> None:
         assert raised.value.code == 3
     stopping.check(low, None, "FSDP")
     stopping.check(Train(save_steps=5), "newest", "FSDP")
-    with pytest.raises(UserError, match="DeepSpeed"):
-        stopping.check(Train(save_steps=5), None, "DeepSpeed")
+    stopping.check(Train(save_steps=5), "newest", "DeepSpeed")
+    with pytest.raises(UserError, match="DeepSpeed in fp16"):
+        stopping.check(Train(save_steps=5), None, "DeepSpeed in fp16")
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(10**6, False), (10**12, True)])

@@ -93,7 +93,7 @@ def test_a_signal_before_training_ends_at_once(train, monkeypatch, capsys) -> No
 
 
 @pytest.mark.parametrize(
-    ("keeper", "said"), [("FSDP", "train.optim=adamw_torch_fused"), ("DeepSpeed", "fsdp2_8.yaml")]
+    ("keeper", "said"), [("FSDP", "train.optim=adamw_torch_fused"), ("DeepSpeed in fp16", "fsdp2_8.yaml")]
 )
 def test_what_saves_where_this_run_can_not(keeper: str, said: str) -> None:
     """Not a launch by FSDP, where it is its optimizer."""

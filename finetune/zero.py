@@ -1,0 +1,55 @@
+"""What DeepSpeed's ZeRO keeps for this process: its part of the moments, and of the weights in fp32.
+
+DeepSpeed's own checkpoints are pickles; here each process's part is plain tensors, which rank 0 writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from accelerate.utils.operations import recursively_apply
+
+_KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # ZeRO-1's and 2's names; then ZeRO-3's
+_KEPT += ("optimizer_state_dict", "fp32_flat_groups")
+
+
+def used() -> bool:
+    return PartialState().distributed_type == DistributedType.DEEPSPEED
+
+
+def state_dict(optimizer: Any) -> dict[str, Any]:
+    """What a checkpoint keeps of an optimizer: under ZeRO of this process's part."""
+    found = optimizer.state_dict()
+    return {name: found[name] for name in _KEPT if name in found} if used() else found
+
+
+def copied(kept: dict[str, Any]) -> dict[str, Any]:
+    """On the CPU."""
+    return recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), kept)
+
+
+def put_back(optimizer: Any, kept: dict[str, Any]) -> None:
+    """The part that this process had, of as many. Of ZeRO-1 and 2 the weights that multiply are put back apart.
+
+    Args:
+        optimizer: Accelerate's, around DeepSpeed's.
+    """
+    whole = {**optimizer.state_dict(), **kept}
+    each = [whole] * PartialState().num_processes  # of which each process takes its own
+    optimizer.optimizer.load_state_dict(each, load_from_fp32_weights=True)
+    inner = optimizer.optimizer.optimizer
+    if hasattr(inner, "ds_opt_adam"):
+        _count(inner)
+
+
+def _count(adam: Any) -> None:
+    """Have DeepSpeed's Adam of the CPU come as far as its state: it multiplies powers of its betas step by step,
+    and begun anew takes them by `pow`, a rounding off. One number, which stays 0, makes those steps."""
+    steps = max((int(state["step"]) for state in adam.state.values()), default=0)
+    (beta1, beta2), eps = (adam.param_groups[0][name] for name in ("betas", "eps"))
+    number = [torch.zeros(1) for _ in ("weight", "gradient", "exp_avg", "exp_avg_sq")]
+    for step in range(1, steps + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, beta1, beta2, eps, 0.0, True, *number)
