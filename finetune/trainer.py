@@ -295,7 +295,9 @@ class Trainer(SFTTrainer):
             ended.together = True
             raise ended
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
         """Upstream calls it by name. Under DeepSpeed it would look for DeepSpeed's own files."""
         apart = resume_from_checkpoint if self.is_deepspeed_enabled else None
         with te.head_kept(self.model):

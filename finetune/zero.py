@@ -32,7 +32,7 @@ def copied(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_back(optimizer: Any, kept: dict[str, Any]) -> None:
-    """The part that this process had, of as many. Of ZeRO-1 and 2 the weights that multiply are put back apart.
+    """The part that this process had, of as many. ZeRO-1's and 2's weights that multiply are put back apart.
 
     Args:
         optimizer: Accelerate's, around DeepSpeed's.
@@ -46,8 +46,8 @@ def put_back(optimizer: Any, kept: dict[str, Any]) -> None:
 
 
 def _count(adam: Any) -> None:
-    """Have DeepSpeed's Adam of the CPU come as far as its state: it multiplies powers of its betas step by step,
-    and begun anew takes them by `pow`, a rounding off. One number, which stays 0, makes those steps."""
+    """Have DeepSpeed's Adam of the CPU come as far as its state: it multiplies powers of its betas step by
+    step, and begun anew takes them by `pow`, a rounding off. One number, which stays 0, makes those steps."""
     steps = max((int(state["step"]) for state in adam.state.values()), default=0)
     (beta1, beta2), eps = (adam.param_groups[0][name] for name in ("betas", "eps"))
     number = [torch.zeros(1) for _ in ("weight", "gradient", "exp_avg", "exp_avg_sq")]

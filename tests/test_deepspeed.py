@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import two_ranks
@@ -52,7 +52,13 @@ REFUSED = {  # name -> config, what the recipe says, exit code, what is said
     ),
     "LoRA+": ("zero2_8", ["adapter.loraplus_lr_ratio=16"], 2, "which LoRA+ needs"),
 }
-GOES_ON = ["lora", "dora", "full", "full by ZeRO-2", "full, offloaded"]  # moments in parts; and weights; on CPUs
+GOES_ON = [
+    "lora",
+    "dora",
+    "full",
+    "full by ZeRO-2",
+    "full, offloaded",
+]  # moments in parts; and weights; on CPUs
 
 
 def one_rank(given: list[str], code: int) -> None:
@@ -63,7 +69,7 @@ def one_rank(given: list[str], code: int) -> None:
 
 @pytest.fixture
 def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFolder, str]]:
-    """`launched(name, *words)`: a run without 16 bits, which DeepSpeed has on GPUs alone; and what it said."""
+    """`launched(name, *words)`: a run without 16 bits, which DeepSpeed has on GPUs alone; what it said."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         import launch_matrix
@@ -89,8 +95,11 @@ def test_two_processes_train_what_one_does(
     name: str, launched, train: Callable[..., RunFolder], two_layers, untied
 ) -> None:
     config, given, *_ = TRAINED[name]
+    if "offload" in config and not shutil.which("c++"):
+        pytest.skip("DeepSpeed's Adam of the CPU is compiled here, and there is no c++")
     model = untied if name == "untied" else two_layers
-    one, (two, _) = train(*SHORT, *given, f"model.name={model}"), launched(name)
+    saving = ["train.save_steps=2", "train.max_steps=4"] if name in GOES_ON else []
+    one, (two, _) = train(*SHORT, *given, f"model.name={model}", *saving), launched(name, *saving)
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=2e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
@@ -108,6 +117,28 @@ def test_two_processes_train_what_one_does(
     alone, saved = (load_file(run.weights / f"{kind}.safetensors") for run in (one, two))
     assert {key: t.shape for key, t in alone.items()} == {key: t.shape for key, t in saved.items()}
     assert all(float((alone[key] - t).norm()) <= 0.02 * float(t.norm()) for key, t in saved.items())
+    if saving:
+        goes_on(two, lambda: launched(name, *saving, "--resume"))
+
+
+def goes_on(run: RunFolder, again: Callable[[], Any]) -> None:
+    """From step 2, as if it had been killed after it, to the same bits; not as a run that is not split."""
+    last, logged = run.checkpoints / "step-4", metrics(run)
+    kept, contract = checkpoint.digests(last), checkpoint.read_json(last, checkpoint.CONTRACT)
+    for folder in (last, run.weights):
+        shutil.rmtree(folder)
+    (run.path / "eval.json").unlink()
+    again()
+    found = checkpoint.digests(last)
+    tensors = {name for name in kept if name.endswith(".safetensors")}
+    assert {"weights.safetensors", "ranks.safetensors"} <= tensors
+    assert {name: kept[name] for name in tensors} == {name: found[name] for name in tensors}
+    assert [one["loss"] for one in metrics(run)] == [one["loss"] for one in logged] and run.weights.is_dir()
+    facts = {name: value for name, value in contract["facts"].items() if name != "moments split by"}
+    for then, now in ((facts, contract["facts"]), (contract["facts"], facts)):
+        with pytest.raises(UserError, match="moments split by") as raised:
+            resume.compare({**contract, "facts": then}, {**contract, "facts": now}, last)
+        assert raised.value.code == 4
 
 
 @pytest.mark.usefixtures("the_only_launch")
@@ -127,35 +158,3 @@ def test_what_zero_can_not_do_is_said(name: str, launched) -> None:
     """A norm that is not finite, -1 in DeepSpeed's words, ends the run before anything is saved of it."""
     run, said = launched(name)
     assert REFUSED[name][3] in said and not run.adapter.exists()
-
-
-@pytest.mark.usefixtures("the_only_launch")
-@pytest.mark.parametrize("name", GOES_ON)
-def test_a_run_goes_on_bit_for_bit(name: str, launched, tmp_path) -> None:
-    saving = ["train.save_steps=2", "train.max_steps=4", "train.save_total_limit=5"]
-    run, _ = launched(name, *saving)
-    kept, logged = checkpoint.digests(run.checkpoints / "step-4"), metrics(run)
-    assert all(receipt["ok"] for receipt in receipts(run).values())
-    shutil.copytree(run.path, tmp_path / "whole")
-    for each in (run.checkpoints / "step-4", run.weights):
-        shutil.rmtree(each)
-    (run.path / "eval.json").unlink()
-    again, _ = launched(name, *saving, "--resume")
-    assert again.weights.is_dir()
-    found = checkpoint.digests(again.checkpoints / "step-4")
-    tensors = {name for name in kept if name.endswith(".safetensors")}
-    assert {"weights.safetensors", "ranks.safetensors"} <= tensors
-    assert {name: kept[name] for name in tensors} == {name: found[name] for name in tensors}
-    assert [one["loss"] for one in metrics(again)] == [one["loss"] for one in logged]
-
-
-@pytest.mark.usefixtures("the_only_launch")
-def test_moments_that_are_not_split_are_not_put_back_in_parts_nor_the_other_way_round(launched) -> None:
-    run, _ = launched("lora", "train.save_steps=2")
-    path = run.checkpoints / "step-2"
-    kept = checkpoint.read_json(path, checkpoint.CONTRACT)
-    facts = {name: value for name, value in kept["facts"].items() if name != "moments split by"}
-    for then, now in ((facts, kept["facts"]), (kept["facts"], facts)):
-        with pytest.raises(UserError, match="moments split by") as raised:
-            resume.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
-        assert raised.value.code == 4
