@@ -72,9 +72,12 @@ class Launch:
     @property
     def keeper(self) -> str:
         """What holds state that checkpoints need, and may not give it: a splitter; TransformerEngine's layers
-        the largest values that they remember; DeepSpeed its own scale of a loss in fp16."""
-        scales = self.splitter == "DeepSpeed" and self.precision == "fp16"
-        return "TransformerEngine" if self.fp8 == "TE" else f"{self.splitter}{' in fp16' if scales else ''}"
+        the largest values that they remember; DeepSpeed its own scale of a loss in fp16, and files of its own
+        on a disk that it offloads to."""
+        if self.fp8 == "TE" or self.splitter != "DeepSpeed":
+            return "TransformerEngine" if self.fp8 == "TE" else self.splitter
+        by = "in fp16" if self.precision == "fp16" else "on NVMe" if launch_env.offloads_to("nvme") else ""
+        return f"DeepSpeed {by}".strip()
 
     @property
     def sharing(self) -> int:

@@ -139,6 +139,12 @@ def parallel(kind: str) -> int:
     return int(said(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) if used else 1
 
 
+def offloads_to(device: str) -> bool:
+    """Whether DeepSpeed keeps weights or what the optimizer has there: cpu, nvme."""
+    named = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
+    return any(said(name) == device for name in named)
+
+
 def ways() -> dict[str, str]:
     """How this launch splits, shares and rounds, by variable; but places of a machine."""
     names = [name for name in os.environ if name.startswith(_WAYS) and not name.endswith("_PATH")]

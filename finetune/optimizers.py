@@ -47,7 +47,7 @@ def unsaved(train: Train, keeper: str) -> str:
 
     Args:
         keeper: what splits weights or moments between processes, FSDP or DeepSpeed (ZeRO-2 too), or has state
-            of its own: TransformerEngine, DeepSpeed in fp16.
+            of its own: TransformerEngine, DeepSpeed in fp16 or on NVMe.
     """
     optim = asked(train)
     if keeper not in ("FSDP", "DeepSpeed"):
@@ -57,7 +57,9 @@ def unsaved(train: Train, keeper: str) -> str:
 
 def saved_instead(parts: str) -> str:
     """With what checkpoints are made, where `unsaved` says these parts."""
-    return "train.optim=adamw_torch_fused" if ", under " in parts else "ddp_8.yaml or fsdp2_8.yaml"
+    known = {", under ": "train.optim=adamw_torch_fused", " in fp16": "mixed_precision: bf16 in the launch"}
+    known[" on NVMe"] = "offload_optimizer_device and offload_param_device: cpu in the launch"
+    return next((fix for part, fix in known.items() if part in parts), "ddp_8.yaml or fsdp2_8.yaml")
 
 
 def missing_packages(optim: str, speed: Speed) -> list[Problem]:

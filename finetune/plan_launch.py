@@ -82,7 +82,7 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     stage = int((given.get("deepspeed_config") or {}).get("zero_stage", 0))
     found = ZERO.get(stage) if kind == "DEEPSPEED" else known.get(kind)
     offloads = "offload_params: true" in str(given.get("fsdp_config")).replace("'", "").lower()
-    offloads |= "cpu" in (given.get("deepspeed_config") or {}).values()
+    offloads |= any(value in ("cpu", "nvme") for value in (given.get("deepspeed_config") or {}).values())
     sizes = _sizes(given.get("parallelism_config"))
     cut = [
         f"{name}_size: {size}" for name, size in sizes.items() if size > 1 and name not in ("cp", "dp_shard")
@@ -139,13 +139,14 @@ def variables(given: dict[str, Any]) -> dict[str, str]:
 
 def _of_section(given: dict[str, Any], section: str, begin: str = "", name: str = "") -> dict[str, Any]:
     held = given.get(section) or {}
-    return {f"{name}{key.removeprefix(begin).upper()}": value for key, value in held.items()}
+    given = {key: value for key, value in held.items() if value is not None}
+    return {f"{name}{key.removeprefix(begin).upper()}": value for key, value in given.items()}
 
 
 def _sizes(parallelism: dict[str, Any] | None) -> dict[str, int]:
     """Processes by what they share, of a config's `parallelism_config`; 1 where it says nothing."""
     names = ("cp", "dp_shard", "dp_replicate", "tp", "sp")
-    return {name: int((parallelism or {}).get(f"parallelism_config_{name}_size", 1)) for name in names}
+    return {name: int((parallelism or {}).get(f"parallelism_config_{name}_size") or 1) for name in names}
 
 
 def launched(by: Sharding, processes: int, precision: str) -> Launch:

@@ -161,13 +161,33 @@ def gathered(value: Any) -> list[Any]:
 
 
 def gathered_on_main(value: Any) -> list[Any]:
-    """What each rank has, by rank; empty but on rank 0. Of tensors on a GPU a copy is to be given."""
+    """What each rank has, by rank; empty but on rank 0."""
     state = PartialState()
     if state.num_processes == 1:
         return [value]
     found: list[Any] = [None] * state.num_processes if state.is_main_process else []
     torch.distributed.gather_object(value, found or None, group=steps())
     return found
+
+
+def tensors_on_main(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All that ranks have on the CPU, by names that differ; empty but on rank 0. Sent one by one: they can be
+    large, and a pickle of them would be held twice more."""
+    given = gathered_on_main({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
+    if not main():
+        for tensor in own.values():
+            torch.distributed.send(_bytes(tensor), 0, group=steps())
+        return {}
+    found = dict(own)
+    for rank, shapes in enumerate(given[1:], start=1):
+        for name, (shape, dtype) in shapes.items():
+            found[name] = torch.empty(shape, dtype=dtype)
+            torch.distributed.recv(_bytes(found[name]), rank, group=steps())
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def index() -> int:

@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import checkpoint, claim, hub, run_folder
+from finetune import checkpoint, claim, hub, launch_env, run_folder
 from finetune.errors import Exit, Problem, UserError
 from finetune.run_folder import RunFolder
 
@@ -98,7 +99,7 @@ def contract(
         "chat template": _digest(str(tokenizer.chat_template)),
         "processes": launch.processes,
         **({"weights split by": launch.sharded} if launch.sharded else {}),
-        **({"moments split by": launch.splitter} if launch.splitter == "DeepSpeed" else {}),
+        **({"moments split by": _zero()} if launch.splitter == "DeepSpeed" else {}),
         "precision": launch.precision,
         "device": hardware.device,
         "storage of the base": setup.storage.value,
@@ -108,6 +109,12 @@ def contract(
         "versions.python": platform.python_version(),
     }
     return {"recipe": _keys(recipe), "facts": facts, "chosen": {}}
+
+
+def _zero() -> str:
+    """What decides on where ZeRO has which moment, and by whose Adam it is made."""
+    where = " with offload" if launch_env.offloads_to("cpu") else ""
+    return f"DeepSpeed {version('deepspeed')}, ZeRO-{launch_env.zero_stage()}{where}"
 
 
 def compare(

@@ -202,8 +202,9 @@ def check_space(
     low = optimizers.state_bytes(optimizers.asked(section), fast)
     each = trained + round(numbers * ((low or 8) + masters))
     ranks.from_main(lambda: checkpoint.check_space(place, trained, each, section.save_total_limit))
-    if setup.launch.splitter:
-        ranks.from_main(lambda: state.check_memory(each, state.available(groups)))
+    if setup.launch.splitter:  # under ZeRO beside a copy of each process's part
+        held = each + round(numbers * ((low or 8) + masters)) * (masters > 0)
+        ranks.from_main(lambda: state.check_memory(held, state.available(groups)))
 
 
 def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:

@@ -35,7 +35,9 @@ def save(trainer: Trainer) -> None:
     """
     state, split = PartialState(), shards.sharded(cast("Any", trainer.model))
     each = (*RANKS, "optimizer") if zero.used() else RANKS
-    gathered = ranks.gathered_on_main({name: PARTS[name][0](trainer) for name in each})
+    own, held = {name: PARTS[name][0](trainer) for name in each}, dict[str, torch.Tensor]()
+    structure = nested.flatten(own, held, f"ranks.{state.process_index}", _copy)
+    structures, held = ranks.gathered_on_main(structure), ranks.tensors_on_main(held)
     if not (state.is_main_process or split):
         return
     shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in each}
@@ -47,8 +49,9 @@ def save(trainer: Trainer) -> None:
     here = not split and 3 * live > available() / 2  # weights and two moments
     content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
     content[checkpoint.CONTRACT] = trainer.contract
-    untensored: dict[str, Any] = {}
-    for name, value in {**shared, "ranks": gathered}.items():
+    content |= {"ranks.safetensors": held} if held else {}
+    untensored: dict[str, Any] = {"ranks": structures}
+    for name, value in shared.items():
         tensors: dict[str, torch.Tensor] = {}
         untensored[name] = nested.flatten(value, tensors, name, _as_it_is if here or split else _copy)
         if tensors:
@@ -90,25 +93,27 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
 
     Raises:
         UserError: a part is missing (exit 4); this machine has no memory for it, which each of its processes
-            reads whole (exit 3).
+            reads (exit 3).
     """
-    here, each, free = (
-        int(launch_env.said("LOCAL_WORLD_SIZE", "1")),
-        checkpoint.size_of(path),
-        available(groups),
-    )
+    here, free = int(launch_env.said("LOCAL_WORLD_SIZE", "1")), available(groups)
+    state, apart = PartialState(), path / "ranks.safetensors"
+    parts = apart.stat().st_size if apart.exists() else 0
+    each = checkpoint.size_of(path) - parts + parts // state.num_processes
     if here * each > free:
         what, fix = "no memory to read the checkpoint", "fewer processes on this machine, or more memory"
         found, expected = f"{free / 2**30:,.1f} GiB free", f"{here} processes x {each / 2**30:,.1f} GiB"
         raise UserError(
             Problem(what, where=str(path), found=found, expected=expected, fix=fix), code=Exit.ENVIRONMENT
         )
-    found = {}
-    for name, value in structure(path).items():
-        file = f"{name}.safetensors"
-        tensors = checkpoint.read_tensors(path, file) if (path / file).exists() else {}
-        found[name] = nested.restore(value, tensors)
-    return {**found, **found.pop("ranks")[PartialState().process_index]}
+    found, rank = structure(path), state.process_index
+    own = found.pop("ranks")[rank]
+    read = {name: nested.restore(value, _tensors(path, name)) for name, value in found.items()}
+    return {**read, **nested.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
+
+
+def _tensors(path: Path, name: str, begin: str = "") -> dict[str, torch.Tensor]:
+    file = f"{name}.safetensors"
+    return checkpoint.read_tensors(path, file, begin) if (path / file).exists() else {}
 
 
 def structure(path: Path) -> dict[str, Any]:
@@ -196,9 +201,8 @@ def _set_allocation(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
 
 
 def _optimizer(trainer: Any) -> dict[str, Any]:
-    """Under ZeRO a copy of this process's part."""
-    found = zero.state_dict(trainer.optimizer)
-    return zero.copied(found) if zero.used() else found
+    """Under ZeRO this process's part."""
+    return zero.state_dict(trainer.optimizer)
 
 
 def _set_optimizer(trainer: Any, kept: Any) -> None:

@@ -278,8 +278,9 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         log = asked.folder / "logs" / f"{folder.name}.txt"
         key, warm = f"eval_{job.recipe.eval.best}", job.found.device == "cpu"
         ended = trial.run(words, folder, log, key, judge, waiting, warm=warm)
-        failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
-        job.ran.extend([failed if ended.state == "failed" else None] * (ended.state != "lost"))
+        if ended.state != "lost":
+            failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
+            job.ran.append(failed if ended.state == "failed" else None)
     record(job, drawn, ended)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from accelerate.utils.operations import recursively_apply
 
 _KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # ZeRO-1's and 2's names; then ZeRO-3's
 _KEPT += ("optimizer_state_dict", "fp32_flat_groups")
@@ -24,11 +23,6 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     """What a checkpoint keeps of an optimizer: under ZeRO of this process's part."""
     found = optimizer.state_dict()
     return {name: found[name] for name in _KEPT if name in found} if used() else found
-
-
-def copied(kept: dict[str, Any]) -> dict[str, Any]:
-    """On the CPU."""
-    return recursively_apply(lambda tensor: tensor.detach().to("cpu", copy=True), kept)
 
 
 def put_back(optimizer: Any, kept: dict[str, Any]) -> None:

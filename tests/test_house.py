@@ -30,7 +30,7 @@ LAYERS = (
         "launch_env",
         "launch_config",
         "shards",
-        "te",
+        "zero",
     ),
     ("recipe_errors", "shipped", "te", "launch_conflicts"),
     (

@@ -190,6 +190,21 @@ def test_deepspeed_s_gradients_are_the_recipe_s_in_a_plan_too(large, tmp_path) -
         plan.make(loaded, *plan.planned_machine("h100-80gb", processes), by=by)
 
 
+def test_what_a_config_leaves_empty_is_as_if_it_were_not_there(tmp_path) -> None:
+    shipped = (ROOT / "accelerate_configs" / "zero2_8.yaml").read_text()
+    config = tmp_path / "own.yaml"
+    empty = "  gradient_clipping:\n"
+    config.write_text(shipped.replace("  zero_stage: 2", f"  zero_stage: 2\n{empty}"))
+    by, _ = plan_launch.of_config(config)
+    assert "ACCELERATE_GRADIENT_CLIPPING" not in dict(by.variables)
+    config.write_text(shipped.replace("offload_optimizer_device: none", "offload_optimizer_device: nvme"))
+    with pytest.raises(UserError, match="not planned"):
+        plan_launch.of_config(config)
+    shared = (ROOT / "accelerate_configs" / "fsdp2_8.yaml").read_text()
+    config.write_text(f"{shared}\nparallelism_config:\n  parallelism_config_cp_size:\n")
+    assert plan_launch.of_config(config)[1] == 8
+
+
 def test_a_config_of_ones_own_is_looked_at_as_in_a_run(tmp_path) -> None:
     shipped = (ROOT / "accelerate_configs" / "ddp_8.yaml").read_text()
     (tmp_path / "own.yaml").write_text(shipped.replace("mixed_precision:", "mixed_precison:"))

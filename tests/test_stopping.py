@@ -18,7 +18,19 @@ import torch
 import two_ranks
 from conftest import DATA, QUICKSTART, ROOT, metrics
 
-from finetune import arguments, checkpoint, cli, evaluate, prove, publish, recipe, signals, state, stopping
+from finetune import (
+    arguments,
+    checkpoint,
+    cli,
+    evaluate,
+    hardware,
+    prove,
+    publish,
+    recipe,
+    signals,
+    state,
+    stopping,
+)
 from finetune.errors import UserError
 from finetune.sections import Train
 
@@ -93,14 +105,34 @@ def test_a_signal_before_training_ends_at_once(train, monkeypatch, capsys) -> No
 
 
 @pytest.mark.parametrize(
-    ("keeper", "said"), [("FSDP", "train.optim=adamw_torch_fused"), ("DeepSpeed in fp16", "fsdp2_8.yaml")]
+    ("keeper", "said"),
+    [
+        ("FSDP", "train.optim=adamw_torch_fused"),
+        ("DeepSpeed", "train.optim=adamw_torch_fused"),
+        ("DeepSpeed in fp16", "mixed_precision: bf16"),
+        ("DeepSpeed on NVMe", "device: cpu"),
+        ("TransformerEngine", "fsdp2_8.yaml"),
+    ],
 )
 def test_what_saves_where_this_run_can_not(keeper: str, said: str) -> None:
-    """Not a launch by FSDP, where it is its optimizer."""
+    """Another optimizer, another precision, another launch."""
     given = ["train.optim=adamw_torch_8bit", "train.save_strategy=steps"]
     with pytest.raises(UserError) as raised:
         stopping.check(recipe.load(QUICKSTART, given).train, None, keeper)
     assert said in raised.value.problems[0].fix
+
+
+def test_what_deepspeed_keeps_apart_is_told_by_the_launch(monkeypatch) -> None:
+    machine = hardware.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)
+    for given, said in (
+        ({}, "DeepSpeed"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "DeepSpeed in fp16"),
+        ({"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"}, "DeepSpeed on NVMe"),
+    ):
+        with monkeypatch.context() as launch:
+            for name, value in ({"ACCELERATE_USE_DEEPSPEED": "true"} | given).items():
+                launch.setenv(name, value)
+            assert hardware.launch(machine).keeper == said
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
