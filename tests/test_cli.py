@@ -201,7 +201,7 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
         "attention",
     ):
         assert name in text
-    assert "finetune-toolkit[deepspeed]" in text
+    assert "finetune-toolkit[flash]" in text
     assert cli.main(["doctor"]) == 0
 
 
