@@ -308,12 +308,13 @@ def read_json(path: Path, name: str) -> Any:
     return json.loads((path / name).read_text(encoding="utf-8"))
 
 
-def read_tensors(path: Path, name: str, begin: str = "") -> dict[str, Tensor]:
+def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tensor]:
     """On the CPU; those whose names begin so."""
     from safetensors import safe_open
 
-    with safe_open(path / name, "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys() if key.startswith(begin)}  # noqa: SIM118
+    with safe_open(path / file_name, "pt") as file:
+        names = [name for name in file.keys() if name.startswith(begin)]  # noqa: SIM118 (not a dict)
+        return {name: file.get_tensor(name) for name in names}
 
 
 def digests(path: Path) -> dict[str, str]:

@@ -74,10 +74,13 @@ class Launch:
         """What holds state that checkpoints need, and may not give it: a splitter; TransformerEngine's layers
         the largest values that they remember; DeepSpeed its own scale of a loss in fp16, and files of its own
         on a disk that it offloads to."""
-        if self.fp8 == "TE" or self.splitter != "DeepSpeed":
-            return "TransformerEngine" if self.fp8 == "TE" else self.splitter
-        by = "in fp16" if self.precision == "fp16" else "on NVMe" if launch_env.offloads_to("nvme") else ""
-        return f"DeepSpeed {by}".strip()
+        if self.fp8 == "TE":
+            return "TransformerEngine"
+        if self.splitter == "DeepSpeed" and self.precision == "fp16":
+            return "DeepSpeed in fp16"
+        if self.splitter == "DeepSpeed" and launch_env.offloads_to("nvme"):
+            return "DeepSpeed on NVMe"
+        return self.splitter
 
     @property
     def sharing(self) -> int:

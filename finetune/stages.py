@@ -200,10 +200,11 @@ def check_space(
     trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
     masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
     low = optimizers.state_bytes(optimizers.asked(section), fast)
-    each = trained + round(numbers * ((low or 8) + masters))
+    kept = round(numbers * ((low or 8) + masters))
+    each = trained + kept
     ranks.from_main(lambda: checkpoint.check_space(place, trained, each, section.save_total_limit))
     if setup.launch.splitter:  # under ZeRO beside a copy of each process's part
-        held = each + round(numbers * ((low or 8) + masters)) * (masters > 0)
+        held = each + (kept if masters else 0)
         ranks.from_main(lambda: state.check_memory(held, state.available(groups)))
 
 

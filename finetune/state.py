@@ -200,11 +200,6 @@ def _set_allocation(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
         adalora.restore_allocation(trainer.model, {**weights, **kept})
 
 
-def _optimizer(trainer: Any) -> dict[str, Any]:
-    """Under ZeRO this process's part."""
-    return zero.state_dict(trainer.optimizer)
-
-
 def _set_optimizer(trainer: Any, kept: Any) -> None:
     if zero.used():
         zero.put_back(trainer.optimizer, kept)
@@ -269,7 +264,7 @@ def _set_batches(trainer: Any, kept: Any) -> None:
 PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, puts it back)
     "weights": (_weights, _set_weights),
     "allocation": (_allocation, _set_allocation),
-    "optimizer": (_optimizer, _set_optimizer),
+    "optimizer": (lambda trainer: zero.state_dict(trainer.optimizer), _set_optimizer),
     "scheduler": (
         lambda trainer: trainer.lr_scheduler.state_dict(),
         lambda trainer, kept: trainer.lr_scheduler.load_state_dict(kept),

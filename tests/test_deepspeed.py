@@ -52,13 +52,8 @@ REFUSED = {  # name -> config, what the recipe says, exit code, what is said
     ),
     "LoRA+": ("zero2_8", ["adapter.loraplus_lr_ratio=16"], 2, "which LoRA+ needs"),
 }
-GOES_ON = [
-    "lora",
-    "dora",
-    "full",
-    "full by ZeRO-2",
-    "full, offloaded",
-]  # moments in parts; and weights; on CPUs
+# Moments in parts, weights too, both on the CPU
+GOES_ON = ["lora", "dora", "full", "full by ZeRO-2", "full, offloaded"]
 
 
 def one_rank(given: list[str], code: int) -> None:
