@@ -100,8 +100,8 @@ class Keeps(NamedTuple):
     four_bit: bool = False
     """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
     uncast: bool = False
-    """Adapters are in 16 bits while they run (FSDP2 gathers them so, DeepSpeed keeps them so): PEFT casts no
-    input, and each adapter keeps what the layer before it has made."""
+    """Adapters are in 16 bits while they run (FSDP2 gathers them so, ZeRO-2 keeps them so; ZeRO-3 leaves what was
+    split while it was loaded as it is): PEFT casts no input, and each adapter keeps what the layer before it made."""
     fp8: bool = False
     """The base's products are in fp8."""
 
@@ -260,6 +260,12 @@ def loss_gib(config: Any, tokens: int, *, compiled: bool = True, trained: bool =
     rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * held))
     head = 8 * one.vocabulary * one.hidden if trained else 0
     return (rows * one.vocabulary * held + 12 * tokens * one.hidden + head) / GIB
+
+
+def zero3_gib(parameters: int) -> float:
+    """What ZeRO-3 holds of weights that are whole at once and of gradients on their way, in GiB of 16-bit numbers:
+    DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`."""
+    return 2 * (min(parameters, 1e9) + 5e8) / GIB
 
 
 def chunk_rows(rows: int, most: int) -> int:

@@ -103,11 +103,18 @@ def read_by_rank_0() -> bool:
     return sharded() == "FSDP" and on("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
-def eager() -> str:
-    """Why `speed.compile: auto` does not compile under this launch; the empty string if it may."""
+def eager(*, plain: bool) -> str:
+    """Why `speed.compile: auto` does not compile under this launch; the empty string if it may.
+
+    Args:
+        plain: an adapter on a base that is not stored as codes; what was measured under FSDP2.
+    """
     if fp8().kind == "TE":
         return "TransformerEngine's delayed scaling breaks the graph at each layer"
-    return f"not measured where {sharded()} splits the weights" if sharded() else ""
+    if sharded() == "FSDP" and plain and parallel("CP") == 1 and not on("FSDP_OFFLOAD_PARAMS"):
+        return ""
+    only = ", but adapters on a plain base that stays on the GPUs" if sharded() == "FSDP" else ""
+    return f"not measured where {sharded()} splits the weights{only}" if sharded() else ""
 
 
 def zero_stage() -> str:

@@ -59,18 +59,19 @@ def fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: b
 
 
 def compiled(
-    recipe: Recipe, work: float, steps: int | None, machine: Hardware, by: Sharding, *, dora: bool
+    recipe: Recipe, work: float, steps: int | None, machine: Hardware, by: Sharding, *, dora: bool, plain: bool
 ) -> Choice:
     """Whether layers would be compiled.
 
     Args:
         work: FLOPs of a step.
         dora: by PEFT's own forward, which breaks the graph, as others of its types do.
+        plain: an adapter on a base that is not stored as codes.
     """
-    with launch_env.under(dict(by.variables)):  # of a config; a launch by `auto` has none
-        eager = launch_env.eager()
-    if by.weights and not eager:
-        eager = f"not measured where {by.name} splits the weights"
+    # of a config; a launch by `auto` has none, and may be FSDP2
+    said = dict(by.variables) or ({"ACCELERATE_USE_FSDP": "true"} if by.weights else {})
+    with launch_env.under(said):
+        eager = launch_env.eager(plain=plain)
     kind = "DoRA" if dora else adapter_types.find(recipe.adapter.type).peft
     if not eager and (dora or kind in adapter_types.BREAKING):
         eager = f"PEFT's forward of {kind} breaks the graph"

@@ -101,9 +101,9 @@ def make_fast(
 def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> speed.Work:
     """What a process is to do, and what comes to its GPU when it trains.
 
-    Of weights that FSDP splits: its part, and two layers. Where every weight trains, autocast's copies of the
-    linear layers'. Of each number that trains its gradient, the copy of it that DDP sends, the optimizer's
-    state and AdaLoRA's averages.
+    Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every weight
+    trains, autocast's copies of the linear layers'. Of each number that trains its gradient, the copy of it that
+    DDP sends, the optimizer's state and AdaLoRA's averages.
     """
     launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
     every = list(adapted.parameters())
@@ -114,12 +114,16 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         awaited = sum(p.nbytes for p in every) // launch.processes
         awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
         awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
+    if sharded == "DeepSpeed":
+        awaited = estimate.zero3_gib(sum(shards.shape(p).numel() for p in every)) * estimate.GIB
     host = state.available() / 2 / int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
     each = 4 + optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
     each += 4 if launch.processes > 1 and not launch.splitter else 0
     each += estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
-    return speed.Work(tokens, flops, sharded, launch_env.eager(), parts, awaited / 2**30, host / 2**30, each)
+    plain = hasattr(adapted, "peft_config") and setup.storage.value in hardware.STORED
+    eager = launch_env.eager(plain=plain)
+    return speed.Work(tokens, flops, sharded, eager, parts, awaited / 2**30, host / 2**30, each)
 
 
 def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:

@@ -133,8 +133,9 @@ def test_other_adapters_train_what_one_process_does(
 
 
 def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
-    """Asked for, for `auto` compiles none until it is measured on GPUs."""
+    """And run again in backward; on a GPU `auto` compiles them: launch_env.eager."""
     given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]
+    given += ["speed.recompute=all", "data.packing=true", "data.max_length=256"]
     given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]
     found = on_two_ranks([*given, "speed.compile=true"], small, tmp_path / "two", "true")
     assert found["split by FSDP"].startswith("50.0%") and found["speed.compile"].startswith("0 graph breaks")

@@ -122,11 +122,29 @@ def test_parallelism_that_can_not_be_planned(old: str, new: str, said: str, tmp_
         plan_launch.of_config(config)
 
 
-def test_auto_compiles_nothing_where_weights_are_split(large) -> None:
+@pytest.mark.parametrize(
+    ("config", "given", "why"),
+    [
+        ("fsdp2_8", (), ""),
+        ("fsdp2_8", ("adapter.type=full",), "but adapters on a plain base"),
+        ("fsdp2_8_quantised", ("speed.base=fp8",), "but adapters on a plain base"),
+        ("context_parallel_4", ("model.attention=sdpa",), "where FSDP splits"),
+        ("zero3_8", (), "not measured where DeepSpeed splits the weights"),
+        ("zero2_8", (), ""),
+    ],
+)
+def test_auto_compiles_split_weights_where_that_was_measured(large, config: str, given, why: str) -> None:
     """As a run has it: launch_env.eager."""
+    by, count = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    asked = recipe.load(large, [*SPLIT, "train.effective_batch_size=32", *given])
+    made = plan.make(asked, *plan.planned_machine("h200", count), by=by)
+    choice = made.choices["compile"]
+    assert choice.value == ("off" if why else "on") and why in choice.reason
+
+
+def test_a_launch_by_auto_compiles_as_its_config_would(large) -> None:
     split = plan.make(recipe.load(large, [*SPLIT]), *plan.planned_machine("h200", 2), by=plan_launch.FSDP2)
-    assert split.choices["compile"] == ("off", "auto: not measured where FSDP2 splits the weights")
-    assert planned(large, *SPLIT, count=2).choices["compile"].value == "on"
+    assert split.choices["compile"].value == "on"
 
 
 def test_weights_are_not_split_where_that_takes_more(large) -> None:
