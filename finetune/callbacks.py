@@ -258,7 +258,8 @@ class FirstStep(TrainerCallback):
             self.rounding.add_receipt(self.ledger)
         if self.offloaded:
             self.offloaded.add_receipt(self.micro_batches, self.ledger)
-        optimizers.add_receipt(kwargs["optimizer"], str(args.optim), self.optimizer, self.ledger)
+        optim = getattr(args.optim, "value", args.optim)  # the name: str() of transformers' enum is another
+        optimizers.add_receipt(kwargs["optimizer"], optim, self.optimizer, self.ledger)
         if self.compiled:
             counters = torch._dynamo.utils.counters
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]

@@ -100,8 +100,9 @@ class Keeps(NamedTuple):
     four_bit: bool = False
     """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
     uncast: bool = False
-    """Adapters are in 16 bits while they run (FSDP2 gathers them so, ZeRO-2 keeps them so; ZeRO-3 leaves what was
-    split while it was loaded as it is): PEFT casts no input, and each adapter keeps what the layer before it made."""
+    """Adapters are in 16 bits while they run (FSDP2 gathers them so, ZeRO-2 keeps them so; ZeRO-3 leaves what
+    is added to a base that it split while loading in fp32): PEFT casts no input, and each adapter keeps what
+    the layer before it has made."""
     fp8: bool = False
     """The base's products are in fp8."""
 
@@ -263,8 +264,10 @@ def loss_gib(config: Any, tokens: int, *, compiled: bool = True, trained: bool =
 
 
 def zero3_gib(parameters: int) -> float:
-    """What ZeRO-3 holds of weights that are whole at once and of gradients on their way, in GiB of 16-bit numbers:
-    DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`."""
+    """GiB that ZeRO-3 holds in 16 bits of weights that are whole at once, and of gradients on their way.
+
+    By DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`.
+    """
     return 2 * (min(parameters, 1e9) + 5e8) / GIB
 
 

@@ -21,7 +21,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
         copy: makes of a tensor what is kept of it.
 
     Raises:
-        UserError: a tensor of a class that `restore` does not make (exit 3).
+        UserError: a value of a class that `restore` does not make (exit 3).
     """
     import numpy as np
     import torch
@@ -37,9 +37,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
         return {"dict": [[key, flatten(part, tensors, f"{name}.{key}", copy)] for key, part in pairs]}
     if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):  # torchao's of 8 and 4 bits
         if type(value).__name__ not in LOW_BITS:
-            what, fix = "can't be kept in a checkpoint", "another train.optim; or train.save_strategy=no"
-            problem = Problem(f"{name}: a {type(value).__name__} {what}", fix=fix)
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+            raise _unknown(name, value)
         inner, context = value.__tensor_flatten__()
         parts = {part: flatten(getattr(value, part), tensors, f"{name}.{part}", copy) for part in inner}
         return {"of": type(value).__name__, "parts": parts, "with": flatten(context, tensors, name, copy)}
@@ -53,7 +51,13 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
         return value.item()
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    raise TypeError(f"{name}: a {type(value).__name__} can't be kept in a checkpoint")
+    raise _unknown(name, value)
+
+
+def _unknown(name: str, value: Any) -> UserError:
+    what = f"{name}: a {type(value).__name__} can't be kept in a checkpoint"
+    fix = "another train.optim; or train.save_strategy=no"
+    return UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
 
 
 def restore(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -23,11 +23,11 @@ _LOW_BITS = re.compile("[48]bit|bnb_8bit")
 _OF_OTHERS = (
     ("galore.*", "galore_torch", "galore-torch"), ("apollo.*", "apollo_torch", "apollo-torch"),
     ("lomo|adalomo", "lomo_optim", "lomo-optim"), ("grokadamw", "grokadamw", "grokadamw"),
-    ("schedule_free.*", "schedulefree", "schedulefree"), ("stable_adamw", "optimi", "torch-optimi"),
+    ("stable_adamw", "optimi", "torch-optimi"),
     ("adamw_torch_xla", "torch_xla", "torch_xla"), ("adamw_torch_npu.*", "torch_npu", "torch_npu"),
     ("adamw_anyprecision", "torchdistx", "torchdistx"),
 )  # fmt: skip
-_OF_MODULES = re.compile("(galore|apollo).*")
+PROJECTS = re.compile("(galore|apollo).*")  # gradients, with state that no checkpoint keeps
 # Bytes of optimizer state for each number that trains; 8 bits: two moments and a scale for 256 of each
 _STATE = (
     (r"adamw_torch_4bit", 1.06), (r"ademamix_8bit|paged_ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
@@ -50,6 +50,8 @@ def unsaved(train: Train, keeper: str) -> str:
             of its own: TransformerEngine, DeepSpeed in fp16 or on NVMe.
     """
     optim = asked(train)
+    if PROJECTS.fullmatch(optim):
+        return optim
     if keeper not in ("FSDP", "DeepSpeed"):
         return keeper
     return f"{keeper}, under {optim}," if re.search("[48]bit", optim) else ""
@@ -59,6 +61,7 @@ def saved_instead(parts: str) -> str:
     """With what checkpoints are made, where `unsaved` says these parts."""
     known = {", under ": "train.optim=adamw_torch_fused", " in fp16": "mixed_precision: bf16 in the launch"}
     known[" on NVMe"] = "offload_optimizer_device and offload_param_device: cpu in the launch"
+    known |= dict.fromkeys(("galore", "apollo"), "train.optim=adamw_torch_fused")
     return next((fix for part, fix in known.items() if part in parts), "ddp_8.yaml or fsdp2_8.yaml")
 
 
@@ -92,7 +95,7 @@ def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
         fix = f"learning_rate: {(usual[0] * usual[1]) ** 0.5 if usual else 2e-4:.0e}"
         what = "nothing is learnt at a rate of 0"
         found.append(Problem(what, "train.learning_rate", found="0", expected=expected, fix=fix))
-    if _OF_MODULES.fullmatch(optim) and not train.passed_on().get("optim_target_modules"):
+    if PROJECTS.fullmatch(optim) and not train.passed_on().get("optim_target_modules"):
         what = f"{optim} needs to know which modules' gradients it projects"
         fix = "train.optim_target_modules: all-linear"
         found.append(Problem(what, "train.optim", found=optim, fix=fix))

@@ -255,21 +255,19 @@ def at_once(
     tokens = batch.per_device * length // by.sharing
     fused = plan_choices.fused(recipe, machine, base.value, by, full)
     each = rows.tokens if rows else length  # as in a run, which knows its rows
-    whole = flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
-    dora, plain = has.columns and has.rank > 0 and fused.value != "on", not full and base.value in hardware.STORED
-    compile = plan_choices.compiled(recipe, whole, steps, machine, by, dora=dora, plain=plain)
+    work = flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
+    compile = plan_choices.compiled(recipe, work, steps, machine, by, has, fused, base.value)
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
     attends = "cudnn" if by.sharing > 1 else attention.value  # SDPA has no mask there
     kept = plan_memory.keeps(found, has, **how, attention=attends, storage=base.value)
     gathered = partial(plan_memory.gathered, found, base.value, precision)
     outside = plan_memory.outside(found, precision)
-    held = gathered(full=full, layers=plan_launch.WHOLE_LAYERS)
-    held = max(held, estimate.zero3_gib(found.parameters)) if by.half else held
-    share = plan_launch.share(by, processes, held, outside)
-    stored = {"storage": base.value, "precision": precision, "tokens": tokens, "share": share}
-    room_of = partial(plan_choices.room, recipe, machine, found, has, **stored)
+    two = gathered(full=full, layers=plan_launch.WHOLE_LAYERS)
+    share = plan_launch.share(by, processes, two, outside, found.parameters)
     kept = kept._replace(uncast=kept.adapted and by.weights != by.half)
-    memory, usable = room_of(kept)
+    memory, usable = plan_choices.room(
+        recipe, machine, found, has, kept, base.value, precision, tokens, share
+    )
     recompute, offload, memory = plan_choices.recomputed(recipe.speed, memory, machine, processes, by)
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,

@@ -59,15 +59,22 @@ def fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: b
 
 
 def compiled(
-    recipe: Recipe, work: float, steps: int | None, machine: Hardware, by: Sharding, *, dora: bool, plain: bool
+    recipe: Recipe,
+    work: float,
+    steps: int | None,
+    machine: Hardware,
+    by: Sharding,
+    has: plan_memory.Adapted,
+    fused: Choice,
+    storage: str,
 ) -> Choice:
     """Whether layers would be compiled.
 
     Args:
         work: FLOPs of a step.
-        dora: by PEFT's own forward, which breaks the graph, as others of its types do.
-        plain: an adapter on a base that is not stored as codes.
     """
+    dora = has.columns and has.rank > 0 and fused.value != "on"  # by PEFT's forward, which breaks the graph
+    plain = recipe.adapter.type != "full" and storage in hardware.STORED
     # of a config; a launch by `auto` has none, and may be FSDP2
     said = dict(by.variables) or ({"ACCELERATE_USE_FSDP": "true"} if by.weights else {})
     with launch_env.under(said):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import launch_config, shipped
+from finetune import estimate, launch_config, shipped
 from finetune.adapter_types import FOUR_BIT
 from finetune.errors import Problem, UserError
 from finetune.hardware import Launch
@@ -156,8 +156,9 @@ def launched(by: Sharding, processes: int, precision: str) -> Launch:
     return Launch("none", processes, 0, by.precision or precision, "hardware", "", shards, splitter=splitter)
 
 
-def share(by: Sharding, processes: int, gathered: float, outside: float) -> Share:
+def share(by: Sharding, processes: int, gathered: float, outside: float, parameters: int) -> Share:
     """What one of so many processes holds; `gathered`, `outside`: GiB, where weights are divided."""
+    gathered = max(gathered, estimate.zero3_gib(parameters)) if by.half else gathered
     weights, states = processes if by.weights else 1, processes if by.states else 1
     whole = (gathered, outside) if by.weights else (0.0, 0.0)
     return Share(weights, states, by.half, *whole, buckets=by.name == "DDP")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_conflicts, privacy, qat
+from finetune import adapter_conflicts, privacy, qat, train_conflicts
 from finetune.errors import Problem, nearest
 from finetune.privacy import SECRET, masked
 from finetune.renames import RENAMED, owner_of
@@ -140,9 +140,11 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         near = f"{low} or {high}" if low else f"{high}"
         what = f"is not a multiple of per_device_train_batch_size: {stated}"
         problem("train.effective_batch_size", what, found=str(effective), expected=near)
+    looks = (adapter_conflicts, qat, train_conflicts)
     return found + [
         Problem(what, key, place_of(tuple(key.split(".")), where), **texts)
-        for key, what, texts in [*adapter_conflicts.conflicts(raw), *qat.conflicts(raw)]
+        for look in looks
+        for key, what, texts in look.conflicts(raw)
     ]
 
 

@@ -15,6 +15,8 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "eos_token": "the tokenizer",
     "pad_token": "the tokenizer",
     "remove_unused_columns": "data",
+    "shuffle_dataset": "train.train_sampling_strategy",
+    "length_column_name": "data (lengths are counted)",
     "label_names": "data",
     "gradient_checkpointing": "speed.recompute",
     "gradient_checkpointing_kwargs": "speed.recompute",

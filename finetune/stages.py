@@ -101,9 +101,9 @@ def make_fast(
 def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> speed.Work:
     """What a process is to do, and what comes to its GPU when it trains.
 
-    Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every weight
-    trains, autocast's copies of the linear layers'. Of each number that trains its gradient, the copy of it that
-    DDP sends, the optimizer's state and AdaLoRA's averages.
+    Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every
+    weight trains, autocast's copies of the linear layers'. Of each number that trains its gradient, the copy
+    of it that DDP sends, the optimizer's state and AdaLoRA's averages.
     """
     launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
     every = list(adapted.parameters())

@@ -101,6 +101,34 @@ def trackers() -> frozenset[str]:
     raise AssertionError("transformers has no INTEGRATION_TO_CALLBACK: upstream.py must follow it")
 
 
+@cache
+def schedules() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """Of each learning-rate schedule, by name, what transformers' function needs, and all that it takes."""
+    tree = _tree("transformers", "optimization.py")
+    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = {f"SchedulerType.{key}": value for key, value in _members("SchedulerType").items()}
+    made = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPE_TO_SCHEDULER_FUNCTION":
+            assert isinstance(node.value, ast.Dict)
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                arguments = functions[ast.unparse(value)]
+                takes = [argument.arg for argument in arguments.args]
+                needs = takes[: len(takes) - len(arguments.defaults)]
+                made[names[ast.unparse(key) if key else ""]] = frozenset(needs), frozenset(takes)
+    assert made, "transformers has no TYPE_TO_SCHEDULER_FUNCTION: upstream.py must follow it"
+    return made
+
+
+def _members(name: str) -> dict[str, str]:
+    """An enum's values by its members' names."""
+    return {
+        ast.unparse(node.targets[0]): str(node.value.value)
+        for node in _class("transformers", "trainer_utils.py", name).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+
+
 def texts_beside_fields(file: Path, class_name: str) -> dict[str, str]:
     """The string that follows each annotated field of a class, by the field's name."""
     tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -32,6 +32,7 @@ LAYERS = (
         "shards",
         "zero",
     ),
+    ("train_conflicts",),
     ("recipe_errors", "shipped", "te", "launch_conflicts"),
     (
         "recipe",

@@ -160,7 +160,7 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096
 
     def left(precision: str, by: plan_launch.Sharding) -> float:
-        shared = plan_launch.share(by, 2, 0.0, 0.0)
+        shared = plan_launch.share(by, 2, 0.0, 0.0, 0)
         return plan_choices.room(loaded, machine, found, has, kept, "fp32", precision, 4096, shared)[0].room
 
     whole = left("no", plan_launch.ONE)

@@ -1,0 +1,74 @@
+"""Settings of `train:` that its schedule or optimizer would refuse, or never read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import QUICKSTART, receipts
+from transformers.optimization import get_scheduler
+
+from finetune import cli, nested, optimizers, recipe, train_conflicts, upstream
+from finetune.errors import UserError
+from finetune.run_folder import RunFolder
+
+KWARGS = "train.lr_scheduler_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["train.lr_scheduler_type=cosine_with_min_lr"], "needs the rate that it ends at"),
+        (["train.lr_scheduler_type=warmup_stable_decay"], "needs num_decay_steps"),
+        (
+            ["train.lr_scheduler_type=cosine_with_min_lr", f"{KWARGS}={{mn_lr: 1e-5}}"],
+            "mn_lr: is no option of cosine_with_min_lr",
+        ),
+        (["train.lr_scheduler_type=cosine", f"{KWARGS}={{min_lr: 0.001}}"], "min_lr: is no option of cosine"),
+        (["train.lr_scheduler_type=constant", f"{KWARGS}={{num_cycles: 2}}"], "none: it takes no options"),
+        (["train.lr_scheduler_type=reduce_lr_on_plateau"], "the Trainer's own evaluations"),
+        (["train.lr_scheduler_type=greedy"], "the Trainer's own evaluations"),
+        (["train.optim=schedule_free_adamw"], "an average that it keeps"),
+        (["train.optim_args=amsgrad=true"], "adamw_torch_fused reads none"),
+        (["train.optim_target_modules=all-linear"], "it projects no gradients"),
+        (["train.shuffle_dataset=true"], "train.train_sampling_strategy"),
+        (["train.length_column_name=foo"], "lengths are counted"),
+    ],
+)
+def test_what_would_be_refused_or_never_read_is_known_before(given: list[str], said: str, capsys) -> None:
+    assert cli.main(["check", str(QUICKSTART), *given]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", sorted(upstream.schedules()))
+def test_what_is_let_through_can_be_made(name: str) -> None:
+    """With what each schedule needs; without it both refuse."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    options = {"warmup_stable_decay": {"num_decay_steps": 2}}.get(
+        name, {"min_lr_rate": 0.1} if "min_lr" in name else {}
+    )
+    for given in ({}, options):
+        raw = {"train": {"lr_scheduler_type": name, "lr_scheduler_kwargs": given}}
+        found = train_conflicts.conflicts(raw)
+        if name in train_conflicts.OF_METRICS:
+            assert found
+            continue
+        made = {"num_warmup_steps": 1, "num_training_steps": 8, "scheduler_specific_kwargs": given}
+        if found:
+            with pytest.raises((TypeError, ValueError)):
+                get_scheduler(name, optimizer, **made)
+        else:
+            get_scheduler(name, optimizer, **made)
+
+
+def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
+    given = ["train.optim=galore_adamw", "train.optim_target_modules=all-linear"]
+    assert optimizers.unsaved(recipe.load(QUICKSTART, given).train, "") == "galore_adamw"
+    assert optimizers.saved_instead("galore_adamw") == "train.optim=adamw_torch_fused"
+    with pytest.raises(UserError, match="projector: a object can't be kept in a checkpoint"):
+        nested.flatten({"projector": object()}, {}, "state", lambda tensor: tensor)
+
+
+def test_an_optimizer_of_few_bits_is_held_to_its_name(small, train) -> None:
+    run: RunFolder = train("train.max_steps=1", "train.optim=adamw_torch_8bit", "eval.general=false")
+    receipt = receipts(run)["train.optim"]
+    assert receipt["asked"] == "adamw_torch_8bit" and "8bit" in receipt["got"]
