@@ -34,7 +34,7 @@ adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
 speed: {{base: {base}, recompute: {recompute}}}
 train: {{max_steps: {steps}, effective_batch_size: 16, per_device_train_batch_size: 16, learning_rate: 1.0e-3,
   warmup_steps: 10, lr_scheduler_type: cosine, logging_steps: 1, seed: 42, output_dir: {folder}}}
-eval: {{general: false, samples: 0, every: {every}, keep_best: false}}
+eval: {{general: false, answers: false, samples: 0, every: {every}, keep_best: false}}
 """
 
 
