@@ -27,3 +27,21 @@ def test_a_crash_is_told_from_a_run_that_goes_on(small, two_layers, tmp_path, ca
     assert cli.main(["report", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "It failed: nothing was saved" in said and "error: RuntimeError: a kernel" in said
+
+
+def test_a_stopped_run_says_what_it_saved_and_how_it_goes_on(train, capsys) -> None:
+    run = train("train.max_steps=6", "train.logging_steps=2", "--until=3", code=75)
+    capsys.readouterr()
+    assert cli.main(["report", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "It did not finish" in said and "It ended after step 3. Step 3 is saved" in said
+    assert "--resume goes on from there" in said
+
+
+def test_a_failed_run_that_has_a_checkpoint(tmp_path) -> None:
+    (tmp_path / "checkpoints" / "step-8").mkdir(parents=True)
+    (tmp_path / "receipts.json").write_text("[]")
+    (tmp_path / "log.txt").write_text("begun\nerror: the loss is not finite\n")
+    verdict = report.judge(report.read(tmp_path))
+    assert verdict.title == "It failed: only a checkpoint was saved" and verdict.kind == "bad"
+    assert "Step 8 is saved" in verdict.why and verdict.why.endswith("error: the loss is not finite")
