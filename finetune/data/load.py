@@ -84,9 +84,11 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
     digests = sorted(row.digest(seed, data) for row in rows if isinstance(row, Row))
     drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
     if digests and digests[-1] in drawn:
-        for source in sources(data):  # rows without a column that is read are all alike: that is said first
+        # Rows without a column that is read are all alike: that is said first, of a named format too
+        by_columns = data.model_copy(update={"format": "auto"})
+        for source in sources(data):
             for row in islice((row for row in read(source, "data.name") if isinstance(row, Row)), 1):
-                detect(row, data)
+                detect(row, by_columns)
         what, found = "no row would be left to train on", f"{len(set(digests))} different rows"
         raise UserError(Problem(what, "data.validation_fraction", found=found))
     return drawn
