@@ -42,6 +42,26 @@ def test_a_key_of_another_type_is_left_out_and_named() -> None:
     assert any(notice.startswith("adapter.r: ia3 has no such key") for notice in loaded.origin.notices)
 
 
+def test_a_key_that_the_type_has_under_another_name_is_an_error(recipe_file) -> None:
+    """It was left out: trained with another alpha than the recipe's. Where an override swaps the type it is
+    said; what the new type has not at all (`r` of ia3) is left out however the type was swapped."""
+    text = "model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: KIND, r: 8, KEY: 64}\n"
+    for kind, key, name in (
+        ("lora", "alpha", "lora_alpha: 64"),
+        ("dora", "alpha", "lora_alpha: 64"),
+        ("loha", "lora_alpha", "alpha: 64"),
+        ("randlora", "lora_alpha", "randlora_alpha: 64"),
+    ):
+        path = recipe_file(text.replace("KIND", kind).replace("KEY", key))
+        said = problems(path)[f"adapter.{key}"]
+        assert f"{kind} has no such key" in said and f"try:       {name}" in said and f"{path}:3:" in said
+    assert "try:       adapter.r" in problems(path, "adapter.lora_alpha=null", "adapter.rank=8")["adapter.rank"]
+    swapped = recipe.load(path, ["adapter.type=loha"]).origin.notices
+    assert "adapter.lora_alpha: loha has no such key (loha calls it alpha); left out (64)" in swapped
+    path = recipe_file(text.replace("KIND", "ia3").replace("KEY", "lora_alpha"))
+    assert "adapter.lora_alpha: ia3 has no such key; left out (64)" in recipe.load(path).origin.notices
+
+
 def test_a_key_of_no_type_is_an_error() -> None:
     found = problems(QUICKSTART, "adapter.type=ia3", "adapter.lora_alhpa=3")
     assert "unknown key" in found["adapter.lora_alhpa"]
