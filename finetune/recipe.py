@@ -28,10 +28,12 @@ from finetune.sections import (
     Adapter,
     Data,
     Eval,
+    Expect,
     Model,
     Publish,
     Qat,
     Section,
+    Source,
     Speed,
     Train,
 )
@@ -225,9 +227,10 @@ def known_keys() -> dict[str, frozenset[str]]:
         for key, held in upstream.fields(kind.sources).items()
         if held.nested
     }
+    nested = {"speed.qat": Qat, "data.expect": Expect, "data.name": Source}
     return (
         ours
-        | {"speed.qat": frozenset(Qat.model_fields)}
+        | {name: frozenset(section.model_fields) for name, section in nested.items()}
         | inner
         | {f"adapter.{name}": _adapter_keys(name) for name in types}
     )

@@ -55,7 +55,9 @@ def test_a_key_that_the_type_has_under_another_name_is_an_error(recipe_file) -> 
         path = recipe_file(text.replace("KIND", kind).replace("KEY", key))
         said = problems(path)[f"adapter.{key}"]
         assert f"{kind} has no such key" in said and f"try:       {name}" in said and f"{path}:3:" in said
-    assert "try:       adapter.r" in problems(path, "adapter.lora_alpha=null", "adapter.rank=8")["adapter.rank"]
+    assert (
+        "try:       adapter.r" in problems(path, "adapter.lora_alpha=null", "adapter.rank=8")["adapter.rank"]
+    )
     swapped = recipe.load(path, ["adapter.type=loha"]).origin.notices
     assert "adapter.lora_alpha: loha has no such key (loha calls it alpha); left out (64)" in swapped
     path = recipe_file(text.replace("KIND", "ia3").replace("KEY", "lora_alpha"))
@@ -106,6 +108,26 @@ train:
     assert "< 1" in found["adapter.lora_dropout"] and "1.5" in found["adapter.lora_dropout"]
     assert "learning_rate" in found["train.learning_rat"] and f"{path}:9:3" in found["train.learning_rat"]
     assert "a whole number" in found["train.max_steps"] and '"ten"' in found["train.max_steps"]
+
+
+def test_keys_of_what_is_inside_a_section(recipe_file) -> None:
+    """They were held against the keys of the section round it."""
+    text = "model: {name: '{model}'}\nadapter: {type: lora}\ndata: "
+    for data, key, at, expected, fix in (
+        ("{name: '{data}', expect: {dropd: 0.1}}", "data.expect.dropd", ":3:", "in_validation", "dropped"),
+        (
+            "{name: '{data}', dropped: 0.1}",
+            "data.dropped",
+            ":3:",
+            "max_length",
+            "it belongs under data.expect:",
+        ),
+        ("[{name: '{data}', wieght: 2}]", "data.name.0.wieght", ":3:", "name, revision, split", "weight"),
+    ):
+        path = recipe_file(text + (data if "[" not in data else f"{{name: {data}}}"))
+        ((found, said),) = problems(path).items()
+        assert found == key and f"recipe.yaml{at}" in said and "null" not in said
+        assert expected in said.partition("expected:")[2] and said.endswith(f"try:       {fix}")
 
 
 @pytest.mark.parametrize(
