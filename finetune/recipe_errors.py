@@ -127,6 +127,11 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
         fix = "drop it: batches that stand end to end have one shape where they are compiled"
         problem("train.pad_to_multiple_of", what, found=str(get("train.pad_to_multiple_of")), fix=fix)
+    added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
+    if repeated := [str(token) for index, token in enumerate(added) if token in added[:index]]:
+        problem(
+            "model.add_tokens", "a token is added once", found=f"{', '.join(repeated)} again", fix="drop it"
+        )
     best = get("eval.best")
     if isinstance(best, str) and "/" not in best and best not in ("loss", "exact_match"):
         expected = "loss, exact_match, or task/metric such as arc_easy/acc"
