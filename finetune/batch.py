@@ -60,6 +60,18 @@ def sizes(share: int, most: int) -> list[int]:
     return [n for n in range(1, min(share, MOST, most) + 1) if share % n == 0]
 
 
+def steps_of_stream(train: Train) -> int:
+    """Optimizer steps of a run whose rows are read while training.
+
+    Raises:
+        UserError: the recipe does not say (exit 2).
+    """
+    if train.max_steps is None:
+        what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
+        raise UserError(Problem(what, "train.max_steps", fix=fix))
+    return train.max_steps
+
+
 def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
     """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares).
 
@@ -67,10 +79,7 @@ def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) ->
         rows: `None` if they are streamed.
     """
     if rows is None:
-        if train.max_steps is None:
-            what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
-            raise UserError(Problem(what, "train.max_steps", fix=fix))
-        return train.max_steps
+        return steps_of_stream(train)
     if rows < batch.effective:
         what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
         raise UserError(Problem(what, "train.effective_batch_size", found=str(batch.effective), fix=fix))
