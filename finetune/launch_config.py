@@ -48,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
     """The file as it is written, by Accelerate's own reader of YAML.
 
     Raises:
-        UserError: no such file, no mapping, or a key that is given twice, of which the last would hold (exit 2).
+        UserError: no such file, no mapping, or a key given twice, of which the last would hold (exit 2).
     """
     try:
         text = path.read_text(encoding="utf-8")
