@@ -163,6 +163,15 @@ def obstacle(name: str, storage: str) -> str:
     return ""
 
 
+def called(name: str, key: str) -> str:
+    """What a type calls a key that it has not and another type has (lora_alpha: alpha under loha,
+    vera_dropout under vera for lora_dropout), or the empty string."""
+    own, (before, _, word) = all_types()[name], key.rpartition("_")
+    if word not in ("alpha", "dropout") or (before and before not in upstream.peft_types()):
+        return ""
+    return next((one for one in (word, f"{own.peft}_{word}") if one in own.keys), "")
+
+
 def nested(kind: AdapterType, key: str) -> str:
     """The class of PEFT's that a key holds (`eva_config` -> EvaConfig), or the empty string."""
     held = upstream.fields(kind.sources).get(key)

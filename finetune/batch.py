@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MARGIN = 0.9  # of all memory that may be in use: what is not seen there (fragments, evaluation) has a tenth
 MOST = 64  # rows at once: beyond it a GPU has long been full
+NO_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")  # what transformers' get_scheduler gives none
 
 
 class Batch(NamedTuple):
@@ -60,6 +61,18 @@ def sizes(share: int, most: int) -> list[int]:
     return [n for n in range(1, min(share, MOST, most) + 1) if share % n == 0]
 
 
+def steps_of_stream(train: Train) -> int:
+    """Optimizer steps of a run whose rows are read while training.
+
+    Raises:
+        UserError: the recipe does not say (exit 2).
+    """
+    if train.max_steps is None:
+        what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
+        raise UserError(Problem(what, "train.max_steps", fix=fix))
+    return train.max_steps
+
+
 def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
     """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares).
 
@@ -67,10 +80,7 @@ def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) ->
         rows: `None` if they are streamed.
     """
     if rows is None:
-        if train.max_steps is None:
-            what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
-            raise UserError(Problem(what, "train.max_steps", fix=fix))
-        return train.max_steps
+        return steps_of_stream(train)
     if rows < batch.effective:
         what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
         raise UserError(Problem(what, "train.effective_batch_size", found=str(batch.effective), fix=fix))
@@ -78,8 +88,23 @@ def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) ->
     micro_batches = math.ceil(whole(rows / batch.per_device) / processes)
     steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
     steps = train.max_steps or math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
-    warm_up = train.passed_on().get("warmup_steps", 0)
-    if steps == 1 and warm_up and train.passed_on().get("lr_scheduler_type", "linear") != "constant":
+    warm_up = _warm_up(train)
+    if steps == 1 and warm_up:
         what, fix = "the only step is the warm-up's first, whose learning rate is 0", "train.warmup_steps=0"
         raise UserError(Problem(what, "train.warmup_steps", found=f"{warm_up:g}, with one step", fix=fix))
     return steps
+
+
+def short_of_peak(train: Train, steps: int) -> list[str]:
+    """What to say of a run that ends before its warm-up does."""
+    asked = _warm_up(train)
+    warm_up = int(asked) if asked >= 1 else math.ceil(asked * steps)  # as the Trainer counts
+    if warm_up < steps:
+        return []
+    return [f"the learning rate never reaches its peak: {warm_up:,} warm-up steps of {steps:,}"]
+
+
+def _warm_up(train: Train) -> float:
+    """`train.warmup_steps`, a share of the run where it is below 1; 0 under a schedule that has none."""
+    given = train.passed_on()
+    return 0 if given.get("lr_scheduler_type") in NO_WARM_UP else given.get("warmup_steps") or 0

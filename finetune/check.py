@@ -11,6 +11,7 @@ from finetune import (
     adapter_source,
     adapter_types,
     attention_choice,
+    batch,
     estimate,
     hardware,
     hub,
@@ -56,7 +57,7 @@ def run(recipe: Recipe) -> list[str]:
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
     packages: list[Problem] = []
-    for look in (_model, _data, _adapter, _tasks, _trackers, _publish):
+    for look in (_model, _data, _steps, _adapter, _tasks, _trackers, _publish):
         try:
             notes += look(recipe)
         except UserError as error:
@@ -235,6 +236,13 @@ def _data(recipe: Recipe) -> list[str]:
     if data.chat_template:
         bundled.read_template(data.chat_template)
     return notes
+
+
+def _steps(recipe: Recipe) -> list[str]:
+    """Of rows that are streamed the recipe alone says how many steps they make."""
+    if recipe.data.streaming:
+        batch.steps_of_stream(recipe.train)
+    return []
 
 
 def _tasks(recipe: Recipe) -> list[str]:

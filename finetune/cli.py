@@ -50,7 +50,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         command(options)
     except UserError as error:
         if options.debug:
-            raise
+            privacy.excepthook(type(error), error, error.__traceback__)
         return failed("\n".join(map(str, error.problems)), error.code)
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":

@@ -23,7 +23,8 @@ GIB = 2**30
 SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
 MARGIN_GIB = 0.25
 GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes that record CUDA graphs
-COMPILE_SECONDS = 120  # of training from which compiling, which takes about 20 s, pays
+COMPILE_SECONDS = 120  # of a run's products from which compiling, which takes about 20 s, pays
+PRODUCTS = 0.4  # of the peak: how fast they are taken to run for that, by runs and plans alike
 # Of one chunk of the loss and its copies: rows enough for the products to run at full speed, little beside
 # what training holds.
 CHUNK_BYTES = 2**30
@@ -147,6 +148,8 @@ def split(recompute: str, layers: int) -> tuple[int, int]:
 def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> Choice:
     """Whether each decoder layer is compiled: where the run is long enough for it to pay.
 
+    How long it takes is not asked, which a plan knows and a run does not: both decide by its products.
+
     Args:
         work: `None` where it is not known yet.
 
@@ -161,13 +164,12 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
     if hardware.device == "cpu":
         return Choice("off", "auto: on the CPU it does not pay")
     if work is None:
-        return Choice(
-            "on", f"auto: in runs of more than {COMPILE_SECONDS} s, decided when the model is loaded"
-        )
+        text = f"auto: for more than {COMPILE_SECONDS} s of products at {PRODUCTS:.0%} of the peak"
+        return Choice("on", f"{text}, decided when the model is loaded")
     if work.eager:
         return Choice("off", f"auto: {work.eager}")
-    seconds = work.flops / (0.4 * (hardware.peak_flops or 100e12))
-    text = f"auto: about {seconds:,.0f} s of training"
+    seconds = work.flops / (PRODUCTS * (hardware.peak_flops or 100e12))
+    text = f"auto: about {seconds:,.0f} s of products at {PRODUCTS:.0%} of the peak"
     if seconds < COMPILE_SECONDS:
         return Choice("off", f"{text}, it pays from {COMPILE_SECONDS} s up")
     return Choice("on", text)

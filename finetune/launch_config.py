@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from finetune import strict_yaml
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.upstream import installed
 
@@ -44,14 +45,22 @@ READ_UNDER = {  # section -> the key and value without which Accelerate passes i
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file as it is written."""
+    """The file as it is written, by Accelerate's own reader of YAML.
+
+    Raises:
+        UserError: no such file, no mapping, or a key given twice, of which the last would hold (exit 2).
+    """
     try:
-        made = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        made = yaml.safe_load(text)
     except (OSError, yaml.YAMLError) as error:
         problem = Problem("not an accelerate config", where=str(path), found=" ".join(str(error).split()))
         raise UserError(problem) from error
     if not isinstance(made, dict):
         raise UserError(Problem("not an accelerate config", where=str(path), found=type(made).__name__))
+    problems = strict_yaml.parse(text, str(path)).problems
+    if twice := [problem for problem in problems if problem.what == strict_yaml.TWICE]:
+        raise UserError(*twice)
     return made
 
 
@@ -185,6 +194,8 @@ def _unread(given: dict[str, Any], where: str) -> list[Problem]:
             "pipelines by Megatron-LM are not served" if kind == "MEGATRON_LM" else "no such kind of launch"
         )
         fix = nearest(str(kind), KINDS) or "accelerate_configs/fsdp2_8.yaml"
+        if kind is False:
+            fix = "distributed_type: 'NO', in quotes: without them NO is YAML's false"
         texts = {"found": str(kind), "expected": ", ".join(KINDS), "fix": fix}
         found.append(Problem(what, "distributed_type", where, **texts))
     for section, (key, value) in READ_UNDER.items():

@@ -73,7 +73,7 @@ def run(recipe: Recipe, overrides: list[str], screen: Screen, asked: Asked) -> t
     if config and asked.gpu:
         on_gpus(config)
     elif config:  # the machine is this one
-        launch.check_device(config)
+        launch.check(config)
     by, count = plan_launch.of_config(config, asked.gpus) if config else (None, asked.gpus)
     if config and not asked.gpus and not asked.gpu and hardware.detect().device == "cpu":
         machine, processes = plan.planned_machine(None, None)[0], count or 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune import optimizers, plan_rows, plan_time
+from finetune.batch import short_of_peak
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
@@ -36,6 +37,7 @@ def of_recipe(
         said.append(f"the state of {optimizers.asked(train)} is not known here; taken as AdamW's")
     if steps is None:
         said.append("not known: how many steps; the rows of the data are counted when it is prepared")
+    said += short_of_peak(train, steps) if steps is not None else []
     if rows is None:
         why = "are streamed" if data.streaming else "are not in local jsonl files"
         said.append(f"rows {why}: each is taken for {data.max_length} tokens, data.max_length")

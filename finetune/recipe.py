@@ -28,10 +28,12 @@ from finetune.sections import (
     Adapter,
     Data,
     Eval,
+    Expect,
     Model,
     Publish,
     Qat,
     Section,
+    Source,
     Speed,
     Train,
 )
@@ -109,7 +111,7 @@ def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recip
     kind, unknown = _adapter_type(raw, origin)
     problems += unknown
     if kind:
-        _complete_adapter(raw["adapter"], kind, origin)
+        problems += _complete_adapter(raw["adapter"], kind, origin)
     _resolve_paths(raw, origin.path.parent)
     recipe: Any = None
     try:
@@ -225,9 +227,10 @@ def known_keys() -> dict[str, frozenset[str]]:
         for key, held in upstream.fields(kind.sources).items()
         if held.nested
     }
+    nested = {"speed.qat": Qat, "data.expect": Expect, "data.name": Source}
     return (
         ours
-        | {"speed.qat": frozenset(Qat.model_fields)}
+        | {name: frozenset(section.model_fields) for name, section in nested.items()}
         | inner
         | {f"adapter.{name}": _adapter_keys(name) for name in types}
     )
@@ -319,21 +322,35 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
     return name, []
 
 
-def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> None:
-    """Leave out keys that only other types have, and add our defaults, both on record."""
+def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> list[Problem]:
+    """Leave out keys that only other types have, and add our defaults, both on record.
+
+    Returns:
+        Keys that this type has under another name, where it was not swapped by an override: such a recipe
+            means them, and would be trained without.
+    """
+    swapped, found = origin.set_by.get("adapter.type") == "override", []
     for key in [key for key in adapter if key not in _adapter_keys(kind) and _of_another_type(key)]:
-        origin.notices.append(f"adapter.{key}: {kind} has no such key; left out ({adapter.pop(key)})")
+        value, name = adapter.pop(key), adapter_types.called(kind, key)
+        if name and not swapped:
+            where = origin.where.get(("adapter", key), "")
+            what, fix = f"{kind} has no such key", f"{name}: {value}"
+            found.append(Problem(what, f"adapter.{key}", where, recipe_errors.show(value), fix=fix))
+            continue
+        instead = f" ({kind} calls it {name})" if name else ""
+        origin.notices.append(f"adapter.{key}: {kind} has no such key{instead}; left out ({value})")
         origin.set_by[f"adapter.{key}"] = f"left out: {kind} has no such key"
     if kind in adapter_types.NOT_LINEAR and adapter.get("target_modules") == "all-linear":
         adapter.pop("target_modules")
         origin.notices.append(f"adapter.target_modules: all-linear is nothing to {kind}; left out")
         origin.set_by["adapter.target_modules"] = f"left out: {kind} changes no linear layers"
     if adapter.get("from"):
-        return  # its own config says what it is
+        return found  # its own config says what it is
     for key, value in adapter_types.find(kind).defaults.items():
         if key not in adapter:
             adapter[key] = value
             origin.set_by[f"adapter.{key}"] = "default"
+    return found
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:

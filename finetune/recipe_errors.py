@@ -62,7 +62,8 @@ def explain(
     for item in error.errors(include_url=False):
         path = _place({**item, "loc": (*under, *item["loc"])}, where)
         grouped.setdefault(path, []).append(item)
-    return [_problem(path, items, raw, where, known) for path, items in grouped.items()]
+    inside = {path[:depth] for path in grouped for depth in range(1, len(path))}  # what is round a mistake
+    return [_problem(path, items, raw, where, known) for path, items in grouped.items() if path not in inside]
 
 
 def secrets(
@@ -126,6 +127,11 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
         fix = "drop it: batches that stand end to end have one shape where they are compiled"
         problem("train.pad_to_multiple_of", what, found=str(get("train.pad_to_multiple_of")), fix=fix)
+    added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
+    if repeated := [str(token) for index, token in enumerate(added) if token in added[:index]]:
+        problem(
+            "model.add_tokens", "a token is added once", found=f"{', '.join(repeated)} again", fix="drop it"
+        )
     best = get("eval.best")
     if isinstance(best, str) and "/" not in best and best not in ("loss", "exact_match"):
         expected = "loss, exact_match, or task/metric such as arc_easy/acc"
@@ -180,8 +186,11 @@ def on_the_hub(name: str) -> str:
 def _place(item: Any, where: Where) -> tuple[str, ...]:
     """pydantic's `loc` without the union branches in it: the longest prefix that stands in the file."""
     loc = [str(part) for part in item["loc"]]
-    if item["type"] in ("missing", "extra_forbidden"):
-        return tuple(loc)
+    if item["type"] in ("missing", "extra_forbidden"):  # the last one stands nowhere, or has no branch
+        path: tuple[str, ...] = ()
+        for part in loc[:-1]:
+            path = (*path, part) if (*path, part) in where else path
+        return (*path, loc[-1])
     while len(loc) > 1 and tuple(loc) not in where:
         loc.pop()
     return tuple(loc)
@@ -215,9 +224,13 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
         return _unknown_section(section, raw, at, known)
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
-    own = known.get(".".join(path[:-1])) or known.get(section) or known.get(kind) or frozenset()
-    homes = [s.split(".")[0] for s, names in known.items() if name in names and s != "recipe"]
-    homes = [home for home in homes if home != section]
+    inner = ".".join(part for part in path[:-1] if not part.isdecimal())  # `data.name` of one of its sources
+    around = (".".join(path[:-1]), inner, section, kind)
+    own = next((known[place] for place in around if known.get(place)), frozenset())
+    homes = [s for s, names in known.items() if name in names and s != "recipe"]
+    many = ("adapter.", "rungs.")  # have a line for each type, for each rung
+    homes = [home.split(".")[0] if home.startswith(many) else home for home in homes]
+    homes = [home for home in homes if home not in (section, inner)]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
     if not renamed and name in own | {"use_dora", "use_rslora"}:
         renamed = "decided by adapter.type"

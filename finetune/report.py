@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import report_scores, run_folder, strict_json, strict_yaml
+from finetune import checkpoint, report_scores, run_folder, strict_json, strict_yaml
 from finetune.data import view
 from finetune.data.audit import Report
 from finetune.errors import Problem, UserError
@@ -63,6 +63,8 @@ class Run:
     """Evaluations during training."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     saved: bool = True
+    kept: int = 0
+    """The step of the newest checkpoint; 0: there is none."""
     error: str = ""
     """What ended a run that has no weights."""
 
@@ -126,6 +128,7 @@ def read(path: Path) -> Run:
     found.saved = (path / "adapter").exists() or (path / "model").exists()
     if not found.saved:
         found.missing.append("adapter/ and model/ are not there: what was trained")
+        found.kept = max(map(checkpoint.step_of, checkpoint.published(path / "checkpoints")), default=0)
         found.error = _last_error(path / "log.txt")
     return found
 
@@ -177,14 +180,23 @@ def judge(run: Run) -> Verdict:
     """Whether it worked; what throws doubt on that is said beside it."""
     failed = sum(not receipt["ok"] for receipt in run.receipts)
     if not run.saved:
-        ended = f"It ended after step {run.steps[-1]['step']:.0f}." if run.steps else "No step was logged."
-        title = "It failed: nothing was saved" if run.error else "It did not finish, or is still running"
-        return Verdict("bad" if run.error else "unknown", title, f"{ended}\n{run.error}".strip(), [])
+        return _unfinished(run)
     held_out = run.data["validation"].kept if run.data else None
     verdict = report_scores.judge(run.evaluation, held_out, training_loss(run))
     doubts = [f"{failed} of {len(run.receipts)} receipts do not match: see below"] if failed else []
     kind = "mixed" if failed and verdict.kind == "good" else verdict.kind
     return verdict._replace(kind=kind, doubts=[*verdict.doubts, *doubts])
+
+
+def _unfinished(run: Run) -> Verdict:
+    """How far a run came that has no weights; not every step is logged, so a checkpoint may be newer."""
+    last = max(run.steps[-1]["step"] if run.steps else 0, run.kept)
+    ended = f"It ended after step {last:.0f}." if last else "No step was logged."
+    if run.kept:
+        ended += f" Step {run.kept} is saved: the same command with --resume goes on from there."
+    failed = f"It failed: {'only a checkpoint' if run.kept else 'nothing'} was saved"
+    title = failed if run.error else "It did not finish, or is still running"
+    return Verdict("bad" if run.error else "unknown", title, f"{ended}\n{run.error}".strip(), [])
 
 
 def training_loss(run: Run) -> tuple[float, float] | None:

@@ -204,8 +204,8 @@ class Speed(Section):
     fused: Literal["auto"] | bool = "auto"
     """Adapters run at the cost of their products (LoRA, DoRA, AdaLoRA, IA3); `auto`: on GPUs."""
     compile: Literal["auto", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool = "auto"
-    """torch.compile for each decoder layer, if need be in one of torch's modes; `auto`: on GPUs, in runs of
-    more than two minutes."""
+    """torch.compile for each decoder layer, if need be in one of torch's modes; `auto`: on GPUs, in runs
+    whose products take more than two minutes at 40 % of the GPU's peak."""
     recompute: (
         Literal["auto", "none", "cheap", "int8", "mlp", "all"]
         | Annotated[int, Field(ge=1)]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 LONGEST_NUMBER = 400  # characters
+TWICE = "the same key twice"
 Path = tuple[str, ...]
 
 # The core schema of YAML 1.2.2, section 10.3.2.
@@ -153,9 +154,7 @@ def _mapping(events: Iterator[Any], path: Path, document: Document, source: str)
         here = (*path, name)
         if name in items:
             first = document.where[here]
-            document.problems.append(
-                Problem("the same key twice", ".".join(here), where, f"first at {first}")
-            )
+            document.problems.append(Problem(TWICE, ".".join(here), where, f"first at {first}"))
         document.where[here] = where
         items[name] = _node(events, next(events), here, document, source)
     return items

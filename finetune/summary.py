@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from finetune import adapter_types, adapters, optimizers, run_folder
+from finetune.batch import short_of_peak
 from finetune.recipe import load as load_recipe
 from finetune.sections import Source
 
@@ -125,7 +126,8 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
     for notice in [*train.remarks(), *held, *recipe.origin.notices]:
         screen.say(f"note: {notice}")
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
-    for line in adapter_types.advice(kind, rate, recipe.adapter.options()):
+    advice = adapter_types.advice(kind, rate, recipe.adapter.options())
+    for line in [*advice, *short_of_peak(recipe.train, chosen["train.steps"][0])]:
         screen.say(f"note: {line}")
     screen.say("")
 

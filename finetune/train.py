@@ -385,6 +385,9 @@ def recording(
     except UserError as error:
         screen.log(str(error))
         raise
+    except Exception as error:  # of whatever kind: the page tells a crash from a run that goes on
+        screen.log(f"error: {type(error).__name__}: {error}")
+        raise
     finally:
         if setup.launch.main:
             folder.write("receipts.json", ledger.as_json())

@@ -40,6 +40,7 @@ def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, monke
         (["adapter.type=adalora", "train.max_steps=6", "adapter.tinit=5"], "no step is left"),
         (["adapter.type=adalora", "adapter.orth_reg_every=9999"], "never be computed"),
         (["adapter.type=prompt_tuning", "adapter.prompt_tuning_init=BANANA"], "RANDOM"),
+        (["model.add_tokens=['<a>', '<b>', '<a>']"], "model.add_tokens: a token is added once"),
         (["adapter.layer_replication=[[0, 4], [2, 6]]"], "unknown key"),
         (["adapter.type=full", "speed.base=bf16"], "keeps fp32 weights"),
     ],

@@ -161,11 +161,10 @@ def test_a_log_shows_nan_as_nan() -> None:
     assert arguments.logging_nan_inf_filter is False
 
 
-def test_debug_shows_the_traceback(recipe_file) -> None:
-    from finetune.errors import UserError
-
-    with pytest.raises(UserError):
-        cli.main(["check", str(recipe_file(RECIPE.replace("r: 8", "r: 0"))), "--debug"])
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(recipe_file, capsys) -> None:
+    assert cli.main(["check", str(recipe_file(RECIPE.replace("r: 8", "r: 0"))), "--debug"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and said.count("error: adapter.r: ") == 2
 
 
 @within_a_second

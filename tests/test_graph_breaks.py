@@ -53,6 +53,16 @@ def test_auto_knows_what_breaks_the_graph(given: tuple[str, ...], said: str) -> 
     assert (auto.value, reason in auto.reason) == ("off" if said else "on", True)
 
 
+def test_what_decides_on_compiling_is_not_called_the_time_of_training() -> None:
+    """A plan has that in the same answer, and it is longer."""
+    peak = H100.peak_flops
+    assert peak
+    for seconds, value in ((77, "off"), (500, "on")):
+        chosen = estimate.choose_compile("auto", estimate.Work(4096, seconds * 0.4 * peak), H100)
+        assert chosen.value == value and "training" not in chosen.reason
+        assert f"about {seconds} s of products at 40% of the peak" in chosen.reason
+
+
 def test_dora_breaks_nothing_where_it_is_fused() -> None:
     from finetune.speed.fuse import Fused
 
@@ -62,7 +72,7 @@ def test_dora_breaks_nothing_where_it_is_fused() -> None:
     assert apply.breaking(made) == ""
 
 
-@pytest.mark.parametrize("reason", ["asked for", "auto: about 900 s of training"])
+@pytest.mark.parametrize("reason", ["asked for", "auto: about 900 s of products"])
 def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatch) -> None:
     """Under `auto` what it did not know of is a receipt."""
     monkeypatch.setattr(estimate, "choose_compile", lambda *given: Choice("on", reason))

@@ -78,6 +78,7 @@ def test_a_plan_reads_it_as_accelerates_launcher_does(name: str, monkeypatch) ->
         ({"fp8_config": {"backend": "ao"}}, "AO"),
         ({"distributed_type": "MULTI_CPU"}, "Accelerate starts one process"),
         ({"distributed_type": "NO"}, "Accelerate starts one process"),
+        ({"distributed_type": False}, "distributed_type: 'NO', in quotes"),
         ({"mixed_precison": "bf16"}, "mixed_precision"),
         ({"fp8_config": "AO"}, "is a section"),
         ({"mixed_precision": "bf17"}, "bf16"),
@@ -130,6 +131,19 @@ def test_what_accelerate_passes_over_is_an_error(
     assert "mine.yaml" in capsys.readouterr().err
     words = ["--config_file", str(path), "-m", "finetune", "train", "recipes/quickstart.yaml"]
     assert launch.main(words) == 2 and "mine.yaml" in capsys.readouterr().err
+
+
+def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:
+    """The last one would hold, without a word; in a section too."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(CONFIGS["fsdp2_8"].read_text() + "\nnum_processes: 2\n")
+    for command in (["train", "recipes/quickstart.yaml", "--dry-run"], ["plan", "recipes/quickstart.yaml"]):
+        assert cli.main([*command, "--accelerate", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert "error: num_processes: the same key twice" in said and f"first at {path}:" in said
+    path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n")
+    with pytest.raises(UserError, match="fsdp_config.fsdp_version: the same key twice"):
+        launch_config.read(path)
 
 
 def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, monkeypatch) -> None:

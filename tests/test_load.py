@@ -359,8 +359,18 @@ def test_a_share_that_leaves_nothing_to_train_on_is_an_error(tmp_path: Path) -> 
         f'{{"question": "{n}?", "answer": "{n}"}}\n' for n in range(8)
     )  # alike, for nothing is read
     path = written(tmp_path, "b.jsonl", rows)
-    with pytest.raises(UserError, match="no columns to train on"):
-        held_out(Data(name=str(path), validation_fraction=0.25), seed=0)
+    for format in ("auto", "alpaca"):
+        with pytest.raises(UserError, match="no columns to train on") as raised:
+            held_out(Data(name=str(path), validation_fraction=0.25, format=format), seed=0)
+        assert "columns: {instruction: question, output: answer}" in raised.value.problems[0].fix
+
+
+def test_a_share_of_one_text_file_is_told_what_to_do(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.txt", "One text.\n\nIn several paragraphs.\n")
+    with pytest.raises(UserError, match="no row would be left") as raised:
+        held_out(Data(name=str(path), validation_fraction=0.1), seed=0)
+    (problem,) = raised.value.problems
+    assert problem.found == "1 different row" and "data.validation: another file" in problem.fix
 
 
 def test_no_file_is_both_trained_on_and_held_out(tmp_path: Path) -> None:

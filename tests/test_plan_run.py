@@ -125,6 +125,12 @@ def test_rows_whose_lengths_are_not_known_are_said(large) -> None:
     assert any("rows are streamed: each is taken for 4096 tokens" in note for note in streamed.notes)
 
 
+def test_a_warm_up_that_outlasts_the_run_is_said_by_a_plan_too(large) -> None:
+    made = planned(large, "train.max_steps=30", "train.warmup_steps=1000")
+    assert "the learning rate never reaches its peak: 1,000 warm-up steps of 30" in made.notes
+    assert not any("peak" in note for note in planned(large, "train.warmup_steps=999").notes)
+
+
 def test_a_cpu_is_not_told_what_was_measured_slower_there() -> None:
     """benchmarks/ladder.json: packing 0.69, one row at once 0.53 of the tokens/s."""
     ladder = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())

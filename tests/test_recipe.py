@@ -42,6 +42,28 @@ def test_a_key_of_another_type_is_left_out_and_named() -> None:
     assert any(notice.startswith("adapter.r: ia3 has no such key") for notice in loaded.origin.notices)
 
 
+def test_a_key_that_the_type_has_under_another_name_is_an_error(recipe_file) -> None:
+    """It was left out: trained with another alpha than the recipe's. Where an override swaps the type it is
+    said; what the new type has not at all (`r` of ia3) is left out however the type was swapped."""
+    text = "model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: KIND, r: 8, KEY: 64}\n"
+    for kind, key, name in (
+        ("lora", "alpha", "lora_alpha: 64"),
+        ("dora", "alpha", "lora_alpha: 64"),
+        ("loha", "lora_alpha", "alpha: 64"),
+        ("randlora", "lora_alpha", "randlora_alpha: 64"),
+    ):
+        path = recipe_file(text.replace("KIND", kind).replace("KEY", key))
+        said = problems(path)[f"adapter.{key}"]
+        assert f"{kind} has no such key" in said and f"try:       {name}" in said and f"{path}:3:" in said
+    assert (
+        "try:       adapter.r" in problems(path, "adapter.lora_alpha=null", "adapter.rank=8")["adapter.rank"]
+    )
+    swapped = recipe.load(path, ["adapter.type=loha"]).origin.notices
+    assert "adapter.lora_alpha: loha has no such key (loha calls it alpha); left out (64)" in swapped
+    path = recipe_file(text.replace("KIND", "ia3").replace("KEY", "lora_alpha"))
+    assert "adapter.lora_alpha: ia3 has no such key; left out (64)" in recipe.load(path).origin.notices
+
+
 def test_a_key_of_no_type_is_an_error() -> None:
     found = problems(QUICKSTART, "adapter.type=ia3", "adapter.lora_alhpa=3")
     assert "unknown key" in found["adapter.lora_alhpa"]
@@ -86,6 +108,26 @@ train:
     assert "< 1" in found["adapter.lora_dropout"] and "1.5" in found["adapter.lora_dropout"]
     assert "learning_rate" in found["train.learning_rat"] and f"{path}:9:3" in found["train.learning_rat"]
     assert "a whole number" in found["train.max_steps"] and '"ten"' in found["train.max_steps"]
+
+
+def test_keys_of_what_is_inside_a_section(recipe_file) -> None:
+    """They were held against the keys of the section round it."""
+    text = "model: {name: '{model}'}\nadapter: {type: lora}\ndata: "
+    for data, key, at, expected, fix in (
+        ("{name: '{data}', expect: {dropd: 0.1}}", "data.expect.dropd", ":3:", "in_validation", "dropped"),
+        (
+            "{name: '{data}', dropped: 0.1}",
+            "data.dropped",
+            ":3:",
+            "max_length",
+            "it belongs under data.expect:",
+        ),
+        ("[{name: '{data}', wieght: 2}]", "data.name.0.wieght", ":3:", "name, revision, split", "weight"),
+    ):
+        path = recipe_file(text + (data if "[" not in data else f"{{name: {data}}}"))
+        ((found, said),) = problems(path).items()
+        assert found == key and f"recipe.yaml{at}" in said and "null" not in said
+        assert expected in said.partition("expected:")[2] and said.endswith(f"try:       {fix}")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,19 @@ sys.exit(cli.main())
 """
 
 
+DEFECT = """
+import os, sys
+from finetune import cli
+
+def check(options):
+    "A command with a defect."
+    raise RuntimeError(os.environ["HF_TOKEN"] + " was refused")
+
+cli.check, sys.argv = check, ["finetune", "check", "a.yaml"]
+sys.exit(cli.main())
+"""
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -88,7 +101,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
             env=environment,
             check=False,
         )
-        assert done.returncode == 1 and "the crash:" in done.stdout, done.stderr
+        assert done.returncode == 3 and "the crash:" in done.stdout, done.stderr
         assert "Traceback" in done.stderr and "told to say 403 to Bearer ****" in done.stderr
         assert len(hub.repos["me/notes"].files) > 10 and hub.repos["me/notes"].private
         assert not leaks(hub, tmp_path, done.stdout, done.stderr)
@@ -100,6 +113,13 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
     pickles = [name for name in written if Path(name).suffix in untrusted.PICKLES]
     assert not pickles, "no training_args.bin, no other pickle"
     assert all(receipt["ok"] for receipt in receipts(RunFolder(tmp_path / "run")).values())
+
+
+def test_a_traceback_of_a_defect_is_masked() -> None:
+    command, environment = [sys.executable, "-c", DEFECT], {**os.environ, **CANARIES}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("Traceback")
+    assert "RuntimeError: **** was refused" in done.stderr and TOKEN not in done.stderr
 
 
 @pytest.fixture

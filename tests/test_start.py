@@ -149,6 +149,17 @@ def test_other_configs_are_started(name: str, machine: Hardware, on, monkeypatch
     assert len(started) == 1
 
 
+def test_a_dry_run_refuses_what_the_launch_would(small, on, monkeypatch, capsys) -> None:
+    on(CPU)
+    monkeypatch.setattr(launch_config, "installed", lambda package: package != "deepspeed")
+    said = []
+    for dry in ([], ["--dry-run"]):
+        command = ["train", str(QUICKSTART), *small, "--accelerate", "zero2_8", *dry]
+        assert cli.main(command) == 3
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and "needs DeepSpeed" in said[0]
+
+
 def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatch, capsys) -> None:
     """Accelerate makes no scaler and no autocast there: what trained was fp16, its receipts of a scaler."""
     from accelerate import Accelerator

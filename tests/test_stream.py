@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import two_ranks
-from conftest import DATA, MODEL, metrics, receipts
+from conftest import DATA, MODEL, QUICKSTART, metrics, receipts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -167,8 +167,12 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
 
 
 def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
-    train("data.streaming=true", "train.max_steps=null", "train.num_train_epochs=1", code=2)
-    assert "train.max_steps" in capsys.readouterr().err
+    asked = ["data.streaming=true", "train.max_steps=null", "train.num_train_epochs=1"]
+    train(*asked, code=2)
+    said = capsys.readouterr().err
+    assert "train.max_steps: streamed data has no known number of rows" in said
+    assert cli.main(["check", str(QUICKSTART), *asked]) == 2
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.usefixtures("the_only_launch")

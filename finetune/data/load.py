@@ -84,12 +84,24 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
     digests = sorted(row.digest(seed, data) for row in rows if isinstance(row, Row))
     drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
     if digests and digests[-1] in drawn:
-        for source in sources(data):  # rows without a column that is read are all alike: that is said first
+        # Rows without a column that is read are all alike: that is said first, of a named format too
+        by_columns = data.model_copy(update={"format": "auto"})
+        for source in sources(data):
             for row in islice((row for row in read(source, "data.name") if isinstance(row, Row)), 1):
-                detect(row, data)
-        what, found = "no row would be left to train on", f"{len(set(digests))} different rows"
-        raise UserError(Problem(what, "data.validation_fraction", found=found))
+                detect(row, by_columns)
+        what, number = "no row would be left to train on", len(set(digests))
+        found = f"{number} different row{'s' * (number != 1)}"
+        raise UserError(Problem(what, "data.validation_fraction", found=found, fix=_one_text(data)))
     return drawn
+
+
+def _one_text(data: Data) -> str:
+    """What to do about a single text file, which has no share to hold out; else the empty string."""
+    paths = [path for source in sources(data) for path in files(source.name, "data.name") or ()]
+    if [path.suffix for path in paths] != [".txt"]:
+        return ""
+    instead = "data.validation: another file, or the text in several files"
+    return f"a .txt file is one row, which is held out whole or not at all: {instead}"
 
 
 def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
