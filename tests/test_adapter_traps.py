@@ -24,6 +24,15 @@ def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, monke
     assert got["saved tensors"]["got"] == "all 28" and all(receipt["ok"] for receipt in got.values())
 
 
+def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) -> None:
+    given = ("adapter.type=oft", "adapter.coft=true", "adapter.eps=0.1", "train.max_steps=4")
+    run = train(*given, f"model.name={two_layers}")
+    got = receipts(run)
+    assert got["saved weights"]["asked"] == "the live model's logits within 1e-06"
+    assert all(receipt["ok"] for receipt in got.values())
+    assert cli.main(["merge", str(run.path), "--quiet"]) == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
