@@ -120,13 +120,14 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
 
     Args:
         allocator: PEFT's RankAllocator; its three dicts of tensors (each like its parameter) are updated.
-        named: parameters by the allocator's names, each with a gradient.
+        named: parameters by the allocator's names; one without a gradient, which nothing runs through, has
+            no importance.
     """
     foreach: Any = torch  # typed as exporting no `_foreach_*`
-    names = list(named)
     if not allocator.ipt:
         for kind in AVERAGES:
-            setattr(allocator, kind, {name: torch.zeros_like(named[name]) for name in names})
+            setattr(allocator, kind, {name: torch.zeros_like(p) for name, p in named.items()})
+    names = [name for name, parameter in named.items() if parameter.grad is not None]
     for start in range(0, len(names), AT_ONCE):
         some = names[start : start + AT_ONCE]
         average = [allocator.exp_avg_ipt[name] for name in some]
