@@ -284,6 +284,8 @@ def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: 
     if changed:
         targets = options.get("target_modules")
         expected = changed if targets is None or adapter.source else _expected(options, known)
+        if expected != changed:
+            expected = _without_experts(config, options, expected, known, ledger)
         ledger.add(
             "adapter.target_modules", _counts(expected), _counts(changed), "adapted modules, counted by name"
         )
@@ -332,6 +334,24 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: Ledger) -> None:
 def _expected(options: dict[str, Any], known: modules.Names) -> Counter[str]:
     """The layers that PEFT's rules pick, counted by name."""
     return Counter(map(modules.short, targeted(options, known)))
+
+
+def _without_experts(
+    config: Any, options: dict[str, Any], asked: Counter[str], known: modules.Names, ledger: Ledger
+) -> Counter[str]:
+    """The layers asked for, less those whose names PEFT takes for the weights of a mixture's experts.
+
+    Its conversion for transformers 5 makes `target_parameters` of them, where an MLP that is dense, or shared
+    by all experts, has layers of these names (peft 0.21.2, utils/transformers_weight_conversion.py).
+    """
+    made = sorted(set(config.target_parameters or ()) - set(options.get("target_parameters") or ()))
+    if not made:
+        return asked
+    left = _expected({**options, "target_modules": config.target_modules}, known)
+    if lost := asked - left:
+        what = f"{_counts(lost)} get no adapter: PEFT adapts the experts' weights in their place"
+        ledger.notes.append(f"{what} ({', '.join(made)})")
+    return left
 
 
 def targeted(options: dict[str, Any], known: modules.Names) -> list[str]:

@@ -1,4 +1,4 @@
-"""Bases of which an adapter can take a part alone: towers beside a text model."""
+"""Bases of which an adapter can take a part alone: towers beside a text model, MLPs beside experts."""
 
 from pathlib import Path
 
@@ -8,6 +8,8 @@ from conftest import QUICKSTART, receipts
 from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
 )
@@ -15,6 +17,11 @@ from transformers import (
 from finetune import architecture, cli, plan_memory, recipe
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+# peft 0.21.2 looks for the patterns that it makes for experts' weights among modules (tuners/tuners_utils.py),
+# and says that LoRA on them takes no dropout (tuners/lora/layer.py)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys did not match:RuntimeWarning",
+)
 
 
 def text_of(folder: Path) -> dict[str, int]:
@@ -43,6 +50,17 @@ def gemma(two_layers: Path, tmp_path_factory) -> Path:
     vision = {**VISION, "image_size": 28, "patch_size": 14}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     return saved(Gemma3ForConditionalGeneration(config), tmp_path_factory.mktemp("gemma"), two_layers)
+
+
+@pytest.fixture(scope="module")
+def deepseek(two_layers: Path, tmp_path_factory) -> Path:
+    """Experts in the second layer, with an MLP that they share; a dense MLP in the first."""
+    torch.manual_seed(0)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    more = {"moe_intermediate_size": 32, "v_head_dim": 16, "first_k_dense_replace": 1}
+    config = DeepseekV3Config(**text_of(two_layers), **experts, **ranks, **more, num_key_value_heads=4)
+    return saved(DeepseekV3ForCausalLM(config), tmp_path_factory.mktemp("deepseek"), two_layers)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +113,16 @@ def test_a_tower_s_layers_are_no_targets(gemma: Path, capsys) -> None:
     options = [f"model.name={gemma}", "adapter.target_modules=[fc1]"]
     assert cli.main(["check", str(QUICKSTART), *options]) == 2
     assert '"fc1" matches no module' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "[o_proj, gate_proj, up_proj, down_proj]"])
+def test_mlps_that_peft_takes_for_experts_are_said(targets: str, train, deepseek: Path) -> None:
+    run = train(f"model.name={deepseek}", f"adapter.target_modules={targets}")
+    got = receipts(run)
+    assert all(receipt["ok"] for receipt in got.values())
+    assert (
+        "proj 2" in got["adapter.target_modules"]["got"]
+        and "up_proj" not in got["adapter.target_modules"]["got"]
+    )
+    said = "down_proj 2, gate_proj 2, up_proj 2 get no adapter: PEFT adapts the experts' weights"
+    assert said in (run.path / "log.txt").read_text()
