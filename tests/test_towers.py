@@ -17,11 +17,8 @@ from transformers import (
 from finetune import architecture, cli, plan_memory, recipe
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-# peft 0.21.2 looks for the patterns that it makes for experts' weights among modules (tuners/tuners_utils.py),
-# and says that LoRA on them takes no dropout (tuners/lora/layer.py)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The following .*_pattern keys did not match:RuntimeWarning",
-)
+# peft 0.21.2 looks among modules for patterns that it makes for experts' weights (tuners/tuners_utils.py)
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 
 
 def text_of(folder: Path) -> dict[str, int]:
