@@ -51,9 +51,12 @@ class AllocateRanks(TrainerCallback):
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        if kwargs["optimizer"].step_was_skipped:  # fp16: gradients overflowed, and would stay in the averages
+        step, config = state.global_step + 1, model.peft_config["default"]
+        # Gradients that are not finite would stay in the averages; the last allocation takes none, and is the
+        # only one whose place no later one takes
+        if kwargs["optimizer"].step_was_skipped and step < config.total_step - config.tfinal:
             return
-        allocate(model, state.global_step + 1, self.tensors, self.masks)
+        allocate(model, step, self.tensors, self.masks)
 
 
 def tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
@@ -98,7 +101,8 @@ def allocate(
         else:
             allocator.update_ipt(adalora.model)  # DeepSpeed keeps gradients itself; PEFT asks it for them
     budget, due = allocator.budget_schedule(step)
-    if step == last or due:  # after tinit the budget is below init_r's: there is always a rank to take
+    # after tinit the budget is below init_r's: there is always a rank to take, once a step has counted
+    if (step == last or due) and allocator.ipt:
         allocator.masked = mask_to_budget(allocator, named, budget)
     if step == last:
         allocator.reset_ipt()
@@ -116,13 +120,14 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
 
     Args:
         allocator: PEFT's RankAllocator; its three dicts of tensors (each like its parameter) are updated.
-        named: parameters by the allocator's names, each with a gradient.
+        named: parameters by the allocator's names; one without a gradient, which nothing runs through, has
+            no importance.
     """
     foreach: Any = torch  # typed as exporting no `_foreach_*`
-    names = list(named)
     if not allocator.ipt:
         for kind in AVERAGES:
-            setattr(allocator, kind, {name: torch.zeros_like(named[name]) for name in names})
+            setattr(allocator, kind, {name: torch.zeros_like(p) for name, p in named.items()})
+    names = [name for name, parameter in named.items() if parameter.grad is not None]
     for start in range(0, len(names), AT_ONCE):
         some = names[start : start + AT_ONCE]
         average = [allocator.exp_avg_ipt[name] for name in some]

@@ -11,6 +11,7 @@ from finetune.adapter_types import (
     PREPARED_INITS,
     QUANTISED,
     REBASING_INITS,
+    UNSERVED,
     all_types,
     obstacle,
 )
@@ -42,6 +43,9 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     found = _base(str(name), kind, speed.get("base"))
     if speed.get("base") == "fp8" and not found:
         found += _on_fp8(adapter)
+    for key, why in UNSERVED.get(kind.peft, {}).items():
+        if adapter.get(key) is not None and adapter[key] is not False:
+            found.append((f"adapter.{key}", why, {"found": str(adapter[key]), "fix": "drop it"}))
     if kind.peft:
         found += _init(str(name), kind, adapter, speed.get("base"), bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))

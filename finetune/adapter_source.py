@@ -99,6 +99,9 @@ def _source_problems(
             "save it as plain LoRA by PEFT",
         )
         return [Problem(what, "adapter.from", found=f"init_lora_weights: {init}", fix=fix)]
+    for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
+        if saved.get(key) is not None and saved[key] is not False:
+            found.append(Problem(why, "adapter.from", found=f"{key}: {saved[key]}"))
     type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
     type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant(kind.sets)}".strip()

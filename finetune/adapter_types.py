@@ -128,14 +128,6 @@ def vblora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any
     return {"vector_length": _common_divisor(shapes, 256), **options}
 
 
-def adamss(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
-    """AdaMSS: its adaptive allocation needs a call at each step that nothing here makes."""
-    if options.get("use_asa"):
-        what = "nothing would move the masks of AdaMSS's adaptive allocation during training"
-        raise UserError(Problem(what, "adapter.use_asa", fix="use_asa: false"))
-    return options
-
-
 def find(name: str) -> AdapterType:
     return all_types()[name]
 
@@ -235,6 +227,21 @@ _NO_EFFECT = frozenset(
         "loftq_config",
     ]
 )
+# PEFT's options that nothing here can keep its word about, by PEFT's type (peft 0.21.2), and why
+UNSERVED = {
+    "lora": {
+        "kasa_config": "PEFT leaves both terms of KaSA's loss to its caller, and nothing here adds them",
+        "monteclora_config": "PEFT leaves MonteCLoRA's own loss to its caller, and nothing here adds it",
+        "velora_config": "VeLoRA makes its projection while it trains, and no checkpoint says whether it has",
+    },
+    "adamss": {"use_asa": "nothing would move the masks of AdaMSS's adaptive allocation during training"},
+    "pvera": {
+        "generator_seed": "has a generator of its own, which neither recomputation nor a resumed run winds "
+        "back; without it train.seed seeds what is drawn",
+        "sample_at_inference": "draws anew at each forward: what is saved can't be held against what trained",
+    },
+    "vblora": {"save_only_topk_weights": "saves less than was trained, and no training can go on from it"},
+}
 # PEFT's types whose forward torch.compile can't take as one graph
 BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
 FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `base: auto` puts on fp8
@@ -306,7 +313,6 @@ _KNOWN = {
     "oft": AdapterType("oft", build=oft, builds=("r", "oft_block_size")),
     "c3a": AdapterType("c3a", build=c3a, builds=("block_size",)),
     "vblora": AdapterType("vblora", build=vblora, builds=("vector_length",)),
-    "adamss": AdapterType("adamss", build=adamss),
     "adaption_prompt": AdapterType("adaption_prompt", refused="TRL 1.16 computes its loss past it"),
     "frod": AdapterType("frod", own_defaults={"progressbar": False}),
     "prompt_tuning": _PROMPT,

@@ -44,6 +44,7 @@ def attach(
     """
     if adapter.type == "full":
         ledger.add("adapter.type", "full", "full", "no adapter: every parameter trains")
+        _freeze_towers(model, ledger)
         _count_trainable(model, ledger)
         return model
     everything = names(model)
@@ -53,10 +54,12 @@ def attach(
         _check_names(model, adapter)
         config: Any = peft_config(adapter, steps, shapes(model))
         _train_rows(model, config, added)
+        _keep_to_text(model, config, everything)
         init = adapter.options().get("init_lora_weights")
         with adapter_source.refusals("PEFT refuses it"):
             adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
     _settle(adapted, adapter, model)
+    _freeze_towers(model, ledger)
     _add_receipts(adapted, adapter, everything, ledger)
     if added:
         _add_row_receipt(adapted, added, ledger)
@@ -84,6 +87,44 @@ def _settle(adapted: Any, adapter: Adapter, model: PreTrainedModel) -> None:
         raise UserError(Problem(what, "adapter", found=f"{adapter.type} on the output head", fix=fix))
     if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
         head.register_parameter("bias", None)
+
+
+def towers(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """What a multimodal base has beside its text model and head, by name: no text runs through it."""
+    text = {id(p) for module in modules.of_text(model) for p in module.parameters(recurse=False)}
+    return {name: p for name, p in model.named_parameters() if id(p) not in text}
+
+
+def _keep_to_text(model: PreTrainedModel, config: Any, known: modules.Names) -> None:
+    """No adapter in a multimodal base's towers, whose layers may be called as those of its text model are."""
+    if not towers(model):
+        return
+    decoder = model.get_decoder()
+    text = next(name for name, module in model.named_modules() if module is decoder)
+    if hasattr(config, "exclude_modules"):
+        own = config.exclude_modules or ()
+        own = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
+        config.exclude_modules = "|".join([rf"(?!{re.escape(text)}\.).*", *own])
+    elif getattr(config, "target_modules", None):
+        config.target_modules = set(targeted(vars(config), known))
+
+
+def _freeze_towers(model: PreTrainedModel, ledger: Ledger) -> None:
+    """Trained biases, whole modules and all of `full` stop at the text model too."""
+    from torch import nn
+
+    held = towers(model)
+    if not held:
+        return
+    for parameter in held.values():
+        parameter.requires_grad = False
+    text = set(modules.of_text(model))
+    count = sum(isinstance(module, nn.Linear) and module not in text for module in model.modules())
+    beside = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in held}))
+    ledger.notes.append(f"{count} linear layers stay as they are, for no text runs through them: {beside}")
+    trained = sum(parameter.requires_grad for parameter in towers(model).values())
+    how = "parameters with requires_grad outside of the text model and its head"
+    ledger.add(f"trained in {beside}", "nothing", trained or "nothing", how)
 
 
 def _add_row_receipt(adapted: Any, added: Sequence[int], ledger: Ledger) -> None:
@@ -144,24 +185,24 @@ def shapes(model: PreTrainedModel) -> Shapes:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """The linear layers by their full names, without the output head."""
+    """The linear layers that text runs through by their full names, without the output head."""
     from torch import nn
 
-    head = model.get_output_embeddings()
+    head, text = model.get_output_embeddings(), set(modules.of_text(model))
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear) and module is not head and module in text
     }
 
 
 def names(model: PreTrainedModel) -> modules.Names:
     """What a recipe may call by name in a live model."""
-    holders = [
-        name.removesuffix(".weight") for name, _ in model.named_parameters() if name.endswith(".weight")
-    ]
+    beside = towers(model)
+    parameters = [name for name, _ in model.named_parameters() if name not in beside]
+    holders = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
     holders += [] if "lm_head" in holders else ["lm_head"]
-    return modules.Names(list(linear_layers(model)), holders, [name for name, _ in model.named_parameters()])
+    return modules.Names(list(linear_layers(model)), holders, parameters)
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -243,6 +284,8 @@ def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: 
     if changed:
         targets = options.get("target_modules")
         expected = changed if targets is None or adapter.source else _expected(options, known)
+        if expected != changed:
+            expected = _without_experts(config, options, expected, known, ledger)
         ledger.add(
             "adapter.target_modules", _counts(expected), _counts(changed), "adapted modules, counted by name"
         )
@@ -291,6 +334,24 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: Ledger) -> None:
 def _expected(options: dict[str, Any], known: modules.Names) -> Counter[str]:
     """The layers that PEFT's rules pick, counted by name."""
     return Counter(map(modules.short, targeted(options, known)))
+
+
+def _without_experts(
+    config: Any, options: dict[str, Any], asked: Counter[str], known: modules.Names, ledger: Ledger
+) -> Counter[str]:
+    """The layers asked for, less those whose names PEFT takes for the weights of a mixture's experts.
+
+    Its conversion for transformers 5 makes `target_parameters` of them, where an MLP that is dense, or shared
+    by all experts, has layers of these names (peft 0.21.2, utils/transformers_weight_conversion.py).
+    """
+    made = sorted(set(config.target_parameters or ()) - set(options.get("target_parameters") or ()))
+    if not made:
+        return asked
+    left = _expected({**options, "target_modules": config.target_modules}, known)
+    if lost := asked - left:
+        what = f"{_counts(lost)} get no adapter: PEFT adapts the experts' weights in their place"
+        ledger.notes.append(f"{what} ({', '.join(made)})")
+    return left
 
 
 def targeted(options: dict[str, Any], known: modules.Names) -> list[str]:

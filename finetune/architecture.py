@@ -50,18 +50,29 @@ class Architecture:
 
     @cached_property
     def names(self) -> Names:
-        return modules.of_tensors(self.tensors)
+        """Of what text runs through."""
+        return modules.of_tensors(modules.of_text_model(self.tensors))
 
     @cached_property
     def linear(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of each linear layer, without the head."""
-        names = [name for name in self.names.linear if not NOT_LINEAR.search(name)]
+        """(outputs, inputs) of each linear layer that text runs through, without the head."""
+        return {name: self.stored[name] for name in self.names.linear if name in self.stored}
+
+    @cached_property
+    def stored(self) -> dict[str, tuple[int, int]]:
+        """The same of all linear layers, those of a multimodal model's towers too."""
+        names = [n for n in modules.of_tensors(self.tensors).linear if not NOT_LINEAR.search(n)]
         sizes = {name: self.tensors[f"{name}.weight"] for name in names}
         return {name: (size[0], size[1]) for name, size in sizes.items()}
 
     @cached_property
     def parameters(self) -> int:
         return sum(map(prod, self.tensors.values()))
+
+    @cached_property
+    def of_text(self) -> int:
+        """Parameters, without the towers of a multimodal model."""
+        return sum(prod(self.tensors[name]) for name in self.names.parameters)
 
 
 def read(model: Model) -> Architecture:

@@ -15,6 +15,7 @@ from finetune.errors import Problem, UserError, nearest
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+TEXT_MODEL = "language_model"  # what transformers calls the decoder of a multimodal model
 _NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
 
 
@@ -55,7 +56,7 @@ def tensors(folder: Path) -> dict[str, list[int]]:
 
 def in_folder(folder: Path) -> Names:
     """Names of a local model, from the headers of its files."""
-    return of_tensors(tensors(folder))
+    return of_tensors(of_text_model(tensors(folder)))
 
 
 def of_tensors(tensors: Mapping[str, Sequence[int]]) -> Names:
@@ -64,6 +65,21 @@ def of_tensors(tensors: Mapping[str, Sequence[int]]) -> Names:
     linear = [name for name in modules if len(tensors[f"{name}.weight"]) == 2]
     tied = ["lm_head"] if tensors and "lm_head" not in modules else []  # not written a second time
     return Names([name for name in linear if short(name) not in _NOT_LINEAR], modules + tied, list(tensors))
+
+
+def of_text_model(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """All tensors but those of a multimodal model's towers, which no text runs through."""
+    text = {name for name in tensors if {TEXT_MODEL, "lm_head"} & set(name.split("."))}
+    towers = any(TEXT_MODEL in name.split(".") for name in text)
+    return {name: shape for name, shape in tensors.items() if name in text} if towers else tensors
+
+
+def of_text(model: Any) -> list[Any]:
+    """The modules of a transformers model that text runs through: all, but for a multimodal one's towers."""
+    if model.config.get_text_config() is model.config:
+        return list(model.modules())
+    head = model.get_output_embeddings()
+    return [*model.get_decoder().modules(), *(head.modules() if head is not None else ())]
 
 
 def short(name: str) -> str:

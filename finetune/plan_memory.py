@@ -51,7 +51,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     """
     kind = adapter_types.find(adapter.type)
     if not kind.peft:
-        return Adapted([], found.parameters, 0, False, False, False)
+        return Adapted([], found.of_text, 0, False, False, False)
     linear = found.linear
     options: dict[str, Any] = {**adapter.options(), **kind.sets}
     if kind.build:
@@ -71,7 +71,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         trained += rank * (inputs + outputs) + (rank if kind.peft == "adalora" else 0)
         trained += outputs * (bool(options.get("use_dora")) + bool(options.get("lora_bias")))
     saved = options.get("modules_to_save") or ()
-    whole = [n for n in found.tensors if any(n.rpartition(".")[0].endswith(name) for name in saved)]
+    whole = [n for n in found.names.parameters if any(n.rpartition(".")[0].endswith(name) for name in saved)]
     trained += sum(prod(found.tensors[name]) for name in whole)
     rows = len(model.add_tokens) * (2 - found.config.get_text_config().tie_word_embeddings)
     trained += rows * found.config.get_text_config().hidden_size
@@ -103,7 +103,7 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
     """Bytes of the base as it is stored; a quantised one with its scales, the rest in the launch's dtype."""
     if storage in STORED:
         return found.parameters * BYTES[STORED[storage]]
-    linear, other = found.linear, BYTES[DTYPES[precision]]
+    linear, other = found.stored, BYTES[DTYPES[precision]]
     coded = 0.0
     for outputs, inputs in linear.values():
         size = outputs * inputs
@@ -125,7 +125,7 @@ def gathered(found: Architecture, storage: str, precision: str, *, full: bool, l
     codes; where they train, one layer's gradients beside them."""
     other = BYTES[DTYPES[precision]]
     depth = found.config.get_text_config().num_hidden_layers
-    size = sum(map(prod, found.linear.values()))
+    size = sum(map(prod, found.stored.values()))
     linear = size * other if storage in STORED else weights(found, storage, precision)
     linear -= 0.0 if storage in STORED else (found.parameters - size) * other
     return (linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
@@ -133,7 +133,7 @@ def gathered(found: Architecture, storage: str, precision: str, *, full: bool, l
 
 def outside(found: Architecture, precision: str) -> float:
     """GiB of the weights outside of layers in the launch's dtype: embeddings, head, norms."""
-    size = sum(map(prod, found.linear.values()))
+    size = sum(map(prod, found.stored.values()))
     return (found.parameters - size) * BYTES[DTYPES[precision]] / GIB
 
 

@@ -24,6 +24,8 @@ class Ledger:
 
     receipts: list[Receipt] = field(default_factory=list)
     checked: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What was found while building, to be said with the plan."""
 
     def add(
         self,

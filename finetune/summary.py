@@ -97,8 +97,10 @@ def write_start(
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})
 
 
-def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, Report]) -> None:
-    """One table: what will happen, and why so."""
+def show_plan(
+    screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, Report], notes: list[str]
+) -> None:
+    """One table: what will happen, and why so; and notes."""
     train, held_out = data["train"], data["validation"]
     rows = [
         ("model", recipe.model.name, ""),
@@ -123,7 +125,7 @@ def show_plan(screen: Screen, recipe: Recipe, chosen: Choices, data: dict[str, R
     rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
     screen.table("plan", ("what", "value", "why"), rows)
     held = [f"held out: {remark}" for remark in held_out.remarks()]
-    for notice in [*train.remarks(), *held, *recipe.origin.notices]:
+    for notice in [*train.remarks(), *held, *recipe.origin.notices, *notes]:
         screen.say(f"note: {notice}")
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
     advice = adapter_types.advice(kind, rate, recipe.adapter.options())

@@ -142,7 +142,7 @@ def _run(
         initial = folder.staging / "initial"
         if setup.launch.main:
             summary.write_start(folder, recipe, choices, data_report, setup, arguments)
-            summary.show_plan(screen, recipe, choices, data_report)
+            summary.show_plan(screen, recipe, choices, data_report, ledger.notes)
             adapter_init.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compile)

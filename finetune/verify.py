@@ -30,6 +30,9 @@ ROUNDED = 5e-2  # the same on an fp8 base, where a last bit may turn a code into
 # weights, which have it in them afterwards; all that FSDP gathers in 16 bits, norms and adapters too. What
 # was trained is compared bit for bit all the same
 ROUNDED_TO = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# The same of COFT's rotations, which PEFT projects in each forward, what is reopened once more: a projected
+# one is not projected to itself bit for bit (peft 0.21.2, tuners/oft/layer.py)
+PROJECTED = 1e-6
 
 
 class Live(NamedTuple):
@@ -58,6 +61,8 @@ def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
         bound = ROUNDED
     if adapter_init.rebases(adapted):
         bound = max(bound, ROUNDED_TO[adapted.get_input_embeddings().weight.dtype])
+    if getattr(getattr(adapted, "peft_config", {}).get("default"), "coft", False):
+        bound = max(bound, PROJECTED)
     if split:
         bound = max(bound, ROUNDED_TO[getattr(torch, setup.compute_dtype)])
     config: Any = adapted.config

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import two_ranks
-from conftest import QUICKSTART
+from conftest import QUICKSTART, receipts
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from finetune import adalora
+from finetune import adalora, faults
 from finetune.errors import Exit, UserError
 from finetune.trainer import build
 
@@ -141,6 +141,25 @@ def test_a_budget_that_is_missed_ends_the_run() -> None:
         for step in range(1, STEPS + 1):
             adalora.allocate(model, step, named, {})
     assert ended.value.code == Exit.TRAINING and "0 ranks" in str(ended.value)
+
+
+def test_the_last_allocation_is_made_at_a_step_that_is_left_out(train, monkeypatch) -> None:
+    """It takes no gradients, and no later one takes its place; a run that is resumed there knows of it."""
+    monkeypatch.setenv(faults.VARIABLE, "step:4:nan")
+    given = ["adapter.type=adalora", "adapter.r=4", "adapter.tinit=1", "adapter.tfinal=2"]
+    given += ["train.max_steps=6", "train.skip_nonfinite=2"]
+    straight = train(*given, name="straight")
+    assert "step 4 is left out" in (straight.path / "log.txt").read_text()
+    assert receipts(straight)["AdaLoRA ranks"]["got"] == "56"
+    train(*given, "--until=4", code=75)
+    resumed = train(*given, "--resume")
+    assert same(*(load_file(run.adapter / "adapter_model.safetensors") for run in (straight, resumed)))
+
+
+def test_no_step_that_counted_before_the_last_allocation_ends_the_run() -> None:
+    model, _ = tiny()
+    with pytest.raises(UserError, match="step 8, misses its budget"):
+        adalora.allocate(model, STEPS - 4, adalora.tensors(model), {})
 
 
 def test_a_module_without_ranks_loads_in_plain_peft(tmp_path) -> None:

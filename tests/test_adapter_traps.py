@@ -24,6 +24,15 @@ def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, monke
     assert got["saved tensors"]["got"] == "all 28" and all(receipt["ok"] for receipt in got.values())
 
 
+def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) -> None:
+    given = ("adapter.type=oft", "adapter.coft=true", "adapter.eps=0.1", "train.max_steps=4")
+    run = train(*given, f"model.name={two_layers}")
+    got = receipts(run)
+    assert got["saved weights"]["asked"] == "the live model's logits within 1e-06"
+    assert all(receipt["ok"] for receipt in got.values())
+    assert cli.main(["merge", str(run.path), "--quiet"]) == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -42,6 +51,13 @@ def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, monke
         (["adapter.type=prompt_tuning", "adapter.prompt_tuning_init=BANANA"], "RANDOM"),
         (["model.add_tokens=['<a>', '<b>', '<a>']"], "model.add_tokens: a token is added once"),
         (["adapter.layer_replication=[[0, 4], [2, 6]]"], "unknown key"),
+        (["adapter.kasa_config={beta: 0.1}"], "KaSA's loss"),
+        (["adapter.type=dora", "adapter.monteclora_config.kl_loss_weight=0.1"], "own loss"),
+        (["adapter.velora_config={}"], "makes its projection"),
+        (["adapter.type=pvera", "adapter.generator_seed=0"], "train.seed seeds"),
+        (["adapter.type=pvera", "adapter.sample_at_inference=true"], "draws anew"),
+        (["adapter.type=vblora", "adapter.save_only_topk_weights=true"], "less than was trained"),
+        (["adapter.type=adamss", "adapter.use_asa=true"], "nothing would move the masks"),
         (["adapter.type=full", "speed.base=bf16"], "keeps fp32 weights"),
     ],
 )
@@ -92,6 +108,13 @@ def test_an_adapter_that_changed_its_base_is_not_gone_on_from(two_layers, tmp_pa
     options = [f"adapter.from={tmp_path / 'pissa'}", f"model.name={two_layers}"]
     assert cli.main(["check", str(QUICKSTART), *options]) == 2
     assert "taken out of" in capsys.readouterr().err
+
+
+def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lora, capsys) -> None:
+    config = saved_lora / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "kasa_config": {"beta": 0.1}}))
+    assert cli.main(["check", str(QUICKSTART), f"adapter.from={saved_lora}", f"model.name={MODEL}"]) == 2
+    assert "KaSA's loss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("broken", ["config", "weights", "width"])

@@ -142,7 +142,7 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:
         said = capsys.readouterr().err
         assert "error: num_processes: the same key twice" in said and f"first at {path}:" in said
     path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n")
-    with pytest.raises(UserError, match="fsdp_config.fsdp_version: the same key twice"):
+    with pytest.raises(UserError, match=r"fsdp_config\.fsdp_version: the same key twice"):
         launch_config.read(path)
 
 

@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import adapter_types, estimate, keeping, launch_env, qat, shards
+from finetune import adapter_types, estimate, keeping, launch_env, modules, qat, shards
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile
 from finetune.hardware import Choice
@@ -282,5 +282,7 @@ def flops_per_token(adapted: torch.nn.Module) -> float:
 
     A frozen weight costs 2 FLOPs an element in forward and 2 for its input's gradient; a trained one 2 more.
     """
-    linear = [module for module in adapted.modules() if isinstance(module, torch.nn.Linear)]
+    base = base_of(adapted)
+    beside = set(base.modules()) - set(modules.of_text(base))
+    linear = [m for m in adapted.modules() if isinstance(m, torch.nn.Linear) and m not in beside]
     return sum(m.in_features * m.out_features * (6.0 if m.weight.requires_grad else 4.0) for m in linear)
