@@ -170,10 +170,10 @@ def _float(value: Any) -> float | None:
 
 
 def _last_error(log: Path) -> str:
-    """The last error in the log, with its lines."""
+    """The last error in the log, with its lines; none, if the run went on after it."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     _, mark, said = ("\n" + text).rpartition("\nerror: ")
-    return (mark + said).strip()[:LONGEST] if mark else ""
+    return (mark + said).strip()[:LONGEST] if mark and "\nstep " not in said else ""
 
 
 def judge(run: Run) -> Verdict:

@@ -45,3 +45,6 @@ def test_a_failed_run_that_has_a_checkpoint(tmp_path) -> None:
     verdict = report.judge(report.read(tmp_path))
     assert verdict.title == "It failed: only a checkpoint was saved" and verdict.kind == "bad"
     assert "Step 8 is saved" in verdict.why and verdict.why.endswith("error: the loss is not finite")
+    log = tmp_path / "log.txt"
+    log.write_text(f"{log.read_text()}resumed\nstep 9/20  loss 1.0\n")
+    assert report.judge(report.read(tmp_path)).title == "It did not finish, or is still running"
