@@ -52,7 +52,8 @@ def attach(
         adapted: Any = adapter_source.load(model, adapter, added, ledger)
     else:
         _check_names(model, adapter)
-        config: Any = peft_config(adapter, steps, shapes(model))
+        with adapter_source.refusals("PEFT refuses it"):
+            config: Any = peft_config(adapter, steps, shapes(model))
         _train_rows(model, config, added)
         _keep_to_text(model, config, everything)
         init = adapter.options().get("init_lora_weights")

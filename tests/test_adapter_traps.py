@@ -71,6 +71,13 @@ def test_a_key_of_lora_that_adalora_does_not_read_is_left_out_and_said(capsys) -
     assert "adapter.use_rslora: adalora has no such key" in capsys.readouterr().out
 
 
+def test_what_peft_s_config_refuses_is_no_traceback(train, two_layers, capsys) -> None:
+    """The quickstart's r and a block size of one's own: PEFT takes one of the two."""
+    given = ["adapter.type=oft", "adapter.oft_block_size=4", f"model.name={two_layers}"]
+    train(*given, code=2)
+    assert "PEFT refuses it" in capsys.readouterr().err
+
+
 def test_new_tokens_under_full_fine_tuning_are_evaluated_from_what_was_saved(train, two_layers) -> None:
     run = train("adapter.type=full", "model.add_tokens=['<a>']", f"model.name={two_layers}")
     assert math.isfinite(run.read("eval.json")["tuned"]["loss"])
