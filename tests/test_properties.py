@@ -282,9 +282,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "train.run_name": TEXT,
     "train.seed": st.integers(0, 2**32 - 1),
     "train.max_steps": st.none() | st.integers(1, 10**9),
-    "train.lr_scheduler_kwargs": st.dictionaries(
-        TEXT, st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | TEXT, max_size=3
-    ),
+    "train.lr_scheduler_kwargs": st.just({}),  # what else stands there is held against the schedule
 }
 
 
