@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 MARGIN = 0.9  # of all memory that may be in use: what is not seen there (fragments, evaluation) has a tenth
 MOST = 64  # rows at once: beyond it a GPU has long been full
-NO_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")  # what transformers' get_scheduler gives none
 
 
 class Batch(NamedTuple):
@@ -107,4 +106,4 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
 def _warm_up(train: Train) -> float:
     """`train.warmup_steps`, a share of the run where it is below 1; 0 under a schedule that has none."""
     given = train.passed_on()
-    return 0 if given.get("lr_scheduler_type") in NO_WARM_UP else given.get("warmup_steps") or 0
+    return 0 if given.get("lr_scheduler_type") == "constant" else given.get("warmup_steps") or 0

@@ -32,7 +32,7 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
     named = isinstance(name, str) and isinstance(given, dict) and train.keys() & SCHEDULED
     known = upstream.schedules().get(str(name)) if named else None
     found = list(_of_schedule(str(name), given, *known)) if known else []
-    return [*found, *_of_optimizer(str(train.get("optim", optimizers.DEFAULT)), train)]
+    return [*found, *_of_optimizer(str(train.get("optim") or optimizers.DEFAULT), train)]
 
 
 def _of_schedule(
@@ -43,7 +43,7 @@ def _of_schedule(
         what = "follows the Trainer's own evaluations, which `eval.every` stands in for here"
         yield "train.lr_scheduler_type", what, {"found": name, "fix": "cosine"}
         return
-    for one in sorted(given.keys() - options):
+    for one in sorted(given.keys() - options, key=str):
         expected = ", ".join(sorted(options)) or "none: it takes no options"
         texts = {"found": one, "expected": expected, "fix": nearest(str(one), options)}
         yield f"{key}.{one}", f"is no option of {name}", texts
