@@ -7,7 +7,7 @@ import torch
 from conftest import QUICKSTART, receipts
 from transformers.optimization import get_scheduler
 
-from finetune import cli, nested, optimizers, recipe, train_conflicts, upstream
+from finetune import batch, cli, nested, optimizers, recipe, train_conflicts, upstream
 from finetune.errors import UserError
 
 KWARGS = "train.lr_scheduler_kwargs"
@@ -71,3 +71,10 @@ def test_an_optimizer_is_held_to_its_own_name(train) -> None:
     """Not to what transformers' enum is as a text, in which no 8 bits are found."""
     receipt = receipts(train("train.max_steps=1", "train.warmup_steps=0"))["train.optim"]
     assert receipt["asked"] == optimizers.DEFAULT and receipt["ok"]
+
+
+def test_a_warm_up_that_its_schedule_has_not_is_said() -> None:
+    given = ["train.lr_scheduler_type=constant", "train.warmup_steps=2"]
+    (said,) = batch.short_of_peak(recipe.load(QUICKSTART, given).train, 10)
+    assert "constant_with_warmup" in said
+    assert not batch.short_of_peak(recipe.load(QUICKSTART, given[1:]).train, 10)
