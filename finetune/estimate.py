@@ -101,9 +101,8 @@ class Keeps(NamedTuple):
     four_bit: bool = False
     """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
     uncast: bool = False
-    """Adapters are in 16 bits while they run (FSDP2 gathers them so, ZeRO-2 keeps them so; ZeRO-3 leaves what
-    is added to a base that it split while loading in fp32): PEFT casts no input, and each adapter keeps what
-    the layer before it has made."""
+    """Adapters are in 16 bits while they run (FSDP2 gathers them so, ZeRO keeps them so): PEFT casts no
+    input, and each adapter keeps what the layer before it has made."""
     fp8: bool = False
     """The base's products are in fp8."""
 

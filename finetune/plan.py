@@ -264,7 +264,7 @@ def at_once(
     outside = plan_memory.outside(found, precision)
     two = gathered(full=full, layers=plan_launch.WHOLE_LAYERS)
     share = plan_launch.share(by, processes, two, outside, found.parameters)
-    kept = kept._replace(uncast=kept.adapted and by.weights != by.half)
+    kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
     memory, usable = plan_choices.room(
         recipe, machine, found, has, kept, base.value, precision, tokens, share
     )

@@ -43,6 +43,7 @@ from finetune import (
     upstream,
     validate,
     verify,
+    zero,
 )
 from finetune.batch import Batch, count_steps, split_batch
 from finetune.checkpoint import Writer
@@ -232,6 +233,8 @@ def train(
     ledger.check()
     adapted: Any = trainer.model
     rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
+    if zero.used() and section.type != "full":
+        zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
     exchange.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)

@@ -14,9 +14,25 @@ from accelerate.utils import DistributedType
 _KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # ZeRO-1's and 2's names; then ZeRO-3's
 _KEPT += ("optimizer_state_dict", "fp32_flat_groups")
 
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def used() -> bool:
     return PartialState().distributed_type == DistributedType.DEEPSPEED
+
+
+def cast(adapted: torch.nn.Module, precision: str) -> None:
+    """Give what trains of an adapted model the launch's 16 bits, beside which DeepSpeed keeps fp32: so it
+    does itself, but for what was added to a base that ZeRO-3 split while it was loaded. In fp32 there, an
+    adapter would have PEFT cast and keep the input of every layer.
+
+    Args:
+        precision: Accelerate's `mixed_precision`.
+    """
+    if dtype := _HALVES.get(precision):
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:

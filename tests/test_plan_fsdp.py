@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, planned
 
-from finetune import estimate, hardware, plan, plan_changes, plan_launch, recipe
+from finetune import estimate, hardware, plan, plan_changes, plan_launch, recipe, zero
 from finetune.errors import UserError
 from finetune.hardware import Hardware
 
@@ -61,6 +61,16 @@ def test_adapters_in_16_bits_keep_what_the_layer_before_them_made() -> None:
     assert kept_numbers(torch.bfloat16) == pytest.approx(shared, rel=0.01)
     assert kept_numbers(torch.float32) == pytest.approx(copied, rel=0.05)
     assert copied - shared == 5
+
+
+def test_deepspeed_is_given_adapters_in_the_launch_s_16_bits() -> None:
+    """What was added to a base that ZeRO-3 split while loading it would stay in fp32."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    zero.cast(model, "no")
+    assert model[1].weight.dtype == torch.float32
+    zero.cast(model, "bf16")
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

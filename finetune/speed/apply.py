@@ -251,8 +251,7 @@ def memory(
     four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
     keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
     in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
-    cast = launch_env.sharded() == "DeepSpeed"
-    keeps = keeps._replace(uncast=adapted and parts > 1 and not cast, fp8=in_fp8)
+    keeps = keeps._replace(uncast=adapted and parts > 1, fp8=in_fp8)
     given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
     return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model), each=each)
 

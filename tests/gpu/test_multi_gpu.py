@@ -78,6 +78,7 @@ CASES = [
     ("fsdp2_8_quantised", [*FULL], 0.02, ("split by FSDP",)),
     pytest.param("fsdp2_8_quantised", ["adapter.type=lora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
     pytest.param("fsdp2_8_quantised", ["adapter.type=dora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
+    pytest.param("fsdp2_8_quantised", [*IA3, FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
     ("context_parallel_4", ["adapter.type=lora", *LONG], 0.02, ("split by FSDP",)),
     ("context_parallel_4", ["adapter.type=dora", *LONG], 0.02, ("split by FSDP",)),
     ("context_parallel_4", [*IA3, *LONG], 0.02, ("split by FSDP",)),
@@ -169,6 +170,9 @@ def test_two_gpus_learn_what_one_does(
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=allowed)
     whole(one, two, ranks="adapter.type=adalora" in recipe)
+    if name.startswith("zero") and recipe[0] != FULL[0]:
+        saved = load_file(two.adapter / "adapter_model.safetensors").values()
+        assert {tensor.dtype for tensor in saved} == {torch.bfloat16}
     assert json.loads((two.path / "eval.json").read_text())["tuned"]["loss"] > 0
 
 
