@@ -1,7 +1,8 @@
 """A run that is measured: `finetune train` in a fresh process, an ordinary run folder, and its figures.
 
 Under an `ablate.json` that says what was run, a finished run is not made again. The process is forked from
-a server that has imported libraries and done nothing else, which saves five to ten seconds a run.
+a server that has imported libraries and done nothing else, which saves five to ten seconds a run. On a GPU
+the server may not import all of them; there the next run's process does so while this one's runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -40,6 +42,9 @@ MARK = "ablate.json"
 # process has one; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
 PRELOADED = ["finetune.tied", "torch._inductor.compile_fx", "torch.distributed.tensor"]
 PRELOADED += ["accelerate", "datasets"]
+CORES = 8  # from which on one more process that imports takes nothing from a run that is measured
+_waiting: list[tuple[Any, Any]] = []
+"""The process of the next run on a GPU, and the line on which it is told which."""
 UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
 # What is the same in all runs: no checkpoint, no evaluation but that of a few held-out rows
 ALIKE = {
@@ -78,8 +83,15 @@ def stoppable() -> Iterator[None]:
     def heard(name: str) -> None:
         raise Stopped(f"stopped by {name}; finished runs are kept: the same command again goes on")
 
-    with signals.listening(heard):
-        yield
+    try:
+        with signals.listening(heard):
+            yield
+    finally:
+        while _waiting:
+            process, line = _waiting.pop()
+            process.terminate()
+            process.join()
+            line.close()
 
 
 def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
@@ -154,7 +166,7 @@ def make(job: Job, *, cpu: bool) -> bool:
     if not cpu and not job.accelerate:  # one process on one GPU, however many a scheduler has given
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     started = time.monotonic()
-    code = start(words, str(log), environment, cpu=cpu)
+    code = start(words, str(log), environment, cpu=cpu, more=True)
     if code in (Exit.STOPPED, 130, -2, -15):
         fix = "the same command again goes on; finished runs are kept"
         raise UserError(Problem(f"{job.folder.name} was stopped", fix=fix), code=Exit.STOPPED)
@@ -173,22 +185,21 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(aside)
 
 
-def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool) -> int:
+def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool, more: bool = False) -> int:
     """`python -m finetune WORDS` in a fresh process, which ends with this one; its exit code (negative: the
-    signal that ended it)."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(trial.WARM if cpu else PRELOADED)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
-    process = context.Process(target=_command, args=(words, log, environment))
-    kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 2)  # what libraries say while they are imported
+    signal that ended it).
+
+    Args:
+        more: runs on this GPU will follow, until `stoppable` ends: the next one's process begins to import.
+    """
+    gpu = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
+    ready = bool(gpu and _waiting and _waiting[-1][0].is_alive())
+    process, line = _waiting.pop() if ready else _begin(log, gpu, cpu=cpu)
+    Path(log).touch()
     try:
-        try:
-            process.start()
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            os.close(file)
+        line.send((words, log, environment))
+        if more and gpu and (os.cpu_count() or 1) >= CORES:
+            _waiting.append(_begin(os.devnull, gpu, cpu=cpu))
         process.join()
     except KeyboardInterrupt:
         if process.pid is not None:
@@ -197,11 +208,36 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool)
     return process.exitcode
 
 
-def _command(words: list[str], log: str, environment: dict[str, str]) -> None:
+def _begin(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[Any, Any]:
+    """A process that imports what a run needs, and waits to be told which: itself, and the line to it."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(trial.WARM if cpu else PRELOADED)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
+    theirs, ours = context.Pipe(duplex=False)
+    process = context.Process(target=_command, args=(theirs, log, environment))
+    kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 2)  # what libraries say while they are imported
+    try:
+        process.start()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(file)
+        theirs.close()
+    return process, ours
+
+
+def _command(line: Any, log: str, environment: dict[str, str]) -> None:
     trial.begin(log)
     os.environ.update(environment)
     import torch
 
+    if not torch.cuda._is_in_bad_fork():
+        with contextlib.suppress(Exception):  # the run itself says what can't be imported
+            importlib.import_module("finetune.warm")
+    words, log, environment = line.recv()
+    trial.write_to(log)
+    os.environ.update(environment)
     if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew, it takes longer
         os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
     sys.argv = ["finetune", *words]

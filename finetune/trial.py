@@ -161,10 +161,16 @@ def begin(log: str) -> None:
     would have its server's, by which each worker of a data loader imports everything anew (13 s)."""
     os.setsid()  # Ctrl-C is for the command that makes runs
     tie()
+    write_to(log)
+    multiprocessing.set_start_method(None, force=True)
+
+
+def write_to(log: str) -> None:
+    """Let what this process says, and those that it starts, go to a file."""
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(sink, number)
-    multiprocessing.set_start_method(None, force=True)
+    os.close(sink)
 
 
 def tie() -> None:

@@ -116,6 +116,22 @@ def test_what_runs_on_gpus_are_forked_from_asks_for_none() -> None:
     assert said.strip() == "[]"
 
 
+def test_the_next_run_s_process_imports_while_one_runs(tmp_path, monkeypatch) -> None:
+    """On a GPU, where the server that runs are forked from may not import all; each has its own log."""
+    monkeypatch.setattr(measured, "CORES", 1)
+    logs, gpu = [tmp_path / f"{number}.log" for number in range(3)], {"CUDA_VISIBLE_DEVICES": ""}
+    began = []
+    with measured.stoppable():
+        for log in logs[:2]:
+            assert measured.start(["doctor"], str(log), gpu, cpu=False, more=True) == 0
+            began.append(measured._waiting[0][0].pid)
+        assert measured.start(["no-such-command"], str(logs[2]), {}, cpu=False) == 2, "another environment"
+        (waits,) = measured._waiting
+    assert not measured._waiting and not waits[0].is_alive() and began[0] != began[1] == waits[0].pid
+    assert all("finetune-toolkit" in log.read_text() for log in logs[:2])
+    assert "no-such-command" in logs[2].read_text()
+
+
 def test_workers_of_a_forked_run_start_as_those_of_any_run(tmp_path) -> None:
     """By the server's method each imported everything anew, which a data loader's first batch waited for."""
     log = tmp_path / "log"
