@@ -162,6 +162,25 @@ def test_layers_alike_are_compiled_once(how: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+def chosen_by_memory() -> None:
+    """On one of two ranks, whose GPUs have other free memory."""
+    from accelerate import PartialState
+
+    rank, gpu = PartialState(cpu=True).process_index, Hardware("cuda", "NVIDIA H100", 2, (9, 0), 80.0, 2)
+    room, asked = (80.0, 0.0)[rank], Speed(fused=False, compile=False)
+    work = estimate.Work(4096, 1e9, host=(8.0, 2.0)[rank])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apply, "free_gib", lambda _: room)
+        made = apply.apply(model_of("lora"), asked, work, gpu, Ledger())
+    print("chosen:", made["speed.recompute"].value)
+
+
+def test_ranks_with_other_free_memory_recompute_alike() -> None:
+    """Else one would gather split weights once more than the other, which never answers."""
+    said = two_ranks.run(chosen_by_memory)
+    assert said.count("chosen: 6 of 6") == 2
+
+
 def sharded_gradients(half: bool) -> None:
     """On one of two ranks: weights that FSDP2 has split are no memory of a layer until it is called."""
     from torch.distributed.fsdp import fully_shard

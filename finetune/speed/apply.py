@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import adapter_types, estimate, keeping, launch_env, modules, qat, shards
+from finetune import adapter_types, estimate, keeping, launch_env, modules, qat, ranks, shards
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile
 from finetune.hardware import Choice
@@ -46,7 +46,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     compile = choose_compile(speed.compile, work, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
-    plan = plan._replace(room=plan.room - work.awaited, host=work.host, unfused=f"speed.fused: {done}")
+    room, host = least(plan.room - work.awaited, work.host)
+    plan = plan._replace(room=room, host=host, unfused=f"speed.fused: {done}")
     recompute, offload, _ = keeping.choose(speed.recompute, speed.offload, plan, hardware)
     if problem := estimate.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -80,6 +81,12 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
     chosen = {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
     return {**chosen, "speed.offload": worth(offload, model)}
+
+
+def least(*memory: float) -> list[float]:
+    """Of each number the least that a rank has. All must choose alike: a layer that one recomputes gathers
+    its weights once more, where they are split, and another rank that does not would never answer."""
+    return [min(each) for each in zip(*ranks.gathered(memory), strict=True)]
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
