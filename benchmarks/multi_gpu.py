@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -214,9 +215,7 @@ def launch(job: Job, *, tiny: bool = False) -> dict[str, Any]:
     environment = {**os.environ, **given, **dict(job.row.variables)}
     with log.open("w") as file:
         line = command(job, recipe.resolve(), tiny=tiny)
-        code = subprocess.run(
-            line, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
-        ).returncode
+        code = ended(line, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
     lines = folder / "metrics.jsonl"
     steps = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     steps = [line for line in steps if "loss" in line]
@@ -230,6 +229,16 @@ def launch(job: Job, *, tiny: bool = False) -> dict[str, Any]:
         {"failed_after_training": failed["reason"]} if failed else {}
     )  # the steps were measured all the same
     return {**made, **late, **result(job, steps, folder)}
+
+
+def ended(line: list[str], **given: Any) -> int:
+    """The exit code of a command, which leaves no process behind where this one is told to end."""
+    process = subprocess.Popen(line, start_new_session=True, **given)
+    try:
+        return process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
@@ -277,4 +286,5 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -41,6 +41,7 @@ def curve(train, name: str, *more: str, folder: str = "run") -> list[float]:
         "train.effective_batch_size=2",
     ]
     given += ["data.max_length=256"]
+    given += ["data.validation=null"] * name.startswith("adapters/")  # the others would hold rows back
     run = train(*given, *MORE.get(name, []), *more, recipe=shipped.recipes()[name], name=folder)
     assert all(receipt["ok"] for receipt in receipts(run).values())
     assert recipe.load(run.recipe).adapter.type == Path(name).name

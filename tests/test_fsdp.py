@@ -66,7 +66,7 @@ def runs(small, untied, tmp_path_factory) -> Path:
         "train.warmup_steps=0",
         "train.save_steps=2",
     ]
-    given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.general=false", "eval.samples=0"]
+    given += ["train.effective_batch_size=2", "train.logging_steps=1", "eval.general=false", "eval.samples=0"]
     given += ["eval.max_new_tokens=1", "train.learning_rate=1e-3", "train.save_total_limit=5"]
     for kind, (by_rank_0, precision, _) in KINDS.items():
         launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
@@ -94,7 +94,7 @@ def test_the_weights_are_split_and_what_is_saved_is_whole(
         f"adapter.type={kind}",
         f"model.name={untied}",
         "train.max_steps=4",
-        "train.effective_batch_size=4",
+        "train.effective_batch_size=2",
         "train.logging_steps=1",
         "train.learning_rate=1e-3",
         "eval.max_new_tokens=1",

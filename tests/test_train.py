@@ -271,10 +271,9 @@ def test_two_processes_learn_what_one_does(train, small, two_layers, tmp_path) -
     assert done.stdout.count("receipts") == 1, "only rank 0 speaks"
 
 
-def test_adalora_on_a_bf16_base_saves_what_it_trained(train, monkeypatch) -> None:
+def test_adalora_on_a_bf16_base_saves_what_it_trained(train, in_bf16: str) -> None:
     """PEFT leaves `ranknum` trainable there and does not save it: the adapter on disk was another one."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    run = train("adapter.type=adalora", "train.max_steps=6", "train.learning_rate=2e-2")
+    run = train(in_bf16, "adapter.type=adalora", "train.max_steps=6", "train.learning_rate=2e-2")
     got = receipts(run)
     assert got["dtype"]["got"] == "bfloat16" and got["precision"]["got"] == "bf16"
     assert got["saved weights"]["got"] == "0"
@@ -347,9 +346,8 @@ def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora", "dora", "ia3", "full"])
-def test_under_bf16_too_what_is_saved_is_what_was_trained(kind: str, train, monkeypatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    got = receipts(train(f"adapter.type={kind}"))
+def test_under_bf16_too_what_is_saved_is_what_was_trained(kind: str, train, in_bf16: str) -> None:
+    got = receipts(train(in_bf16, f"adapter.type={kind}"))
     assert got["dtype"]["got"] == "bfloat16" and got["saved weights"]["got"] == "0"
     assert got["saved tensors"]["got"] == got["saved tensors"]["asked"]
 
