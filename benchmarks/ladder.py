@@ -5,7 +5,8 @@
     python benchmarks/ladder.py --shape 8b --repeats 3 --steps 12         # all 32 layers
 
 With --shape: random weights, and documents of real lengths (those of gpu.py: log-normal, 400 tokens in the
-mean; longer ones than 2,048 are split), 16 rows a step in one pass: enough for a GPU not to wait for Python.
+mean; longer ones than 2,048 are split), 16 rows a step in one pass, or as many as --rows says: enough for a GPU
+not to wait for Python.
 Written beside this file as ladder.* on a CPU, ladder_gpu.* on a GPU. Started again, it goes on.
 """
 
@@ -32,7 +33,7 @@ RECIPE = """
 model: {{name: {model}}}
 data: {{name: {data}, format: text, max_length: 2048, train_on: all, too_long: split, validation: {held_out}}}
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
-train: {{max_steps: 100, effective_batch_size: 16, per_device_train_batch_size: 16, learning_rate: 1.0e-4}}
+train: {{max_steps: 100, effective_batch_size: {rows}, per_device_train_batch_size: {rows}, learning_rate: 1.0e-4}}
 """
 
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
     parser.add_argument("--shape", choices=["8b", "1b", "tiny"], help="random weights; else the quickstart")
     parser.add_argument("--layers", type=int, help="at most so many")
+    parser.add_argument("--rows", type=int, default=16, help="of a step, with --shape")
     parser.add_argument("--steps", type=int, help="of a run, in place of the ladder's")
     parser.add_argument("--repeats", type=int, help="of a variant, in place of the ladder's")
     parser.add_argument("--without", default="", metavar="RUNG,...", help="rungs that take too long here")
@@ -50,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     recipe = "recipes/quickstart.yaml"
     if options.shape:
-        recipe = str(prepare(options.shape, options.layers, options.work))
+        recipe = str(prepare(options.shape, options.layers, options.work, options.rows))
     measure = {"steps": options.steps, "repeats": options.repeats}
     steps = changed(options.ladder, options.work, options.without.split(","), measure)
     made = ablate.run(ablate.Asked(recipe, [], steps, options.out))
@@ -71,14 +73,14 @@ def publish(made: dict[str, Any], place: Path, command: str) -> None:
         (HERE / f"{name}.{ending}").write_text(text, encoding="utf-8")
 
 
-def prepare(shape: str, layers: int | None, work: Path) -> Path:
+def prepare(shape: str, layers: int | None, work: Path, rows: int) -> Path:
     """A recipe on a model of this shape and on documents, made once."""
     layers = min(layers or 99, gpu_inputs.SHAPES[shape][2])
     model = gpu_inputs.make_model(work / f"{shape}-bf16-{layers}", shape, "bf16", layers)
     data = gpu_inputs.make_data(work / "ladder.jsonl", 200_000, documents=True)
     held_out = gpu_inputs.make_data(work / "ladder_held_out.jsonl", 8_000, documents=True)
     recipe = work / f"{shape}_{layers}_layers.yaml"
-    recipe.write_text(RECIPE.format(model=model, data=data, held_out=held_out), encoding="utf-8")
+    recipe.write_text(RECIPE.format(model=model, data=data, held_out=held_out, rows=rows), encoding="utf-8")
     return recipe
 
 
