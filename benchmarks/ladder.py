@@ -5,8 +5,8 @@
     python benchmarks/ladder.py --shape 8b --repeats 3 --steps 12         # all 32 layers
 
 With --shape: random weights, and documents of real lengths (those of gpu.py: log-normal, 400 tokens in the
-mean; longer ones than 2,048 are split), 16 rows a step in one pass, or as many as --rows says: enough for a GPU
-not to wait for Python.
+mean; longer ones than 2,048 are split), 16 rows a step in one pass, or as many as --rows says: enough for
+a GPU not to wait for Python.
 Written beside this file as ladder.* on a CPU, ladder_gpu.* on a GPU. Started again, it goes on.
 """
 
@@ -33,7 +33,8 @@ RECIPE = """
 model: {{name: {model}}}
 data: {{name: {data}, format: text, max_length: 2048, train_on: all, too_long: split, validation: {held_out}}}
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
-train: {{max_steps: 100, effective_batch_size: {rows}, per_device_train_batch_size: {rows}, learning_rate: 1.0e-4}}
+train: {{max_steps: 100, learning_rate: 1.0e-4, effective_batch_size: {rows},
+  per_device_train_batch_size: {rows}}}
 """
 
 
@@ -80,7 +81,8 @@ def prepare(shape: str, layers: int | None, work: Path, rows: int) -> Path:
     data = gpu_inputs.make_data(work / "ladder.jsonl", 200_000, documents=True)
     held_out = gpu_inputs.make_data(work / "ladder_held_out.jsonl", 8_000, documents=True)
     recipe = work / f"{shape}_{layers}_layers.yaml"
-    recipe.write_text(RECIPE.format(model=model, data=data, held_out=held_out, rows=rows), encoding="utf-8")
+    text = RECIPE.format(model=model, data=data, held_out=held_out, rows=rows)
+    recipe.write_text(text, encoding="utf-8")
     return recipe
 
 
