@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from finetune.data.prepare import Prepared
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
+    from finetune.sections import Train
 
 IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
 TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
@@ -121,6 +122,28 @@ def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
     return True
 
 
+def deepspeed_values(train: Train, processes: int) -> list[Problem]:
+    """What a `deepspeed_config` says of what the recipe decides, and says otherwise."""
+    if launch_env.splitter() != "DeepSpeed":
+        return []
+    clipping = train.passed_on().get("max_grad_norm", 1.0)  # TrainingArguments' own
+    decided = {
+        "gradient_clipping": ("max_grad_norm", lambda: clipping),
+        "gradient_accumulation_steps": (
+            "effective_batch_size",
+            lambda: batch.split_batch(train, processes).accumulation,
+        ),
+    }
+    found = list[Problem]()
+    for name, (key, decide) in decided.items():
+        number = launch_env.said(f"ACCELERATE_{name.upper()}").replace("auto", "")
+        if number and float(number) != (value := decide()):
+            what = f"{name} of the {launch_env.CONFIG} is what train.{key} decides"
+            fix = "drop it from deepspeed_config"
+            found.append(Problem(what, f"train.{key}", found=number, expected=f"{value:g}", fix=fix))
+    return found
+
+
 def against_launch(recipe: Recipe) -> None:
     """Refuse a search for a batch where weights are split, a sliding window where rows are, and under an fp8
     launch what a recipe with `speed.base: fp8` is refused for (exit 2)."""
@@ -128,6 +151,8 @@ def against_launch(recipe: Recipe) -> None:
     if by and recipe.train.per_device_train_batch_size == "auto":
         what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
         raise UserError(Problem(what, key, found="auto", fix="a number"))
+    if problems := deepspeed_values(recipe.train, hardware.launch(hardware.detect()).processes):
+        raise UserError(*problems)
     if launch_env.parallel("CP") > 1:
         against_window(model.read_config(recipe.model))
     if not launch_env.means_fp8(recipe.speed):

@@ -281,11 +281,6 @@ def _deepspeed(machine: Hardware, stored: str, kind: str) -> Iterator[Problem]:
         what = f"zero_stage of the {CONFIG}: ZeRO splits moments (1), gradients too (2), weights too (3)"
         fix = "zero_stage: 2 or 3; to split nothing accelerate_configs/ddp_8.yaml"
         yield Problem(what, found=zero_stage(), fix=fix)
-    decided = {"gradient_accumulation_steps": "effective_batch_size", "gradient_clipping": "max_grad_norm"}
-    for name, key in decided.items():
-        if number := said(f"ACCELERATE_{name.upper()}").replace("auto", ""):  # the recipe's
-            what = f"{name} of the {CONFIG} is what train.{key} decides"
-            yield Problem(what, f"train.{key}", found=number, fix="drop it from deepspeed_config")
 
 
 def _parallelism(model: Model, data: Data) -> list[Problem]:

@@ -233,7 +233,9 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         check.against_window(found.config)
     asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
     with launch_env.under(dict(by.variables)):
-        if contradictions := launch_conflicts.against(machine, *asked):
+        contradictions = launch_conflicts.against(machine, *asked)
+        contradictions += check.deepspeed_values(recipe.train, processes // by.sharing)
+        if contradictions:
             raise UserError(*contradictions)
     launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
     none = Choice("", "")

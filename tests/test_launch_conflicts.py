@@ -13,9 +13,6 @@ from finetune.sections import Data, Model, Speed
 TWO, CUT = {"WORLD_SIZE": "2"}, {"PARALLELISM_CONFIG_CP_SIZE": "2"}
 TE = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}
 REFUSED = {  # name -> what the launch says, adapter.type, speed, what is said
-    "a norm of DeepSpeed's own": (
-        {**ZERO, "ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "lora", {}, "drop it from deepspeed_config",
-    ),
     "ZeRO-0": ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "lora", {}, "zero_stage: 2 or 3"),
     "ZeRO-7": ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "7"}, "lora", {}, "zero_stage: 2 or 3"),
     "fp8 of every weight under DeepSpeed": (

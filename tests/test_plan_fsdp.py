@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -208,13 +209,25 @@ def test_a_launch_around_the_plan_is_none_of_it(large, monkeypatch) -> None:
     assert os.environ["MASTER_ADDR"] == "node1"
 
 
-def test_deepspeed_s_gradients_are_the_recipe_s_in_a_plan_too(large, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("said", "given", "refused"),
+    [
+        ("gradient_clipping: 0.5", (), "max_grad_norm decides.*\n.*found: +0.5\n.*expected: +1\n"),
+        ("gradient_clipping: 1.0", (), ""),
+        ("gradient_clipping: 0.5", ("train.max_grad_norm=0.5",), ""),
+        ("gradient_accumulation_steps: 1", (), ""),
+        ("gradient_accumulation_steps: 1", ("train.per_device_train_batch_size=1",), "expected: +2\n"),
+        ("gradient_accumulation_steps: 2", ("train.per_device_train_batch_size=1",), ""),
+    ],
+)
+def test_deepspeed_s_gradients_are_the_recipe_s(said: str, given, refused: str, large, tmp_path) -> None:
+    """As `accelerate config` writes them, which asks for both."""
     shipped = (ROOT / "accelerate_configs" / "zero2_8.yaml").read_text()
     config = tmp_path / "own.yaml"
-    config.write_text(shipped.replace("  zero_stage: 2", "  zero_stage: 2\n  gradient_clipping: 0.5"))
+    config.write_text(shipped.replace("  zero_stage: 2", f"  zero_stage: 2\n  {said}"))
     by, processes = plan_launch.of_config(config)
-    loaded = recipe.load(large, ["train.effective_batch_size=8"])
-    with pytest.raises(UserError, match="max_grad_norm decides"):
+    loaded = recipe.load(large, ["train.effective_batch_size=16", *given])
+    with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
         plan.make(loaded, *plan.planned_machine("h100-80gb", processes), by=by)
 
 
