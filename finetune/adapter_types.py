@@ -247,6 +247,12 @@ BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
 FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `base: auto` puts on fp8
 OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
 NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
+# What FSDP2 can't divide, for layers share it; and what it can't hand on from rank 0, which keeps buffers
+# (peft 0.21.2, torch 2.13, accelerate 1.15; seen by dividing each type)
+SHARES = frozenset({"vblora", "tinylora", "unilora"})
+WITH_BUFFERS = frozenset(
+    ["adamss", "delora", "frod", "glora", "pvera", "randlora", "supertuning", "tinylora", "vera"]
+)
 # Computed with codes of a quantised weight as if they were weights, or fail: seen by training each on each
 # (peft 0.21.2; tests/test_adapter_bases.py repeats it).
 _NEEDS_THE_WEIGHTS = frozenset(

@@ -151,8 +151,13 @@ def against_launch(recipe: Recipe) -> None:
     if by and recipe.train.per_device_train_batch_size == "auto":
         what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
         raise UserError(Problem(what, key, found="auto", fix="a number"))
-    if problems := deepspeed_values(recipe.train, hardware.launch(hardware.detect()).processes):
+    processes = hardware.launch(hardware.detect()).processes
+    if problems := deepspeed_values(recipe.train, processes):
         raise UserError(*problems)
+    if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:
+        what = f"vLLM is one process, and a launch of {processes} would start it in each"
+        fix = "eval.engine: hf; or after training, in one process: finetune evaluate RUN eval.engine=vllm"
+        raise UserError(Problem(what, "eval.engine", found="vllm", fix=fix))
     if launch_env.parallel("CP") > 1:
         against_window(model.read_config(recipe.model))
     if not launch_env.means_fp8(recipe.speed):

@@ -279,7 +279,7 @@ def run_one(job: Job) -> str:
             train.run(job.recipe, quiet=True)
     except Exception as error:  # a library's, or a bug of ours: the other runs are worth having all the same
         reason = why(error)
-        if not ranks.shared(reason):
+        if not ranks.shared(kind(error)):
             who = f"process {PartialState().process_index}"
             what = f"{job.name} failed on {who}, and not on all in the same way: the comparison ends"
             fix = "the same command again, which keeps finished runs, or --adapters without this type"
@@ -291,6 +291,13 @@ def run_one(job: Job) -> str:
         job.folder.write(MARK, mark)
     PartialState().wait_for_everyone()
     return ""
+
+
+def kind(error: Exception) -> str:
+    """What an error has in common with the same one of another process, whose GPU holds other numbers."""
+    if isinstance(error, UserError):
+        return "; ".join(": ".join(filter(None, (p.key, p.what))) for p in error.problems)
+    return type(error).__name__
 
 
 def why(error: Exception) -> str:

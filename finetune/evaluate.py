@@ -280,6 +280,8 @@ def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
     if too_large(recipe.model, setup_of(recipe)):
         reason = f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
         return Start("", reason, 1)
+    if recipe.eval.engine == "vllm" and recipe.eval.tasks:
+        return Start("", "vLLM is one process", 1)
     reason = f"{machine.count} GPUs: each has the whole base and its share of the rows"
     return Start("ddp_8", reason, machine.count)
 

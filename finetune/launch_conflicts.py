@@ -19,6 +19,7 @@ from finetune.launch_env import (
     means_fp8,
     on,
     parallel,
+    read_by_rank_0,
     said,
     sharded,
     splitter,
@@ -214,11 +215,27 @@ def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     if sharded() and stored in unsplit:
         what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
         found.append(Problem(what, "speed.base", found=stored, fix="speed.base: bf16"))
+    if sharded():
+        found += _undivided(kind)
     if splitter() and adapter_types.find(kind).peft == "adalora":
         what = f"{splitter()} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by "
         what += "whole ones"
         found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
     return found
+
+
+def _undivided(kind: str) -> Iterator[Problem]:
+    """Adapters that can't be split with the weights, or not be saved from their parts."""
+    one, by = adapter_types.find(kind), f"{sharded()} of the {CONFIG}"
+    why = f"{by} can't split what layers of {kind} share" if one.peft in adapter_types.SHARES else ""
+    if one.prompt:
+        why = f"{by} leaves parts of the net that makes {kind}'s vectors, which are saved in its place"
+    if why:
+        yield Problem(why, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml")
+    elif read_by_rank_0() and one.peft in adapter_types.WITH_BUFFERS:
+        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} hands on no buffers, which {kind} has"
+        fix = "fsdp_cpu_ram_efficient_loading: false (accelerate_configs/fsdp2_8_quantised.yaml)"
+        yield Problem(what, "adapter.type", found=kind, fix=fix)
 
 
 def _twice(speed: Speed) -> Iterator[Problem]:

@@ -79,8 +79,8 @@ class Prepared(TrainerCallback):
         add("trained numbers of the prepared model", self.trained, numbers(model), how)
         inner = getattr(optimizer, "optimizer", optimizer)
         groups = [group["params"] for group in inner.param_groups]
+        ranks.wait_alike()
         if self.launch.splitter == "DeepSpeed":  # it steps on flattened copies; by ZeRO-1 and 2, or by 3
-            ranks.wait_alike()
             groups = getattr(inner, "bit16_groups", None) or inner.fp16_groups
         held = {id(p) for group in groups for p in group}
         trained = [p for p in model.parameters() if p.requires_grad]

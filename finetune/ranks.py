@@ -127,8 +127,8 @@ def steps() -> Any:
 
 
 def wait_alike() -> None:
-    """Have all groups but that of `failures` wait as long as ours do: DeepSpeed makes its own by torch's
-    defaults, 10 minutes of NCCL and 30 of gloo."""
+    """Have all groups but that of `failures` wait as long as ours do: DeepSpeed's and those of a mesh, which
+    context parallelism has, are made by torch's defaults, 10 minutes of NCCL and 30 of gloo."""
     if PartialState().num_processes == 1:
         return
     own = failures()

@@ -48,7 +48,8 @@ def give_back(model: torch.nn.Module) -> None:
 
 
 def gathered(model: Any) -> dict[str, torch.Tensor] | None:
-    """What rank 0 saves of a split model, on the CPU: of an adapter what trains. `None`: the model is whole.
+    """What rank 0 saves of a split model, on the CPU: of an adapter what is its own, and what else trains.
+    `None`: the model is whole.
 
     All processes call it; on the others the tensors are empty.
     """
@@ -59,9 +60,13 @@ def gathered(model: Any) -> dict[str, torch.Tensor] | None:
     found, seen = dict[str, torch.Tensor](), set[int]()
     adapter = hasattr(model, "peft_config")
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or (adapter and not tensor.requires_grad):  # a tied head is saved once
+        own = "default" in name.split(".")  # its buffers too, such as VeRA's matrices
+        if adapter and not own and not tensor.requires_grad:
             continue
-        seen.add(id(tensor))
+        if isinstance(tensor, torch.nn.Parameter):  # a tied head is saved once, a buffer under all its names
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
         made = whole(tensor).detach()
         found[name] = made.cpu().clone() if main else made.new_empty(0, device="cpu")
     return found

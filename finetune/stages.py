@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from finetune.receipts import Ledger
     from finetune.recipe import Recipe
     from finetune.screen import Screen
-    from finetune.sections import Model, Speed, Train
+    from finetune.sections import Eval, Model, Speed, Train
 
 AS_BEFORE = "as in the checkpoint's run"
 PROOF_TOKENS = 128  # of the row that proves documents apart
@@ -83,7 +83,8 @@ def make_fast(
     proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
         attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
-    section, before = resume.as_chosen(recipe.speed, found, setup.hardware.name)
+    name = ranks.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
+    section, before = resume.as_chosen(recipe.speed, found, name)
     once = te.used() and section.recompute == "auto"
     section = section.model_copy(update={"recompute": "none"}) if once else section
     fast = speed.apply(adapted, section, work, setup.hardware, ledger)
@@ -150,6 +151,8 @@ def search_batch(
 ) -> Batch:
     """As many rows at once as fit, or as the checkpoint's run took."""
     moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
+    if setup.launch.processes > 1 and not setup.launch.splitter:
+        moments += 4  # DDP's copy of each gradient
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
     with precision(setup):
         batch = (
@@ -190,11 +193,18 @@ def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
 
 
 def check_space(
-    adapted: Any, section: Train, fast: Speed, setup: Setup, where: str | None, groups: Path = state.GROUPS
+    adapted: Any,
+    section: Train,
+    fast: Speed,
+    setup: Setup,
+    where: str | None,
+    evaluated: Eval,
+    groups: Path = state.GROUPS,
 ) -> None:
     """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that is split.
 
     Args:
+        evaluated: whether each checkpoint holds the best weights so far, too.
         groups: where the limits of this process's container stand.
     """
     if section.save_strategy == "no" or optimizers.unsaved(section, setup.launch.keeper):
@@ -205,7 +215,7 @@ def check_space(
     masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
     low = optimizers.state_bytes(optimizers.asked(section), fast)
     kept = round(numbers * ((low or 8) + masters))
-    each = trained + kept
+    each = kept + trained * (2 if evaluated.every and evaluated.keep_best else 1)
     ranks.from_main(lambda: checkpoint.check_space(place, trained, each, section.save_total_limit))
     if setup.launch.splitter:  # under ZeRO beside a copy of each process's part
         held = each + (kept if masters else 0)
@@ -218,7 +228,12 @@ def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
     def look() -> str:
         return model.fingerprint(adapters.frozen(adapted))
 
-    frozen = ranks.from_main(look) if launch_env.read_by_rank_0() else look()
+    decomposed = adapter_init.rebases(adapted) and not launch_env.sharded()  # by rank 0: DDP hands it on
+    if launch_env.read_by_rank_0() or decomposed:
+        frozen = ranks.from_main(look)
+    else:
+        frozen = look()
+        ranks.agree({"weights of the base": frozen})
     if found:
         ledger.check()
         resume.check_base(found.contract, frozen, found.path)

@@ -131,7 +131,7 @@ def _run(
     work = stages.work_of(adapted, recipe, setup, most, flops * whole * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
-    stages.check_space(adapted, recipe.train, recipe.speed, setup, where)
+    stages.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
     contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before
     if recipe.train.per_device_train_batch_size == "auto":
         batch = stages.search_batch(
@@ -183,8 +183,13 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
     ranks.agree(check.facts(recipe, setup))
     if recipe.data.streaming:
         return check.prepare_data(recipe)
-    with PartialState().local_main_process_first():
-        return check.prepare_data(recipe)
+    first = PartialState().is_local_main_process
+    if not first:
+        ranks.wait()  # for as long as it takes: Accelerate's own way to take turns ends after half an hour
+    made = check.prepare_data(recipe)
+    if first:
+        ranks.wait()
+    return made
 
 
 def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
@@ -289,7 +294,7 @@ def reopen_and_evaluate(
     def same_as_live(reopened: Any) -> None:
         verify.check_reopened(live, reopened, folder, ledger)
 
-    if setup.launch.processes > 1 and evaluate.too_large(recipe.model, setup):
+    if setup.launch.processes > 1 and ranks.from_main(lambda: evaluate.too_large(recipe.model, setup)):
         return apart.evaluate(folder, live, ledger)
     result = evaluate.run(folder.path, inspect=same_as_live)
     for validation in validating:
@@ -312,10 +317,10 @@ def contract_of(
     if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen
         counts = {name: counts[name] for name in ("steps", "rows", "effective")}
     if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
-        counts["train.dataloader_num_workers"] = arguments.dataloader_num_workers
+        workers = ranks.gathered(arguments.dataloader_num_workers)  # as many as a machine's cores allow
+        counts["train.dataloader_num_workers"] = workers[0] if len({*workers}) == 1 else workers
     made = resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content)
-    own = ("hardware", "train.dataloader_num_workers")  # as many as a machine's cores allow
-    ranks.agree({name: str(fact) for name, fact in made["facts"].items() if name not in own})
+    ranks.agree({name: str(fact) for name, fact in made["facts"].items() if name != "hardware"})
     return made
 
 

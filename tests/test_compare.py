@@ -10,6 +10,7 @@ import two_ranks
 from conftest import QUICKSTART, metrics
 
 from finetune import cli, compare, compare_table, differences
+from finetune.errors import Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
@@ -359,3 +360,11 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     types = of(a=(0.9, 0, 5), b=(0.8, 0, 1), c=(0.7, 0, 3), d=(0.9, 0, 7))
     assert compare_table.front(types, "bytes", True) == ["a", "b"]
     assert compare_table.front(types, "bytes", False) == ["b", "c"]
+
+
+def test_what_two_gpus_say_of_one_failure_is_one_reason() -> None:
+    """The memory that each had is another; the row of the table has rank 0's."""
+    one, other = (UserError(Problem("out of memory", "train", found=f"{held} GiB")) for held in (75.1, 76.9))
+    assert compare.kind(one) == compare.kind(other) and compare.why(one) != compare.why(other)
+    assert compare.kind(one) != compare.kind(UserError(Problem("not finite", "train")))
+    assert compare.kind(RuntimeError("GPU 1")) == compare.kind(RuntimeError("GPU 0")) == "RuntimeError"

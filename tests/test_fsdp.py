@@ -20,14 +20,14 @@ from conftest import QUICKSTART
 from finetune import checkpoint, cli, hardware, launch_conflicts, model, recipe, resume, stages, stopping
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
-from finetune.sections import Train
+from finetune.sections import Eval, Train
 from finetune.speed import apply
 
 # Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
 # FSDP computes with every parameter in bf16, autocast leaves norms in fp32
 KINDS = {"lora": ("false", "no", 2e-6), "full": ("true", "bf16", 0.01)}
 # In fp32; whether rank 0 alone reads the base: not under fsdp2_8_quantised
-OTHERS = [("dora", "false"), ("ia3", "true"), ("ia3", "false")]
+OTHERS = [("dora", "false"), ("ia3", "true"), ("ia3", "false"), ("vera", "false")]
 ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     "ACCELERATE_USE_FSDP": "true",
@@ -198,13 +198,22 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     no = loaded.train.model_copy(update={"save_strategy": "no", "save_steps": None})
     where = str(tmp_path / "run")
     for section, own in ((loaded.train, setup), (no, split)):
-        stages.check_space(model, section, loaded.speed, own, where, tmp_path)
+        stages.check_space(model, section, loaded.speed, own, where, loaded.eval, tmp_path)
     if fits:
-        stages.check_space(model, loaded.train, loaded.speed, split, where, tmp_path)
+        stages.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
         return
     with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
-        stages.check_space(model, loaded.train, loaded.speed, split, where, tmp_path)
+        stages.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
     assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
+
+
+def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeypatch) -> None:
+    loaded, model = recipe.load(QUICKSTART, ["adapter.type=full"]), torch.nn.Linear(10, 10, bias=False)
+    setup, told = hardware.choose(attention="sdpa", base="auto", adapter_type="full"), list[int]()
+    monkeypatch.setattr(checkpoint, "check_space", lambda place, trained, each, keep: told.append(each))
+    for evaluated in (Eval(), Eval(every=2), Eval(every=2, keep_best=False)):
+        stages.check_space(model, loaded.train, loaded.speed, setup, str(tmp_path), evaluated)
+    assert told == [1200, 1600, 1200], "weights and moments in fp32"
 
 
 def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:

@@ -13,6 +13,12 @@ from finetune.sections import Data, Model, Speed
 TWO, CUT = {"WORLD_SIZE": "2"}, {"PARALLELISM_CONFIG_CP_SIZE": "2"}
 TE = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}
 REFUSED = {  # name -> what the launch says, adapter.type, speed, what is said
+    "what layers share": (FSDP, "vblora", {}, "share"),
+    "vectors of a net": (FSDP, "p_tuning", {}, "saved in its place"),
+    "vectors of a net under ZeRO-3": (ZERO, "prompt_tuning", {}, "saved in its place"),
+    "buffers from rank 0": (
+        {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "vera", {}, "fsdp2_8_quantised.yaml",
+    ),
     "ZeRO-0": ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "lora", {}, "zero_stage: 2 or 3"),
     "ZeRO-7": ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "7"}, "lora", {}, "zero_stage: 2 or 3"),
     "fp8 of every weight under DeepSpeed": (
@@ -39,6 +45,7 @@ REFUSED = {  # name -> what the launch says, adapter.type, speed, what is said
 TAKEN = {
     "a norm that the recipe gives": {**ZERO, "ACCELERATE_GRADIENT_CLIPPING": "auto"},
     "sizes of two, two processes": {**FSDP, **PARALLEL, **TWO, **CUT},
+    "buffers, read by each rank": {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"},
     "ZeRO-1": {**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
 }
 

@@ -162,23 +162,34 @@ def test_layers_alike_are_compiled_once(how: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def chosen_by_memory() -> None:
-    """On one of two ranks, whose GPUs have other free memory."""
+H100_80 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 2, (9, 0), 80.0, 2)
+A100_80 = Hardware("cuda", "NVIDIA A100-SXM4-80GB", 2, (8, 0), 80.0, 2)
+
+
+def chosen(gpus: list[Hardware], rooms: list[float]) -> None:
+    """On one of two ranks, whose GPUs are others, or have other free memory."""
     from accelerate import PartialState
 
-    rank, gpu = PartialState(cpu=True).process_index, Hardware("cuda", "NVIDIA H100", 2, (9, 0), 80.0, 2)
-    room, asked = (80.0, 0.0)[rank], Speed(fused=False, compile=False)
-    work = estimate.Work(4096, 1e9, host=(8.0, 2.0)[rank])
+    rank = PartialState(cpu=True).process_index
+    work = estimate.Work(4096, 3e16, host=(8.0, 2.0)[rank])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apply, "free_gib", lambda _: room)
-        made = apply.apply(model_of("lora"), asked, work, gpu, Ledger())
-    print("chosen:", made["speed.recompute"].value)
+        patch.setattr(apply, "free_gib", lambda _: rooms[rank])
+        made = apply.apply(model_of("lora"), Speed(fused=False), work, gpus[rank], Ledger())
+    print("chosen:", made["speed.compile"].value, made["speed.recompute"].value)
 
 
-def test_ranks_with_other_free_memory_recompute_alike() -> None:
-    """Else one would gather split weights once more than the other, which never answers."""
-    said = two_ranks.run(chosen_by_memory)
-    assert said.count("chosen: 6 of 6") == 2
+@pytest.mark.parametrize(
+    ("gpus", "rooms", "said"),
+    [
+        ([H100_80, H100_80], [80.0, 0.0], "off 6 of 6"),
+        ([H100_80, A100_80], [80.0, 80.0], "off none"),
+        ([A100_80, H100_80], [80.0, 80.0], "on none"),
+    ],
+)
+def test_ranks_recompute_alike(gpus: list[Hardware], rooms: list[float], said: str) -> None:
+    """By the least memory, and as rank 0's GPU has it: else one would gather split weights once more than the
+    other, which never answers."""
+    assert two_ranks.run(chosen, gpus, rooms).count(f"chosen: {said}") == 2
 
 
 def sharded_gradients(half: bool) -> None:

@@ -12,10 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import two_ranks
 from conftest import QUICKSTART, ROOT, metrics
 
 from finetune import checkpoint, cli, faults, launch, launch_env, prove, ranks, report
+from finetune.errors import UserError
+from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 
 FAILS = """
@@ -324,3 +327,47 @@ def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) 
         monkeypatch.setattr(ranks, "PartialState", lambda n=processes: SimpleNamespace(num_processes=n))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started))
         assert ranks.given_up(seconds) == given_up, (processes, seconds, started - here)
+
+
+def prepares_for_long() -> None:
+    """On one of two ranks, of which the first takes longer than all wait for each other."""
+    from accelerate import PartialState
+
+    from finetune import check, train
+
+    os.environ[launch_env.TIMEOUT] = "4"
+    recipe: Any = SimpleNamespace(data=SimpleNamespace(streaming=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "facts", lambda *_: {})
+        ranks.start("cpu")
+        slow = 9 * PartialState().is_main_process
+        patch.setattr(check, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow))
+        print("prepared:", train.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore
+
+
+def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:
+    said = two_ranks.run(prepares_for_long)
+    assert said.count("prepared: 9") == said.count("prepared: 0") == 1, said
+
+
+def looks_at_its_base(decomposed: bool) -> None:
+    """On one of two ranks, whose bases differ by a bit."""
+    from finetune import adapter_init, stages
+
+    with pytest.MonkeyPatch.context() as patch:
+        ranks.start("cpu")
+        base: Any = torch.nn.Linear(2, 2).requires_grad_(False)
+        base.weight.fill_(1 + ranks.main() * 1e-6)
+        base.bias.zero_()
+        patch.setattr(adapter_init, "rebases", lambda _: decomposed)
+        try:
+            print("base:", stages.base_of(base, None, Ledger()))
+        except UserError as error:
+            print(f"refused: {error}")
+
+
+def test_a_base_is_one_on_all_ranks() -> None:
+    """PiSSA's is what rank 0 has made of it, which DDP hands on; any other difference is one of files."""
+    made = re.findall(r"base: (\w+)", two_ranks.run(looks_at_its_base, True))
+    assert len(made) == 2 and len({*made}) == 1
+    assert two_ranks.run(looks_at_its_base, False).count("weights of the base") == 2

@@ -43,12 +43,12 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         fused, whole = add_fused(model, layers, fused, ledger)
         done = str(ledger.receipts[-1].got)
     work = work._replace(eager=work.eager or breaking(model))
-    compile = choose_compile(speed.compile, work, hardware)
+    compile = as_rank_0(choose_compile(speed.compile, work, hardware))
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
     room, host = least(plan.room - work.awaited, work.host)
     plan = plan._replace(room=room, host=host, unfused=f"speed.fused: {done}")
-    recompute, offload, _ = keeping.choose(speed.recompute, speed.offload, plan, hardware)
+    recompute, offload = as_rank_0(keeping.choose(speed.recompute, speed.offload, plan, hardware)[:2])
     if problem := estimate.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
@@ -84,9 +84,14 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
 
 
 def least(*memory: float) -> list[float]:
-    """Of each number the least that a rank has. All must choose alike: a layer that one recomputes gathers
-    its weights once more, where they are split, and another rank that does not would never answer."""
+    """Of each number the least that a rank has."""
     return [min(each) for each in zip(*ranks.gathered(memory), strict=True)]
+
+
+def as_rank_0(chosen: Any) -> Any:
+    """What rank 0 has chosen, whose GPU may be another. All must choose alike: a layer that one recomputes
+    gathers its weights once more, where they are split, and a rank that does not would never answer."""
+    return ranks.from_main(lambda: chosen)
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
