@@ -109,3 +109,30 @@ def test_machines_that_are_launched_otherwise_are_told(launch, name, values, mon
     assert held[0] != held[1]
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/scratch")
     assert check.facts(loaded, setup) == held[1]
+
+
+def test_deepspeed_may_say_what_the_recipe_says(monkeypatch) -> None:
+    """As `accelerate config` writes it; another value is refused, and what was expected is said."""
+    loaded = recipe.load(QUICKSTART)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    for clipping in ("auto", "1.0"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", clipping)
+        check.against_launch(loaded)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    with pytest.raises(UserError, match=r"max_grad_norm decides.*\n.*0.5\n.*expected: +1\n"):
+        check.against_launch(loaded)
+
+
+def test_vllm_is_not_started_by_each_process(monkeypatch) -> None:
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    loaded = recipe.load(QUICKSTART, ["eval.engine=vllm", "eval.tasks=[arc_easy]"])
+    with pytest.raises(UserError, match="a launch of 2 would start it in each") as raised:
+        check.against_launch(loaded)
+    assert raised.value.code == 2
