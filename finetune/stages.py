@@ -104,7 +104,7 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
 
     Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every
     weight trains, autocast's copies of the linear layers'. Of each number that trains its gradient, the copy
-    of it that DDP sends, the optimizer's state and AdaLoRA's averages.
+    of it that DDP sends, DeepSpeed's in fp32, the optimizer's state and AdaLoRA's averages.
     """
     launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
     every = list(adapted.parameters())
@@ -121,6 +121,7 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     parts = launch.processes if launch.splitter else 1
     each = 4 + optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
     each += 4 if launch.processes > 1 and not launch.splitter else 0
+    each += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
     each += estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
     plain = hasattr(adapted, "peft_config") and setup.storage.value in hardware.STORED
     eager = launch_env.eager(plain=plain)

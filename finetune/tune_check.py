@@ -96,6 +96,9 @@ def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[s
         of_key = space.where.get(("space", key), "")
         if one.times is not None and not isinstance(own_value(recipe, one.times), int | float):
             what, fix = f"{one.times} has no number in the recipe to be multiplied", _likely(one.times)
+            kind, (section, _, name) = recipe.adapter.type, one.times.partition(".")
+            if section == "adapter" and fix.startswith("state") and not _has(kind, one.times):
+                fix = f"a space without it (--space): {kind} has no {name}; or adapter.type=lora"
             problem = Problem(what, key, space.where.get(("space", key, "times"), of_key), fix=fix)
             problems[str(problem)] = problem
             continue
@@ -105,7 +108,10 @@ def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[s
             if found and found.code == Exit.ENVIRONMENT and one.choices is not None:
                 lacking.setdefault(key, {})[text_of(value)] = "; ".join(p.what for p in found.problems)
             elif found:
-                problems |= {str(p): p for p in (_placed(p, at, of_key) for p in found.problems)}
+                placed = [_placed(p, at, of_key) for p in found.problems]
+                if one.times and own_value(recipe, one.times) is not None:
+                    placed = [_of_a_product(p, value, one.times, recipe) for p in placed]
+                problems |= {str(p): p for p in placed}
     if problems:
         raise UserError(*problems.values())
     return lacking
@@ -166,6 +172,13 @@ def _has(kind: Any, key: str) -> bool:
         return has_key(kind, key)
     except (KeyError, UserError):
         return False
+
+
+def _of_a_product(problem: Problem, value: Any, times: str, recipe: Recipe) -> Problem:
+    """A problem of what no one has written: it is drawn, times the recipe's own."""
+    product = f"{problem.found}: {value} times {times}, {own_value(recipe, times)}"
+    fix = problem.fix or f"another {times}, or a space (--space) with other values"
+    return dataclasses.replace(problem, found=product, fix=fix) if problem.found else problem
 
 
 def _placed(problem: Problem, at: str, of_key: str) -> Problem:

@@ -202,6 +202,9 @@ def test_bytes_of_what_trains_are_those_of_the_run() -> None:
         launch = replace(setup.launch, processes=gpus)
         real = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger())
         assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+    for precision, each in (("bf16", 28), ("no", 24)):  # and DeepSpeed's own in fp32
+        launch = replace(setup.launch, processes=2, splitter="DeepSpeed", precision=precision)
+        assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
     light = recipe.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
     assert stages.work_of(real, light, setup, 64, 0.0).each == 4 + 12
 

@@ -121,6 +121,21 @@ def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> N
     assert ":2:41" in problem.where and problem.fix == "adapter.r"
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["adapter.type=ia3"], "ia3 has no r; or adapter.type=lora"),
+        (["train.effective_batch_size=9"], "4.5 (a number): 0.5 times train.effective_batch_size, 9"),
+    ],
+)
+def test_what_the_shipped_space_multiplies_is_said(given: list[str], says: str) -> None:
+    shipped, loaded = tune_space.read(ROOT / "recipes" / "tune.yaml"), recipe.load(QUICKSTART, given)
+    with pytest.raises(UserError) as raised:
+        tune_check.corners(str(QUICKSTART), given, loaded, shipped)
+    (problem,) = raised.value.problems
+    assert says in str(problem) and problem.fix and "--space" in problem.fix
+
+
 def test_mistakes_of_the_file_and_of_its_values_are_said_together(tmp_path, capsys) -> None:
     (tmp_path / "space.yaml").write_text(
         "space:\n  adapter.lora_alpha: {times: adapter.r}\n  adapter.r: {low: 8, high: 4}\n"
