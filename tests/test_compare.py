@@ -72,7 +72,7 @@ def test_each_run_is_an_ordinary_one_and_the_winner_trains(done, train, capsys) 
     won, winner = load_recipe(done / "winner.yaml"), result["winner"]
     assert (won.adapter.type, won.train.seed) == (winner["type"], winner["seed"])
     assert won.train.learning_rate == result["types"][winner["type"]]["rate"]
-    again = train(recipe=done / "winner.yaml")
+    again = train("train.effective_batch_size=8", recipe=done / "winner.yaml")
     assert differences.weights(again, RunFolder(done / winner["run"])).rows == []
 
 

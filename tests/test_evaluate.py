@@ -31,7 +31,7 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
     assert worse["verdict"]["word"] == "worse" and worse["difference"]["loss"]["low"] > 0
     assert "worse: " in (run.path / "log.txt").read_text()
     losses = [row["tuned_loss"] for row in worse["worst"]]
-    assert losses == sorted(losses, reverse=True) and len(losses) == 12 and len(worse["samples"]) == 2
+    assert losses == sorted(losses, reverse=True) and len(losses) == 6 and len(worse["samples"]) == 2
     assert worse["worst"][0]["where"].rpartition(":")[2].isdigit()
 
     untrained = get_peft_model(evaluate.open_base(recipe.load(run.recipe)), LoraConfig(r=4))
@@ -130,7 +130,7 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     said = capsys.readouterr().out
     assert "is not what the run held out" in said
     assert all(f"{which}: loss and answers of 10 held-out rows ..." in said for which in ("tuned", "base"))
-    assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
+    assert moved.read("eval.json")["settings"]["rows"] == 6  # what the run held out stays its result
     assert moved.read("eval.other.json")["settings"]["rows"] == 10
 
 

@@ -83,5 +83,6 @@ def test_two_hosts_train_what_one_does(hosts, train, small, two_layers, tmp_path
         for process in started:
             process.kill()
     assert not any(process.returncode for process in started), "\n".join(said)
-    one = train("train.per_device_train_batch_size=4", "train.max_steps=4", name="one")
+    split = "train.effective_batch_size=8", "train.per_device_train_batch_size=4"
+    one = train(*split, "train.max_steps=4", name="one")
     two_ranks.compare(one, RunFolder(folder))
