@@ -130,7 +130,7 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     said = capsys.readouterr().out
     assert "is not what the run held out" in said
     assert all(f"{which}: loss and answers of 10 held-out rows ..." in said for which in ("tuned", "base"))
-    assert moved.read("eval.json")["settings"]["rows"] == 6  # what the run held out stays its result
+    assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
     assert moved.read("eval.other.json")["settings"]["rows"] == 10
 
 
