@@ -296,8 +296,7 @@ def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
     given = [*job.asked.overrides, *tune_space.overrides(values)]
     recipe = load_recipe(job.asked.path, given)
     every = tune_space.every(recipe, job.space.search, job.found.rows)
-    mine = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null", f"eval.every={every}"]
-    mine += ["eval.tasks=[]", "eval.general=false", "eval.answers=false", f"train.output_dir={folder}"]
+    mine = [*tune_space.IN_TRIALS, f"eval.every={every}", f"train.output_dir={folder}"]
     launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
     return [job.asked.path, *given, *mine, *launched]
 
