@@ -335,7 +335,7 @@ def beside(
     runs, before = list[dict[str, Any]](), list[dict[str, Any]]()
 
     def stacked() -> None:
-        if runs or bench.latest != key(current):  # else what ran last stands beside it already
+        if runs or bench.latest != key(current) or bench.of(current)[-1]["failed"]:  # else it ran just now
             measure(bench, *last, "again" if last[0] != "baseline" else "baseline", current)
         before.append(bench.of(current)[-1])
 
@@ -385,7 +385,7 @@ def collect(
     """The content of ladder.json."""
     base = measured.summary(bench.of(ladder.baseline(bench.ladder)))
     whole = measured.summary(bench.of(variant))
-    as_is = [run for run in bench.of(Variant(None, {})) if not run["failed"]]
+    as_is = bench.of(Variant(None, {}))
     first = bench.of(ladder.baseline(bench.ladder))[0]
     words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
     words += ["--ladder", str(bench.asked.ladder)] * (bench.asked.ladder != default_ladder())
@@ -406,7 +406,7 @@ def collect(
         "rate": bench.rate,
         "noise": bench.scale.noise,
         "baseline": base,
-        "as_is": measured.summary(as_is) if as_is else None,
+        "as_is": None if all(run["failed"] for run in as_is) else measured.summary(as_is),
         "stack": whole | {"rungs": kept, "mixed_precision": variant.mixed_precision},
         "speedup": whole[bench.rate] / base[bench.rate],
         "rungs": rows,

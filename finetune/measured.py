@@ -303,7 +303,8 @@ def dates(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over repeats; the losses of the first, which has the held-out rows."""
+    """Medians over repeats that did not fail; the losses of the first, which has the held-out rows."""
+    runs = [run for run in runs if not run["failed"]]
     found = {
         k: statistics.median(run[k] for run in runs)
         for k in ("tokens_per_second", "step_seconds", "first_step_seconds", "memory_gib")
