@@ -125,7 +125,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     hold(asked, values_of(own))
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     place = asked.folder / stem(asked)
-    bench.held_out = measured.cut_held_out(own.data.validation, place, steps.measure.held_out_rows)
+    few = steps.measure.held_out_rows
+    bench.held_out = measured.cut_held_out(own.data.validation, place, few, bench.screen)
     bench.short = measured.length(steps.measure.steps, steps.measure.warm_up, own.adapter)
     bench.screen.say(*[f"note: in runs {one}" for one in bench.short if one.startswith("adapter.")])
     started, rows = time.monotonic(), begin(bench)
@@ -386,7 +387,6 @@ def collect(
     base = measured.summary(bench.of(ladder.baseline(bench.ladder)))
     whole = measured.summary(bench.of(variant))
     as_is = bench.of(Variant(None, {}))
-    first = bench.of(ladder.baseline(bench.ladder))[0]
     words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
     words += ["--ladder", str(bench.asked.ladder)] * (bench.asked.ladder != default_ladder())
     sources = {}
@@ -400,7 +400,7 @@ def collect(
         "values": values_of(load_recipe(bench.asked.path, bench.asked.overrides)),
         "command": shlex.join(words),
         "date": measured.dates([run for group in bench.groups.values() for run in group]),
-        "machine": first["machine"],
+        "machine": bench.of(ladder.baseline(bench.ladder))[0]["machine"],
         "measure": bench.ladder.measure.model_dump(),
         "seconds": seconds + bench.kept_seconds,
         "rate": bench.rate,
