@@ -134,7 +134,7 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[lis
     Raises:
         UserError: a run fails (5).
     """
-    held_out = measured.cut_held_out(base.data.validation, place, HELD_OUT_ROWS)
+    held_out = measured.cut_held_out(base.data.validation, place, HELD_OUT_ROWS, screen)
     cpu = hardware.detect().device == "cpu"
     sides: list[list[dict[str, Any]]] = [[], []]
     first: dict[str, str] = {}

@@ -125,7 +125,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     hold(asked, values_of(own))
     bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     place = asked.folder / stem(asked)
-    bench.held_out = measured.cut_held_out(own.data.validation, place, steps.measure.held_out_rows)
+    few = steps.measure.held_out_rows
+    bench.held_out = measured.cut_held_out(own.data.validation, place, few, bench.screen)
     bench.short = measured.length(steps.measure.steps, steps.measure.warm_up, own.adapter)
     bench.screen.say(*[f"note: in runs {one}" for one in bench.short if one.startswith("adapter.")])
     started, rows = time.monotonic(), begin(bench)
@@ -335,7 +336,7 @@ def beside(
     runs, before = list[dict[str, Any]](), list[dict[str, Any]]()
 
     def stacked() -> None:
-        if runs or bench.latest != key(current):  # else what ran last stands beside it already
+        if runs or bench.latest != key(current) or bench.of(current)[-1]["failed"]:  # else it ran just now
             measure(bench, *last, "again" if last[0] != "baseline" else "baseline", current)
         before.append(bench.of(current)[-1])
 
@@ -385,8 +386,7 @@ def collect(
     """The content of ladder.json."""
     base = measured.summary(bench.of(ladder.baseline(bench.ladder)))
     whole = measured.summary(bench.of(variant))
-    as_is = [run for run in bench.of(Variant(None, {})) if not run["failed"]]
-    first = bench.of(ladder.baseline(bench.ladder))[0]
+    as_is = bench.of(Variant(None, {}))
     words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
     words += ["--ladder", str(bench.asked.ladder)] * (bench.asked.ladder != default_ladder())
     sources = {}
@@ -400,13 +400,13 @@ def collect(
         "values": values_of(load_recipe(bench.asked.path, bench.asked.overrides)),
         "command": shlex.join(words),
         "date": measured.dates([run for group in bench.groups.values() for run in group]),
-        "machine": first["machine"],
+        "machine": bench.of(ladder.baseline(bench.ladder))[0]["machine"],
         "measure": bench.ladder.measure.model_dump(),
         "seconds": seconds + bench.kept_seconds,
         "rate": bench.rate,
         "noise": bench.scale.noise,
         "baseline": base,
-        "as_is": measured.summary(as_is) if as_is else None,
+        "as_is": None if all(run["failed"] for run in as_is) else measured.summary(as_is),
         "stack": whole | {"rungs": kept, "mixed_precision": variant.mixed_precision},
         "speedup": whole[bench.rate] / base[bench.rate],
         "rungs": rows,

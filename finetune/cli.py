@@ -346,9 +346,8 @@ def recipes(options: argparse.Namespace) -> None:
     from finetune import given, shipped
 
     if options.name is None and options.copy is None:
-        for name, path in shipped.recipes().items():
-            print(f"{name:<24} {shipped.purpose(path)}")
-        print("\ncopy one to change it: finetune recipes NAME --copy .")
+        listed = [f"{name:<24} {shipped.purpose(path)}" for name, path in shipped.recipes().items()]
+        given.show("\n".join([*listed, "", "copy one to change it: finetune recipes NAME --copy ."]))
     elif options.name is None or options.copy is None:
         fix = f"finetune recipes {options.name or 'NAME'} --copy {options.copy or '.'}"
         raise UserError(Problem("say which recipe to copy, and where", fix=fix))

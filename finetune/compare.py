@@ -333,7 +333,9 @@ def within(budget: float, jobs: list[Job], asked: Asked, screen: Screen) -> tupl
     kept = asked.folder / "budget.json"
     known = ranks.from_main(lambda: place.read(kept.name) if kept.exists() else {})
     if any(known.get(key) != value for key, value in question.items()):
-        known = question | measure(budget, jobs, asked, screen)
+        known = {}
+    if not known or known["failed"]:  # what made a type fail may be gone
+        known = question | measure(budget, jobs, asked, screen, known)
         if PartialState().is_main_process:
             place.write("budget.json", known)
     steps, failed = known["steps"], known["failed"]
@@ -343,15 +345,22 @@ def within(budget: float, jobs: list[Job], asked: Asked, screen: Screen) -> tupl
     return runs, {job.name: failed[job.entrant.type] for job in runs if job.entrant.type in failed}
 
 
-def measure(budget: float, jobs: list[Job], asked: Asked, screen: Screen) -> dict[str, Any]:
+def measure(
+    budget: float, jobs: list[Job], asked: Asked, screen: Screen, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Steps of each type, from a few of its steps; what a run takes besides is taken from the first such run.
+
+    Args:
+        known: what was found before. Types that failed then are timed anew, and have the others' time: the
+            steps of those stay, and their runs.
 
     Raises:
         UserError: there is no time for FEWEST_STEPS of each type (exit 2).
     """
-    started, besides, seconds, failed = time.monotonic(), None, {}, {}
-    place = asked.folder / ".pilot"
-    for job in [job for job in jobs if job.seed == jobs[0].seed]:
+    started, known, failed = time.monotonic(), known or {}, {}
+    kept, seconds = known.get("steps", {}), dict(known.get("step_seconds", {}))
+    besides, place = known.get("besides_seconds"), asked.folder / ".pilot"
+    for job in [job for job in jobs if job.seed == jobs[0].seed and job.entrant.type not in kept]:
         screen.say(f"timing {PILOT_STEPS} steps of {job.entrant.type}")
         clear(place)
         overrides = [*asked.overrides, *setting(job.entrant, job.seed, place), "train.warmup_steps=0"]
@@ -373,6 +382,7 @@ def measure(budget: float, jobs: list[Job], asked: Asked, screen: Screen) -> dic
     runs = sum(job.entrant.type in seconds for job in jobs)
     slowest = max(seconds.values(), default=0.0)
     share = (budget - spent) / max(runs, 1) - (besides or 0.0)
+    share = max((count * seconds[kind] for kind, count in kept.items()), default=share)
     if runs and share < FEWEST_STEPS * slowest:
         least = spent + runs * ((besides or 0.0) + FEWEST_STEPS * slowest)
         what = f"too short for {runs} runs of {FEWEST_STEPS} steps, each with its evaluation"
@@ -381,5 +391,5 @@ def measure(budget: float, jobs: list[Job], asked: Asked, screen: Screen) -> dic
                 what, where="--budget", found=f"{budget:.0f}s", expected=f"{math.ceil(least / 60)}m or more"
             )
         )
-    steps = {kind: int(share / each) for kind, each in seconds.items()}
+    steps = {kind: kept.get(kind) or int(share / each) for kind, each in seconds.items()}
     return {"steps": steps, "step_seconds": seconds, "besides_seconds": besides, "failed": failed}

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,3 +65,11 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
         raise UserError(problem) from error
+
+
+def show(text: str) -> None:
+    """Print what may be read in part, as by `| head`: what nobody reads is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end

@@ -35,6 +35,7 @@ from finetune.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from finetune.screen import Screen
     from finetune.sections import Adapter, Data, Model, Train
 
 MARK = "ablate.json"
@@ -128,18 +129,23 @@ def _content(path: Path, changed: int, size: int) -> str:
     return hub.sha256(path)
 
 
-def cut_held_out(path: str | None, place: Path, rows: int) -> str | None:
-    """The first held-out rows, as a file of their own; of a file of lines only.
+def cut_held_out(name: str | None, place: Path, rows: int, screen: Screen) -> str | None:
+    """The first held-out rows, as a file of their own; of files of lines only, which is said of others.
 
     Raises:
-        UserError: `place` can't be made (exit 2).
+        UserError: `place` can't be made, or there is no such file (exit 2).
     """
     with writing(place):
         place.mkdir(parents=True, exist_ok=True)
-    if path is None or not rows or Path(path).suffix != ".jsonl":
+    if name is None or not rows:
         return None
-    with Path(path).open(encoding="utf-8") as file:
-        lines = [line.rstrip("\n") for line in itertools.islice(file, rows)]
+    paths = load.files(name, "data.validation") or []
+    if not paths or any(path.suffix != ".jsonl" for path in paths):
+        screen.say(f"note: verdicts go by the training loss: data.validation is not .jsonl: {name}")
+        return None
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open(encoding="utf-8")) for path in paths]
+        lines = [line.rstrip("\n") for line in itertools.islice(itertools.chain(*files), rows)]
     (place / "held_out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(place / "held_out.jsonl")
 
@@ -198,7 +204,7 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool,
     Path(log).touch()
     try:
         line.send((words, log, environment))
-        if more and gpu and (os.cpu_count() or 1) >= CORES:
+        if more and gpu and cores() >= CORES:
             _waiting.append(_begin(os.devnull, gpu, cpu=cpu))
         process.join()
     except KeyboardInterrupt:
@@ -206,6 +212,11 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool,
             trial.end(process)
         raise
     return process.exitcode
+
+
+def cores() -> int:
+    """That this process may run on, of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _begin(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[Any, Any]:
@@ -272,13 +283,12 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
         for key in ("tokens_per_second", "step_seconds", "mfu")
     }
-    taken = [line["cpu_seconds"] for line in lines] if "cpu_seconds" in lines[0] else []
-    spent = (
-        statistics.median(b - a for a, b in zip(taken[warm_up - 1 :], taken[warm_up:], strict=False))
-        if taken
-        else None
-    )
-    tokens = lines[-1]["tokens"] / len(lines)
+    each = itertools.pairwise(lines[max(0, warm_up - 1) :] if "cpu_seconds" in lines[0] else [])
+    rates = [
+        (b["tokens"] - a["tokens"]) / (b["cpu_seconds"] - a["cpu_seconds"])
+        for a, b in each
+        if b["cpu_seconds"] > a["cpu_seconds"]
+    ]
     held = "gpu_memory_gib" if lines[0]["gpu_memory_gib"] is not None else "host_memory_gib"
     return {
         "run": str(folder),
@@ -289,8 +299,8 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         "memory_gib": max(line[held] for line in lines),
         "losses": [line["loss"] for line in lines],
         "held_out": evaluation(place).get("tuned", {}).get("loss"),
-        "tokens": tokens,
-        "tokens_per_cpu_second": tokens / spent if spent else None,
+        "tokens": lines[-1]["tokens"] / len(lines),
+        "tokens_per_cpu_second": statistics.median(rates) if rates else None,
         "seconds": mark["seconds"],
         "machine": machine(place),
     }
@@ -303,7 +313,8 @@ def dates(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over repeats; the losses of the first, which has the held-out rows."""
+    """Medians over repeats that did not fail; the losses of the first, which has the held-out rows."""
+    runs = [run for run in runs if not run["failed"]]
     found = {
         k: statistics.median(run[k] for run in runs)
         for k in ("tokens_per_second", "step_seconds", "first_step_seconds", "memory_gib")

@@ -40,7 +40,7 @@ from finetune import (
     recipe,
     train,
 )
-from finetune.errors import Problem, UserError
+from finetune.errors import Problem, Stopped, UserError
 from finetune.scoring import memory_errors
 from finetune.screen import Screen
 
@@ -210,6 +210,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
 
     Raises:
         UserError: what `finetune train` would refuse.
+        Stopped: told to end; nothing is kept.
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -221,6 +222,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
         "train.max_steps": STEPS,
         "train.warmup_steps": 0,
         "train.report_to": "none",
+        "train.save_strategy": "no",
     }
     cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}  # else it would count as a wait
     cut |= {"eval.every": "null", "eval.patience": "null", "eval.best": "loss", "publish.repo": "null"}
@@ -234,6 +236,9 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
         short = recipe.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
         with contextlib.suppress(Traced):
             train.run(short, quiet=True, watchers=[*watchers, trace])
+    except Stopped as stopped:
+        by = str(stopped).partition(";")[0]
+        raise Stopped(f"{by}; nothing of a profile is kept: the same command begins again") from None
     finally:
         shutil.rmtree(temporary)
     assert trace.profiler is not None

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.tune_space import TYPE, every, multiplied, text_of
+from finetune.tune_space import IN_TRIALS, TYPE, every, grid, multiplied, text_of
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
-    from finetune.tune_space import Space
+    from finetune.tune_space import Parameter, Space
 
 
 def sweep(
@@ -31,24 +31,12 @@ def sweep(
         if one.times not in (None, key):
             notes.append(f"{key}: a sweep can't multiply by {one.times}; it stays as the recipe has it")
             continue
-        values = [multiplied(key, value, one, {}, recipe) for value, _ in one.corners]
-        if one.choices is not None:
-            parameters[key] = {"values": [text_of(v) if isinstance(v, list | dict) else v for v in values]}
-            continue
-        whole, names = all(isinstance(value, int) for value in values), {True: "q_log_uniform_values"}
-        kind = names.get(whole, "log_uniform_values") if one.log else "int_uniform" if whole else "uniform"
-        stepped = one.step is not None and not one.log
-        kind = "q_uniform" if stepped else kind
-        parameters[key] = {"distribution": kind, "min": values[0], "max": values[1]}
-        parameters[key] |= {"q": one.step} if stepped else {}
+        parameters[key] = distribution(key, one, recipe)
     if TYPE in parameters and any(key.startswith("adapter.") for key in parameters if key != TYPE):
         notes.append("a sweep draws all keys for all types; what a type has not is left out by the run")
     best = recipe.eval.best
-    fixed = [
-        f"eval.every={every(recipe, space.search, rows)}",
-        "train.report_to=wandb",
-        "speed.compile=false",
-    ]
+    fixed = [*IN_TRIALS, f"eval.every={every(recipe, space.search, rows)}", "train.report_to=wandb"]
+    fixed.append("train.output_dir=null")  # each run a folder of its own
     command = ["finetune", "train", path, *given, *fixed]
     content: dict[str, Any] = {
         "method": {"tpe": "bayes", "random": "random"}[space.search.sampler],
@@ -63,3 +51,19 @@ def sweep(
     head = f"# {space.path.name} as a W&B sweep, made by `finetune tune --export-wandb`: wandb sweep FILE\n"
     head += "".join(f"# {note}\n" for note in notes)
     return head + yaml.safe_dump(content, sort_keys=False, width=110), notes
+
+
+def distribution(key: str, one: Parameter, recipe: Recipe) -> dict[str, Any]:
+    """What a sweep draws a key from: no other values than a study's.
+
+    Those of steps, and multiples of whole numbers, are listed: a sweep counts its steps from 0, in ones.
+    """
+    listed = grid(one)
+    if listed is not None and (one.choices is not None or one.step is not None or one.times is not None):
+        values = [multiplied(key, value, one, {}, recipe) for value in listed]
+        return {"values": [text_of(v) if isinstance(v, list | dict) else v for v in values]}
+    low, high = (multiplied(key, value, one, {}, recipe) for value, _ in one.corners)
+    kind = "log_uniform_values" if one.log else "int_uniform" if one.whole else "uniform"
+    stepped = one.whole and one.log
+    found = {"distribution": f"q_{kind}" if stepped else kind, "min": low, "max": high}
+    return found | ({"q": multiplied(key, 1, one, {}, recipe)} if stepped else {})

@@ -34,6 +34,7 @@ from finetune.screen import Screen, quieten_libraries
 
 if TYPE_CHECKING:
     from optuna.study import Study
+    from optuna.trial import FrozenTrial
 
     from finetune.recipe import Recipe
     from finetune.tune_space import Space
@@ -216,7 +217,7 @@ def introduce(job: Job) -> None:
     what = {"loss": "held-out loss", "exact_match": "exact match"}[best]
     screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
     if known:
-        count = sum(one.state.is_finished() and not storage.is_lost(one) for one in known)
+        count = sum(one.state.is_finished() for one in counted(study))
         screen.say(f"going on with {storage.shown(asked.url)}; finished trials: {count}", "")
 
 
@@ -231,9 +232,14 @@ def begin_another(job: Job) -> bool:
         return False
     for number in storage.take_over(job.study):
         job.screen.say(f"trial {number} was running when its worker ended: it is run again")
-    trials = job.study.get_trials(deepcopy=False)
-    waiting = any(one.state == TrialState.WAITING for one in trials)
-    return waiting or sum(not storage.is_lost(one) for one in trials) < job.most
+    trials = counted(job.study)
+    return any(one.state == TrialState.WAITING for one in trials) or len(trials) < job.most
+
+
+def counted(study: Study) -> list[FrozenTrial]:
+    """The trials that count: not those that were lost, and are run again, nor those asked for by mistake."""
+    every = study.get_trials(deepcopy=False)
+    return [one for one in every if not (storage.is_lost(one) or tune_report.is_surplus(one))]
 
 
 def hopeless(job: Job) -> bool:
@@ -257,10 +263,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     """Draw a trial's values, run it, and tell the study how it ended."""
     study, asked = job.study, job.asked
     storage.describe(drawn)
-    before = [
-        t for t in study.get_trials(deepcopy=False) if t.number <= drawn.number and not storage.is_lost(t)
-    ]
-    if len(before) > job.most:  # two workers asked for the last one
+    if sum(one.number <= drawn.number for one in counted(study)) > job.most:  # two asked for the last one
         drawn.set_user_attr("reason", tune_report.SURPLUS)
         storage.tell(study, drawn, None, TrialState.FAIL)
         return
@@ -293,8 +296,7 @@ def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
     given = [*job.asked.overrides, *tune_space.overrides(values)]
     recipe = load_recipe(job.asked.path, given)
     every = tune_space.every(recipe, job.space.search, job.found.rows)
-    mine = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null", f"eval.every={every}"]
-    mine += ["eval.tasks=[]", "eval.general=false", "eval.answers=false", f"train.output_dir={folder}"]
+    mine = [*tune_space.IN_TRIALS, f"eval.every={every}", f"train.output_dir={folder}"]
     launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
     return [job.asked.path, *given, *mine, *launched]
 
@@ -341,7 +343,7 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
         storage.take_over(study)
         job.screen.say(f"trial {number}: {ended.reason}; it is run again later")
         return
-    done = sum(t.state.is_finished() and not storage.is_lost(t) for t in study.get_trials(deepcopy=False))
+    done = sum(one.state.is_finished() for one in counted(study))
     of = f"/{job.most:.0f}" if job.most != float("inf") else ""
     head = f"{done}{of}  trial {number}:"
     if ended.value is None:
@@ -355,14 +357,33 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
 def final(asked: Asked) -> None:
     """Train the best recipe whole: compiled and evaluated on all that the recipe names, as often as a trial.
 
+    A signal is handed on, and what the run then saves is waited for; it ends with this process.
+
     Raises:
         UserError: it did not work, with its own exit code.
+        Stopped: told to end; the same command goes on.
     """
     best, folder = asked.folder / tune_report.BEST, asked.folder / "final"
     words = ["train", str(best), f"train.output_dir={folder}", "--resume=auto"]
     words += ["--accelerate", asked.accelerate] if asked.accelerate else []
-    code = subprocess.run([sys.executable, "-m", "finetune", *words], check=False).returncode
+    running, told = list[subprocess.Popen[bytes]](), list[str]()
+
+    def heard(name: str) -> None:
+        told.append(name)
+        os.write(2, f"\n{name}: the final run saves and ends; once more: at once\n".encode())
+        for process in running:
+            process.terminate()
+
+    with signals.listening(heard):
+        command = [sys.executable, "-m", "finetune", *words]
+        running.append(subprocess.Popen(command, start_new_session=True, preexec_fn=trial.tie))
+        if told:  # while it was started
+            running[0].terminate()
+        code = running[0].wait()
+    fix = shlex.join(["finetune", *words])
+    if code == Exit.STOPPED or (told and code < 0):
+        by = f" by {told[0]}" if told else ""
+        raise Stopped(f"the final run was stopped{by}; the same command again goes on, and so does: {fix}")
     if code:
-        fix = shlex.join(["finetune", *words])
         problem = Problem("the final run did not end well", found=f"exit {code}", fix=fix)
         raise UserError(problem, code=Exit.of(code))

@@ -55,7 +55,12 @@ def trials(study: Study) -> list[dict[str, Any]]:
     """A row for each trial, in their order; those that were asked for by mistake are left out."""
     every = study.get_trials(deepcopy=False)
     again = {one.user_attrs["again"]: one.number for one in every if "again" in one.user_attrs}
-    return [_row(one, again) for one in every if one.user_attrs.get("reason") != SURPLUS]
+    return [_row(one, again) for one in every if not is_surplus(one)]
+
+
+def is_surplus(one: FrozenTrial) -> bool:
+    """Whether two workers asked for the last trial at once, and this one was not run."""
+    return one.user_attrs.get("reason") == SURPLUS
 
 
 def _row(one: FrozenTrial, again: dict[int, int]) -> dict[str, Any]:

@@ -34,6 +34,9 @@ REFUSED = {  # keys, or sections, that a search can't change
     **ladder.FIXED,
     "speed.compile": "off in trials, and as the recipe has it in the final run",
 }
+# What a trial is not made for, whatever the recipe says: after what the user gave, in a sweep too
+IN_TRIALS = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null"]
+IN_TRIALS += ["eval.tasks=[]", "eval.general=false", "eval.answers=false"]
 WHOLE = 1e-8  # how far from a whole number a count of steps may be
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 
@@ -244,6 +247,18 @@ def multiplied(key: str, drawn: Any, parameter: Parameter, values: dict[str, Any
     base = own_value(recipe, parameter.times) if base is None else base
     product = drawn * base
     return int(product) if isinstance(base, int) and float(product).is_integer() else product
+
+
+def grid(one: Parameter) -> list[Any] | None:
+    """All that can be drawn, before `times`; `None`: any number of a range, or of a log scale."""
+    if one.choices is not None:
+        return one.choices
+    step = one.step or (1 if one.whole else None)
+    if step is None or one.log:
+        return None
+    assert one.low is not None and one.high is not None
+    places = range(round((one.high - one.low) / step) + 1)
+    return [one.low + at * step if one.whole else min(float(one.low + at * step), one.high) for at in places]
 
 
 def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()) -> dict[str, Any]:

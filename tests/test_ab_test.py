@@ -89,7 +89,7 @@ def test_runs_of_an_ab_test_are_of_one_machine_and_model(tmp_path) -> None:
 
 def test_a_lower_loss_is_no_failure() -> None:
     one = {"step_seconds": 1.0, "first_step_seconds": 1.0, "mfu": None, "memory_gib": 1.0, "losses": [1.0]}
-    one |= {"tokens_per_cpu_second": None}
+    one |= {"tokens_per_cpu_second": None, "failed": ""}
     sides = [
         measured.summary([one | {"tokens_per_second": rate, "held_out": loss}])
         for rate, loss in ((1.0, 1.0), (2.0, 0.5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import signal
@@ -19,8 +20,10 @@ import pytest
 from conftest import QUICKSTART, ROOT, module_of
 
 from finetune import ab_test, ablate_table, cli, ladder, launch_config, measured, plots, recipe
+from finetune.errors import UserError
 from finetune.hardware import Hardware
 from finetune.run_folder import RunFolder
+from finetune.screen import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -311,7 +314,7 @@ def test_an_optimised_recipe_is_held_to_its_promises(climbed: Climbed, tmp_path,
     asked = ab_test.Asked(base, str(QUICKSTART), [*small], (None, None), tmp_path, 3, 1, 1)
     place = tmp_path / "ab" / "quickstart-against-quickstart"
     rows = Path(small[1].partition("=")[2])
-    measured.cut_held_out(str(rows), place, ab_test.HELD_OUT_ROWS)
+    measured.cut_held_out(str(rows), place, ab_test.HELD_OUT_ROWS, Screen(quiet=True))
     for side in (0, 1):
         job_of(climbed, asked, side, place)
     words = ["--baseline", base, "--optimized", str(QUICKSTART), "--output", str(tmp_path), *small]
@@ -351,8 +354,50 @@ def test_why_a_run_failed_is_its_log_s_last_error() -> None:
 def test_held_out_rows_are_cut_at_ends_of_lines_alone(tmp_path) -> None:
     rows = ['{"text": "a\u2028b"}', '{"text": "c"}', '{"text": "d"}']
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    kept = measured.cut_held_out(str(tmp_path / "rows.jsonl"), tmp_path, 2)
+    kept = measured.cut_held_out(str(tmp_path / "rows.jsonl"), tmp_path, 2, Screen(quiet=True))
     assert Path(str(kept)).read_text(encoding="utf-8") == "\n".join(rows[:2]) + "\n"
+
+
+def test_held_out_rows_are_those_of_all_files_that_are_named(tmp_path, capsys) -> None:
+    """A glob or a folder; of what is no lines it is said that it does not count."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    for name in (f"{tmp_path}/*.jsonl", str(tmp_path)):
+        kept = measured.cut_held_out(name, tmp_path / "out", 9, Screen(quiet=False))
+        assert Path(str(kept)).read_text() == '{"text": "a"}\n{"text": "b"}\n'
+    with pytest.raises(UserError, match="no such file"):
+        measured.cut_held_out(f"{tmp_path}/c*.jsonl", tmp_path / "out", 9, Screen(quiet=False))
+    assert capsys.readouterr().out == ""
+    (tmp_path / "c.csv").touch()
+    for name in (f"{tmp_path}/c.csv", "organisation/name"):
+        assert measured.cut_held_out(name, tmp_path / "out", 9, Screen(quiet=False)) is None
+        assert f"data.validation is not .jsonl: {name}" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_tokens_of_a_cpu_second_are_each_step_s_own(tmp_path) -> None:
+    """Steps have other numbers of tokens, the first one most of all."""
+    place, tokens, seconds = RunFolder(tmp_path), (100, 200, 400, 500), (50.0, 60.0, 80.0, 95.0)
+    place.write(measured.MARK, {"failed": "", "date": "2026-01-01", "seconds": 1.0})
+    one = {"loss": 1.0, "gpu_memory_gib": None, "host_memory_gib": 1.0, "mfu": None}
+    one |= {"tokens_per_second": 1.0, "step_seconds": 1.0}
+    lines = [
+        {"step": at, "tokens": have, "cpu_seconds": took, **one}
+        for at, (have, took) in enumerate(zip(tokens, seconds, strict=True), 1)
+    ]
+    place.write_text("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "machine", lambda _: {})
+        for warm_up in (0, 1):
+            found = measured.figures(tmp_path, warm_up)
+            assert (found["tokens_per_cpu_second"], found["tokens"]) == (10.0, 125.0)
+
+
+def test_cores_are_those_that_may_be_used(monkeypatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    assert measured.cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert measured.cores() == 64
 
 
 def test_bars_of_a_rung_that_was_not_stacked() -> None:

@@ -89,8 +89,8 @@ GAINS = {"data.padding_free": 1.5, "speed.loss": 1.3, "data.packing": 0.5, "spee
 GAINS |= {"speed.fused": 0.97, "train.adam_beta1": 1.25, "train.adam_beta2": 1.5}
 
 
-def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, monkeypatch) -> None:
-    """On a machine that slows down from run to run, by 1 %: on the stack gains are what they are."""
+def made_up(monkeypatch: pytest.MonkeyPatch, fails: str = "none") -> dict[Path, float]:
+    """Runs that are not made: the rates they will have, each 1 % below the last; one of them fails."""
     made, losses = dict[Path, float](), dict[Path, float]()
 
     def make(job: measured.Job, *, cpu: bool) -> bool:
@@ -102,11 +102,44 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
 
     def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         one, here = runs(1.0, loss=losses[folder])[0], f"1 x {hardware.detect().name}"
+        if fails in f"{folder.parent.name} {folder.name}":
+            return {"failed": "out of memory", "seconds": 1.0, "date": "2026-01-01"}
         one |= {"tokens_per_second": made[folder], "tokens_per_cpu_second": None, "tokens": 1000.0}
         return one | {"machine": {"hardware": here}, "seconds": 1.0, "date": "2026-01-01"}
 
     monkeypatch.setattr(measured, "make", make)
     monkeypatch.setattr(measured, "figures", figures)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fails", "status"),
+    [
+        ("baseline-2", ["error"] * 4),
+        ("a quickstart-again-3", ["kept", "error", "dropped", "kept"]),
+        ("again", ["kept", "error", "dropped", "error"]),
+        ("b quickstart-stacked-2", ["kept", "error", "dropped", "kept"]),
+    ],
+)
+def test_a_repeat_that_fails_leaves_a_ladder(fails: str, status: list[str], tmp_path, monkeypatch) -> None:
+    """Its rung's row says so; what stands beside the next one is run again."""
+    made_up(monkeypatch, fails)
+    (tmp_path / "ladder.yaml").write_text(LADDER.partition("  - {name: e")[0])
+    one = bench()
+    one.asked = one.asked._replace(folder=tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    one.ladder = ladder.read(tmp_path / "ladder.yaml")
+    rows = ablate.begin(one)
+    ablate.alone(one, rows)
+    found = ablate.collect(one, rows, *ablate.stack(one, rows), 1.0)
+    assert [row["status"] for row in rows] == status
+    assert next(row["why"] for row in rows if row["status"] == "error").endswith("out of memory")
+    assert found["speedup"] >= 1 and (tmp_path / "quickstart" / "ladder.json").exists()
+
+
+def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, monkeypatch) -> None:
+    """On a machine that slows down from run to run, by 1 %: on the stack gains are what they are."""
+    made = made_up(monkeypatch)
     (tmp_path / "ladder.yaml").write_text(LADDER)
     one = bench()
     one.ladder = ladder.read(tmp_path / "ladder.yaml")

@@ -1,5 +1,6 @@
 """The surface of the command line, and how fast it answers."""
 
+import os
 import subprocess
 import sys
 import time
@@ -98,6 +99,18 @@ def test_a_shipped_recipe_that_is_not_here_can_be_had(given, name, tmp_path, mon
     assert cli.main(["recipes", name, "--copy", "."]) == 0
     assert cli.main(["check", "my/absent.yaml"]) == 2
     assert "ships" not in capsys.readouterr().err
+
+
+def test_a_list_may_be_read_in_part() -> None:
+    """`finetune recipes | head -1`, and `| true`, which reads nothing."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "finetune", "recipes"]
+    for unbuffered in ({}, {"PYTHONUNBUFFERED": "1"}):
+        asked = {"stdout": writer, "env": os.environ | unbuffered, "cwd": ROOT}
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **asked)
+        assert (done.returncode, done.stderr) == (0, "")
+    os.close(writer)
 
 
 def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:

@@ -282,6 +282,34 @@ def test_a_budget_gives_each_type_the_same_time(run, short, tmp_path, monkeypatc
     assert "timing" not in said, "what was measured is kept"
 
 
+def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None:
+    """It has the time of the others, whose steps stay; those are not timed again."""
+    timed, fails = list[str](), True
+
+    def run_one(job: compare.Job) -> str:
+        timed.append(job.entrant.type)
+        if fails and job.entrant.type == "ia3":
+            return "out of memory"
+        job.folder.path.mkdir()
+        line = {"loss": 1, "step_seconds": 0.5 if job.entrant.type == "lora" else 1.0}
+        text = "".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, 9))
+        job.folder.write_text("metrics.jsonl", text)
+        job.folder.write(compare.MARK, {"seconds": 10.0})
+        return ""
+
+    monkeypatch.setattr(compare, "run_one", run_one)
+    asked = compare.Asked(str(QUICKSTART), [], ["lora", "ia3"], 1, 600.0, tmp_path)
+    jobs, screen = compare.plan(asked), compare.Screen(quiet=True)
+    runs, failed = compare.within(600.0, jobs, asked, screen)
+    assert failed == {"ia3-seed42": "out of memory"} and timed == ["lora", "ia3"]
+    fails = False
+    again, failed = compare.within(600.0, jobs, asked, screen)
+    assert failed == {} and timed == ["lora", "ia3", "ia3"] and again[0].identity == runs[0].identity
+    steps = [job.recipe.train.max_steps or 0 for job in again]
+    assert steps[1] == steps[0] // 2 > 500
+    assert compare.within(600.0, jobs, asked, screen)[1] == {} and len(timed) == 3
+
+
 def test_a_budget_that_is_too_short(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(compare, "PILOT_STEPS", 2)
     said = run(tmp_path / "c", "--adapters", "lora", "--seeds", "1", "--budget", "1s", code=2)

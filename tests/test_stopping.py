@@ -17,6 +17,7 @@ import pytest
 import torch
 import two_ranks
 from conftest import DATA, QUICKSTART, ROOT, metrics
+from transformers import TrainerCallback
 
 from finetune import (
     arguments,
@@ -24,6 +25,7 @@ from finetune import (
     cli,
     evaluate,
     hardware,
+    profile,
     prove,
     publish,
     recipe,
@@ -31,7 +33,7 @@ from finetune import (
     state,
     stopping,
 )
-from finetune.errors import UserError
+from finetune.errors import Stopped, UserError
 from finetune.sections import Train
 
 # A loader's worker that does not leave by itself, as one that waits for more to read
@@ -346,3 +348,16 @@ def test_a_loader_s_workers_end_with_the_training(train, monkeypatch) -> None:
     monkeypatch.setattr(evaluate, "release", watched)
     train("train.dataloader_num_workers=1", "train.dataloader_persistent_workers=true", "eval.samples=0")
     assert left and not any(left)
+
+
+def test_of_a_profile_that_is_stopped_nothing_is_kept(small, two_layers, tmp_path) -> None:
+    """What its run saves goes with it: the same command begins again."""
+
+    class Tells(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=2"]
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM.*; nothing of a profile is kept"):
+        profile.run(str(QUICKSTART), given, str(tmp_path), [Tells()])
+    assert list(tmp_path.iterdir()) == []

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -286,6 +287,28 @@ def test_a_broken_worker_ends_alone(tmp_path, monkeypatch) -> None:
         assert tune.begin_another(other), "one was not"
 
 
+def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
+    """Two workers asked for the last one; if the one that got it is killed, it is run again all the same."""
+    (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
+    space, whole = tune_space.read(tmp_path / "space.yaml"), recipe.load(QUICKSTART)
+    asked = tune.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 2, None, "")
+    looked, ran = tune_check.Looked(space, [], "cpu", {}, 96), list[str]()
+    complete = trial.Ended("complete", 1.0, "", 0.1, None)
+    monkeypatch.setattr(trial, "run", lambda _, folder, *__, **___: ran.append(folder.name) or complete)
+    with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
+        rest = whole, space, looked, study, Screen(quiet=True), math.inf, tune.Told(), list[Any]()
+        job = tune.Job(asked, *rest)
+        tune.one(job)
+        study.ask().set_user_attr("worker", f"{platform.node()} 1 0.00")  # of a process that is gone
+        tune.one(job)
+        for most in (2, 4):
+            job = tune.Job(asked._replace(trials=most), *rest)
+            while tune.begin_another(job):
+                tune.one(job)
+            assert len(ran) == most
+        assert [row["state"] for row in tune_report.trials(study)].count("complete") == 4
+
+
 def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
     """SIGTERM, again, and then it is killed."""
     monkeypatch.setattr(trial, "AGAIN_AFTER", 0.3)
@@ -296,6 +319,40 @@ def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
     trial.end(process)
     assert trial.code_of(process) == -signal.SIGKILL
     process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> None:
+    """Ctrl-C is for the study alone, which hands it on once and waits for what is saved; exit 75."""
+    saves = "import os, pathlib, signal, sys, time\n"
+    saves += f"here = pathlib.Path({str(tmp_path)!r})\n"
+    saves += "signal.signal(15, lambda *_: (time.sleep(1), (here / 'saved').touch(), os._exit(75)))\n"
+    saves += "(here / 'pid').write_text(str(os.getpid()))\n(here / 'runs').touch()\ntime.sleep(60)"
+    code = "import argparse, pathlib, subprocess, sys; from finetune import cli, tune\n"
+    code += f"sys.executable = {str(tmp_path / 'python')!r}\n"
+    code += (
+        f"asked = tune.Asked('a.yaml', [], pathlib.Path('s'), pathlib.Path({str(tmp_path)!r}), 1, None, '')\n"
+    )
+    code += "sys.exit(cli.guarded(lambda _: tune.final(asked), argparse.Namespace(debug=False)))"
+    (tmp_path / "saves.py").write_text(saves)
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/saves.py\n")
+    (tmp_path / "python").chmod(0o755)
+    command = [sys.executable, "-c", code]
+    ends: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    study = subprocess.Popen(command, start_new_session=True, **ends)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "runs").exists():
+        assert study.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    run = psutil.Process(int((tmp_path / "pid").read_text()))
+    os.killpg(study.pid, number)
+    said = study.communicate(timeout=30)[1]
+    while run.is_running() and run.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (tmp_path / "saved").exists()
+    if number != signal.SIGKILL:
+        assert study.returncode == Exit.STOPPED and "the same command again goes on" in said
 
 
 WAITS = {

@@ -274,13 +274,37 @@ def test_the_space_as_a_sweep(tmp_path, capsys) -> None:
     assert found["parameters"]["adapter.target_modules"]["values"] == ["all-linear", "[q_proj, v_proj]"]
     assert found["command"][:3] == ["finetune", "train", str(QUICKSTART)]
     assert "train.seed=7" in found["command"] and found["command"][-1] == "${args_no_hyphens}"
-    whole = space(
-        tmp_path,
-        "space: {adapter.r: {low: 4, high: 64, log: true}, train.max_steps: {low: 1, high: 9, step: 2}}",
-    )
-    text, _ = sweep.sweep(whole, recipe.load(QUICKSTART), str(QUICKSTART), [])
-    kinds = {key: one["distribution"] for key, one in yaml.safe_load(text)["parameters"].items()}
-    assert kinds == {"adapter.r": "q_log_uniform_values", "train.max_steps": "q_uniform"}
+    own = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null", "eval.tasks=[]"]
+    own += ["eval.general=false", "eval.answers=false", "train.output_dir=null"]
+    assert {*own} <= {*found["command"][found["command"].index("train.seed=7") :]}, "after what was given"
+
+
+def test_a_sweep_draws_what_a_study_can(tmp_path) -> None:
+    """Its own steps count from 0, and know nothing of what a value is multiplied by."""
+    text = """
+search: {sampler: random}
+space:
+  train.max_steps: {low: 1, high: 9, step: 2}
+  train.effective_batch_size: {low: 1, high: 4, times: train.effective_batch_size}
+  train.weight_decay: {low: 0.1, high: 0.7, step: 0.2}
+  train.learning_rate: {low: 0.5, high: 2, step: 0.5, times: train.learning_rate}
+  adapter.r: {low: 1, high: 4, log: true, times: adapter.r}
+  adapter.alpha: {low: 4, high: 64, log: true}
+  train.gradient_accumulation_steps: {low: 1, high: 9}
+"""
+    asked, own = space(tmp_path, text), recipe.load(QUICKSTART)
+    found = yaml.safe_load(sweep.sweep(asked, own, str(QUICKSTART), [])[0])["parameters"]
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    drawn = [tune_space.draw(study.ask(), asked, own) for _ in range(60)]
+    for key in list(asked.parameters)[:4]:
+        assert {*found[key]["values"]} == {one[key] for one in drawn}
+    assert found["train.max_steps"] == {"values": [1, 3, 5, 7, 9]}
+    rank, size = own.adapter.ours("r"), own.train.effective_batch_size
+    assert found["train.effective_batch_size"] == {"values": [size, 2 * size, 3 * size, 4 * size]}
+    steps = {"distribution": "q_log_uniform_values", "min": rank, "max": 4 * rank, "q": rank}
+    assert found["adapter.r"] == steps and {one["adapter.r"] % rank for one in drawn} == {0}
+    assert found["adapter.alpha"] == steps | {"min": 4, "max": 64, "q": 1}
+    assert found["train.gradient_accumulation_steps"] == {"distribution": "int_uniform", "min": 1, "max": 9}
 
 
 @pytest.mark.parametrize(
