@@ -29,6 +29,9 @@ OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can b
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
 _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
 _UNCODED = re.compile("embed|head|norm")  # in names of modules that the fp8 base leaves as they are
+# PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
+HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
+WITH_HEAD = "[embed_tokens, lm_head]"
 _CONFIG_OF = {"eva_config": "eva", "corda_config": "corda", "lora_ga_config": "lora_ga"}
 
 
@@ -210,10 +213,14 @@ def _rebasing(
 def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any) -> Found:
     """New tokens need rows that train."""
     saved = adapter.get("modules_to_save")
-    whole = isinstance(saved, list) and "embed_tokens" in saved
+    saved = saved if isinstance(saved, list) else []
+    whole = "embed_tokens" in saved
+    if added and whole and not ("lm_head" in saved or adapter.get("ensure_weight_tying")):
+        fix = WITH_HEAD + (", or ensure_weight_tying: true" if "ensure_weight_tying" in kind.keys else "")
+        return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
-    fix = "adapter.modules_to_save: [embed_tokens, lm_head], or adapter.type: lora"
+    fix = f"adapter.modules_to_save: {WITH_HEAD}, or adapter.type: lora"
     return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from finetune import adapter_init, adapter_source, adapter_types, modules, qat
+from finetune.adapter_conflicts import HEAD_STAYS, WITH_HEAD
 from finetune.adapter_types import Shapes
 from finetune.errors import Exit, Problem, UserError
 
@@ -129,16 +130,23 @@ def _freeze_towers(model: PreTrainedModel, ledger: Ledger) -> None:
 
 
 def _add_row_receipt(adapted: Any, added: Sequence[int], ledger: Ledger) -> None:
-    """Each new token's row trains: by itself, or in embeddings that train as a whole."""
-    config: Any = adapted.peft_config["default"]
-    rows = getattr(config, "trainable_token_indices", None) or []
-    ids = set(rows.get("embed_tokens", ())) if isinstance(rows, dict) else set(rows)
-    trained = set(trainable(adapted))
-    alone = any("trainable_tokens_delta" in name for name in trained)
-    whole = any("embed_tokens.modules_to_save" in name for name in trained)
-    count = len(added) if whole else len(ids & set(added)) if alone else 0
-    how = "rows of the embeddings with requires_grad"
-    ledger.add("model.add_tokens", f"{len(added)} rows train", f"{count} rows train", how)
+    """Each new token's row trains, in embeddings and head: by itself, or in what trains as a whole."""
+    count, heads = (
+        _rows_trained(module, added)
+        for module in (adapted.get_input_embeddings(), adapted.get_output_embeddings())
+    )
+    got = f"{count} rows train" + (f", and {heads} of the head" if heads != count else "")
+    how = "rows of the embeddings and of the head with requires_grad"
+    ledger.add("model.add_tokens", f"{len(added)} rows train", got, how)
+
+
+def _rows_trained(module: Any, added: Sequence[int]) -> int:
+    """How many of the new tokens' rows train in embeddings or a head, as PEFT has wrapped them."""
+    if rows := getattr(module, "token_adapter", None):
+        found = set(rows.token_indices["default"]) & set(added)
+        return len(found) if rows.trainable_tokens_delta["default"].requires_grad else 0
+    whole = getattr(module, "modules_to_save", None)
+    return len(added) if whole and whole["default"].weight.requires_grad else 0
 
 
 def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
@@ -263,11 +271,19 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> None:
-    """New tokens need rows that train: in the embeddings, and in the head if it has its own."""
-    if not added or "embed_tokens" in (config.modules_to_save or ()):
+    """New tokens need rows that train: in the embeddings, and in the head if it has its own.
+
+    Raises:
+        UserError: embeddings that train as a whole, and a head that stays as it is (exit 2).
+    """
+    saved, tied = config.modules_to_save or (), model.config.get_text_config().tie_word_embeddings
+    if added and "embed_tokens" in saved:
+        if "lm_head" in saved or (tied and getattr(config, "ensure_weight_tying", False)):
+            return
+        raise UserError(Problem(HEAD_STAYS, "adapter.modules_to_save", found=str(list(saved)), fix=WITH_HEAD))
+    if not added:
         return
     own = getattr(config, "trainable_token_indices", None) or []
-    tied = model.config.get_text_config().tie_word_embeddings
     asked = own if isinstance(own, dict) else {"embed_tokens": own} | ({} if tied else {"lm_head": own})
     rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
     config.trainable_token_indices = rows["embed_tokens"] if tied and len(rows) == 1 else rows

@@ -77,6 +77,8 @@ class Attends:
     dropout: float = 0.0
     special: str = ""
     """What a causal kernel does not compute: "attends in chunks"."""
+    lacks: tuple[str, ...] = ()
+    """What transformers' class of the model refuses of sdpa and flex_attention."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ class Rows:
 
 
 def read(config: Any) -> Attends:
-    """What a transformers config says of attention."""
-    config = config.get_text_config()
+    """What a transformers config and its model's class say of attention."""
+    lacks, config = _lacks(config), config.get_text_config()
     family = config.model_type
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -116,7 +118,17 @@ def read(config: Any) -> Attends:
         sinks=family in ("gpt_oss",),
         dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0),
         special=special,
+        lacks=lacks,
     )
+
+
+def _lacks(config: Any) -> tuple[str, ...]:
+    """What the class that a config is for refuses; nothing, where there is none: that does not load."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
+
+    made: Any = CLASSES.get(type(config), None)
+    supports = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    return tuple(name for name, flag in supports.items() if not getattr(made, flag, True))
 
 
 def choose(
@@ -138,7 +150,8 @@ def choose(
     if asked != "auto":
         found = obstacle(asked, hardware, dtype, attends, rows, installed=hardware.here)
         if found:
-            problem = Problem("can't be had here", "model.attention", found=found, fix="attention: auto")
+            fix = f"attention: {'eager' if asked in attends.lacks else 'auto'}"
+            problem = Problem("can't be had here", "model.attention", found=found, fix=fix)
             raise UserError(problem, code=Exit.ENVIRONMENT)
         return asked, "asked for"
     passed_over: list[str] = []
@@ -149,8 +162,7 @@ def choose(
         if not why_not:
             return name, _reason(name, hardware, rows, passed_over)
         passed_over.append(why_not)
-    masked = "eager" if attends.softcap or attends.sinks else "sdpa"
-    return masked, "auto: with a mask of every token against every other: " + "; ".join(passed_over)
+    return _masked(attends), "auto: with a mask of every token against every other: " + "; ".join(passed_over)
 
 
 def candidates(hardware: Hardware, rows: Rows) -> tuple[str, ...]:
@@ -163,12 +175,19 @@ def candidates(hardware: Hardware, rows: Rows) -> tuple[str, ...]:
     return (*fast, "varlen", "flash_attention_2", "sdpa", "flex_attention", "eager")
 
 
+def _masked(attends: Attends) -> str:
+    """What computes this model with a mask."""
+    return "eager" if attends.softcap or attends.sinks or "sdpa" in attends.lacks else "sdpa"
+
+
 def for_evaluation(asked: str, attends: Attends) -> tuple[str, str]:
     """An implementation that takes a mask, for rows padded on the left and for a cache of keys and values."""
     if asked == "eager":
         return "eager", "asked for"
     if attends.softcap or attends.sinks:
         return "eager", "evaluation: the only one that has this model's softcap or sinks and takes a mask"
+    if _masked(attends) == "eager":
+        return "eager", f"evaluation: transformers has no sdpa for {attends.family}"
     return "sdpa", "asked for" if asked == "sdpa" else "evaluation: takes padding on the left and a cache"
 
 
@@ -223,6 +242,8 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
         return f"{name} has no softcap, which {attends.family} needs"
     if attends.sinks and name != "flex_attention":
         return f"{name} has no attention sinks, which {attends.family} needs"
+    if name in attends.lacks:
+        return f"transformers has no {name} for {attends.family}"
     if attends.softcap and name == "flash_attention_4" and hardware.capability >= (10, 0):
         return f"{name} has a softcap on compute capability 9.0 alone"
     if attends.dropout and name != "sdpa":

@@ -91,7 +91,7 @@ def run(
             proof.refuse_lost(report, folder)
         report["bytes"] = size(source)
         if quantized:
-            report |= {"bytes_before": size(source), "not_quantized": quantize.KEPT}
+            report |= {"bytes_before": size(source)}
             report |= write_quantized(source, quantized, dtype, setup, trained_for, tokenizer, packed)
             logits, report["scores"]["quantized"] = proof.reopened(packed, setup, rows, score)
             report["against_tuned"] = proof.agreement(tuned, base, logits)
@@ -246,9 +246,10 @@ def write_quantized(
         small.save_pretrained(str(packed))
         tokenizer.save_pretrained(str(packed))
     _, storage = quantize.choose(kind, getattr(torch, dtype), setup.hardware, trained)
+    kept = quantize.kept(small, size(packed))
     del small
     evaluate.release()
-    return {"storage": storage, "layers": {"quantized": layers, "plain": plain}}
+    return {"storage": storage, "not_quantized": kept, "layers": {"quantized": layers, "plain": plain}}
 
 
 def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:

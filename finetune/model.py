@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import hub, launch_env, shapes, untrusted
+from finetune import hub, launch_env, modules, shapes, untrusted
 from finetune.adapter_types import QUANTISED
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.hardware import DTYPES, STORED
@@ -162,6 +162,10 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
             fp8_base.add_receipt(loaded, ledger)
         if setup.launch.sharded == "FSDP":
             fp8_base.pack(loaded)
+    elif ledger and setup.storage.value in QUANTISED and (stacked := modules.of_experts(loaded)):
+        sizes = f"{stacked / 2**20:.1f} of {loaded.get_memory_footprint() / 2**20:.1f} MiB"
+        said = f"of the base in {setup.storage.value} {sizes} stay as they are: experts are no linear layers"
+        ledger.notes.append(said)
     if not local_path(model.name):
         loaded.config._commit_hash = _commit(model)  # transformers no longer does (5.22)
     if model.add_tokens:

@@ -34,6 +34,12 @@ class Names(NamedTuple):
         return max(numbers, default=-1) + 1
 
 
+def of_experts(model: Any) -> int:
+    """Bytes of the experts' weights that stand in one parameter for all: no linear layers."""
+    named = model.named_parameters()
+    return sum(p.nbytes for name, p in named if p.dim() == 3 and ".experts." in name)
+
+
 def tensors(folder: Path) -> dict[str, list[int]]:
     """The shape of each tensor in a folder's safetensors files, by name.
 

@@ -1,7 +1,8 @@
 """Weights in 8 or 4 bits, by torchao through transformers: `finetune merge RUN --quantize int8|int4|fp8`.
 
-Every linear layer's weight is quantised but the output head's; the head, the embeddings and the norms keep
-the dtype they had, so a head that shares its weights with the embeddings still does.
+Every linear layer's weight is quantised but the output head's; the head, the embeddings, the norms and
+experts whose weights stand in one parameter keep the dtype they had, so a head that shares its weights with
+the embeddings still does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune import qat
+from finetune import modules, qat
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.upstream import installed
 
@@ -115,6 +116,17 @@ def left_out(model: torch.nn.Module) -> tuple[int, list[str]]:
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     plain = [name for name, m in linear.items() if not is_quantised(m.weight)]
     return len(linear) - len(plain), plain
+
+
+def kept(model: torch.nn.Module, size: int) -> str:
+    """What keeps the dtype it had.
+
+    Args:
+        size: bytes of all that is stored.
+    """
+    stacked = modules.of_experts(model)
+    share = f"{stacked / 1e6:.1f} MB, {stacked / size:.0%} of what is stored"
+    return KEPT + (f", experts ({share}: they are no linear layers)" if stacked else "")
 
 
 def is_quantised(weight: torch.Tensor) -> bool:

@@ -149,6 +149,30 @@ def test_a_type_that_can_t_train_rows_says_how_to(train, capsys) -> None:
     assert "modules_to_save: [embed_tokens, lm_head]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("base", "saved", "says"),
+    [
+        ("two_layers", ["[embed_tokens]"], "those of the output head do not"),
+        ("untied", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], "those of the output head do not"),
+        ("untied", ["[embed_tokens, lm_head]"], ""),
+        ("two_layers", ["[embed_tokens, lm_head]"], ""),
+        ("two_layers", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], ""),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:You have requested")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_new_rows_train_in_the_head_too_or_it_is_refused(base, saved, says, train, request, capsys) -> None:
+    whole, *more = saved
+    options = ("model.add_tokens=['<kind>']", f"adapter.modules_to_save={whole}", *more)
+    given = (*options, f"model.name={request.getfixturevalue(base)}", "train.max_steps=1")
+    if says:
+        train(*given, code=2)
+        assert says in (said := capsys.readouterr().err) and "[embed_tokens, lm_head]" in said
+        return
+    got = receipts(train(*given))
+    assert got["model.add_tokens"]["got"] == "1 rows train" and all(one["ok"] for one in got.values())
+
+
 def test_whole_modules_train_beside_the_adapter(train, untied) -> None:
     run = train(
         "adapter.modules_to_save=[lm_head]",

@@ -183,6 +183,28 @@ def test_configs_are_read_as_transformers_reads_them() -> None:
     assert of("llama", attention_dropout=0.1).dropout == 0.1
 
 
+def test_what_transformers_class_refuses_is_not_chosen() -> None:
+    """The model loads with what is chosen instead."""
+    for family, lacks, packed in (
+        ("granite_swa", ("sdpa",), "flex_attention"),
+        ("bloom", ("sdpa", "flex_attention"), "eager"),
+        ("llama", (), "varlen"),
+    ):
+        attends = read(AutoConfig.for_model(family))
+        assert attends.lacks == lacks
+        assert choose("auto", H200, "bfloat16", attends, PACKED)[0] == packed
+        for rows in (DENSE, PACKED, None):
+            name, why = choose("auto", CPU, "float32", attends, rows)
+            assert name == ("eager" if lacks else "sdpa")
+            assert (f"transformers has no sdpa for {family}" in why) == bool(lacks)
+            model = tiny(family)
+            model.set_attn_implementation(name)
+            assert model.config._attn_implementation == name
+        if lacks:
+            with pytest.raises(UserError, match="attention: eager"):
+                choose("sdpa", CPU, "float32", attends, DENSE)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_kernel_without_a_mask_trains_as_eager_does(family: str, packed: bool) -> None:

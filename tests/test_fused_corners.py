@@ -15,7 +15,7 @@ from test_fused import IDS, LINEAR, TYPES, adapted, ranked, step, worst
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.hardware import Hardware
+from finetune.hardware import Choice, Hardware
 from finetune.launch_env import sharded
 from finetune.receipts import Ledger
 from finetune.sections import Speed
@@ -60,6 +60,26 @@ def test_norms_are_made_anew_when_the_optimizer_says_so() -> None:
     with torch.no_grad():
         fused.norms.layers[1].lora_B["default"].weight[0] = math.nan
     assert math.isnan(fused.norms.error())
+
+
+def test_norms_follow_the_scaling() -> None:
+    fused, own = fused_and_not(TYPES["dora"]())
+    step(fused)
+    for model in (fused, own):
+        for module in model.modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(3.0)
+    (loss, gradients), (right, same) = step(fused), step(own)
+    assert abs(loss - right) < 1e-10 and worst(gradients, same) < 1e-8
+
+
+def test_an_mlp_of_experts_is_not_whole_where_what_they_share_is_fused() -> None:
+    sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    for family, extra in (("llama", {}), ("qwen2_moe", sizes)):
+        model = adapted(ranked(), family, **extra)
+        layers = decoder_layers(model)
+        _, whole = apply.add_fused(model, layers, Choice("on", "auto"), Ledger())
+        assert all(apply.fused_mlps(layer) for layer in layers) and whole == (family == "llama")
 
 
 def test_recomputed_layers_leave_nothing_behind() -> None:

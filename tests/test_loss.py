@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ FAMILIES = {
     "gemma4_text": {"head_dim": 8, "global_head_dim": 8},  # and of keys that layers share
     "granite": {"logits_scaling": 4.0},
     "cohere": {"logit_scale": 0.25},
+    "recurrent_gemma": {"logits_soft_cap": 3.0, "head_dim": 8},
 }
 
 
@@ -210,6 +212,43 @@ def test_a_head_it_does_not_fit_is_left_to_trl() -> None:
     assert "no plain linear layer (Sequential)" in head.head_obstacle(nested)
     half = LlamaForCausalLM(LlamaConfig(**SIZE)).requires_grad_(False).half()
     assert head.head_obstacle(half) == "the output head is in float16"
+
+
+ALONE = SimpleNamespace(
+    router_aux_loss_coef=0.0,
+    label_smoothing_factor=0,
+    loss_type="nll",
+    fp16=False,
+    parallelism_config=None,
+)
+
+
+def test_trl_s_head_is_proved_before_it_trains() -> None:
+    """It, too, multiplies the backbone's hidden states with the head, whatever the model does."""
+    odd = Doubled(LlamaConfig(**SIZE)).train()
+    for asked in ("auto", "trl"):
+        with pytest.raises(
+            UserError, match=r"(?s)TRL's fused head does not compute.*difference 0\.\d"
+        ) as raised:
+            head.choose(asked, odd, ALONE)
+        assert raised.value.code == 3 and "another base model" in str(raised.value)
+    assert odd.training and "forward" not in vars(odd)
+    capped = tiny("recurrent_gemma").float()
+    torch.nn.init.normal_(capped.get_output_embeddings().weight)
+    assert head.choose("auto", capped, ALONE).value == "chunked"
+    with pytest.raises(UserError, match=r"(?s)does not compute.*loss: auto"):
+        head.choose("trl", capped, ALONE)
+
+
+def test_where_trl_s_head_is_right_it_goes_on_and_where_there_is_none_it_ends() -> None:
+    projected = {"word_embed_proj_dim": 32, "ffn_dim": 64}
+    opt = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **SIZE, **projected))
+    chosen = head.choose("auto", opt, ALONE)
+    assert chosen.value == "trl" and "TRL's is this model's own" in chosen.reason
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **SIZE, **experts))
+    with pytest.raises(UserError, match=r"found: +AttributeError"):
+        head.choose("auto", whole, ALONE)
 
 
 def opened(base: Path, *overrides: str):

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MODEL
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import cli, evaluate, recipe
+from finetune import cli, evaluate, hardware, model, quantize, recipe
+from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
+from finetune.sections import Model
 
 RUNS: dict[str, Path] = {}
 UNEVALUATED = "data.validation=null"  # a third of a short run is its evaluation
@@ -209,6 +212,23 @@ def test_quantised_weights_are_measured_before_and_after(kind: str, error: float
     assert scores["tuned"] == folder.read("eval.json")["tuned"]
     assert scores["quantized"]["loss"] == pytest.approx(scores["merged"]["loss"], rel=0.05)
     assert set(left_behind(folder)) == {f"merged-{kind}", "merge.json"}
+
+
+def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
+    """Their weights stand in one parameter for all of a layer: neither torchao nor bitsandbytes takes it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 1, "vocab_size": 64, "num_local_experts": 4}
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **more))
+    made.to(torch.bfloat16).save_pretrained(tmp_path)
+    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="qlora")
+    small = quantize.load(tmp_path, "int8", torch.bfloat16, setup.hardware)
+    stacked = 4 * 3 * 64 * 64 * 2
+    said = quantize.kept(small, 2 * stacked)
+    assert said == f"{quantize.KEPT}, experts (0.1 MB, 50% of what is stored: they are no linear layers)"
+    assert quantize.kept(torch.nn.Linear(2, 2), 1) == quantize.KEPT
+    model.load(Model(name=str(tmp_path)), setup, "cpu", ledger := Ledger())
+    (note,) = ledger.notes
+    assert note.startswith("of the base in nf4 0.") and "experts are no linear layers" in note
 
 
 def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:

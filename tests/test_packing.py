@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import MODEL, metrics
-from plain_attention import by_document
+from plain_attention import by_document, tiny
 from transformers import AttentionInterface, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -57,6 +57,21 @@ def test_a_backend_that_leaks_is_refused() -> None:
     with pytest.raises(UserError, match="see each other with attention leaky") as raised:
         prove_apart(model, 64, "leaky", ledger)
     assert raised.value.code == 3 and not ledger.receipts[0].ok
+
+
+def test_experts_sums_go_by_how_many_tokens_they_get_which_is_no_leak() -> None:
+    """In fp32 another document moves gradients in their last bits; states that run on from it are refused."""
+    ledger = Ledger()
+    model = tiny("mixtral", num_local_experts=4)
+    model.set_attn_implementation("sdpa")
+    prove_apart(model, 64, "sdpa", ledger)
+    assert leaks(model, 64)[1].gradients > 0
+    scanning = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2}
+    jamba = tiny("jamba", use_mamba_kernels=False, **scanning)
+    jamba.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match="see each other") as raised:
+        prove_apart(jamba, 64, "sdpa", ledger)
+    assert "data.packing=false" in str(raised.value) and "attention=sdpa" not in str(raised.value)
 
 
 def documents(count: int = 12) -> list[dict[str, list[int]]]:

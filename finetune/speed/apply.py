@@ -139,7 +139,8 @@ def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str
 
 
 def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> tuple[Choice, bool]:
-    """Fuse, with a receipt; returns the choice with what was done, and whether every layer's MLP is fused.
+    """Fuse, with a receipt; returns the choice with what was done, and whether every layer's MLP is fused:
+    that of a layer with experts is not, if only what they share is.
 
     Raises:
         UserError: asked for, and no layer can be (exit 3).
@@ -155,7 +156,8 @@ def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> 
         raise UserError(Problem(what, "speed.fused", found=left, fix=fix), code=Exit.ENVIRONMENT)
     how = f"fast forwards on the live model, at most {made.worst:.1g} from the modules' own (relative)"
     ledger.add("speed.fused", "what can be fused", got, how, ok=True)
-    value, whole = "on" if made.served else "off", made.mlps == len(layers)
+    value = "on" if made.served else "off"
+    whole = made.mlps == len(layers) and not any(experts_of(layer) for layer in layers)
     return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}"), whole
 
 
@@ -220,6 +222,11 @@ def fused_mlps(layer: Any) -> list[Any]:
     """Gate and up of a decoder layer's fused MLPs."""
     fused = [m.finetune_fused for m in layer.modules() if hasattr(m, "finetune_fused")]
     return [parts[0] for parts in fused if len(parts) == 3]
+
+
+def experts_of(layer: Any) -> list[Any]:
+    """The experts of a decoder layer's MLP, whose weights stand in one parameter or in a list of modules."""
+    return [module for name, module in layer.named_modules() if name.endswith("experts")]
 
 
 def norms_of(layer: Any) -> list[Any]:

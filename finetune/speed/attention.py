@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from finetune.receipts import Ledger
 
-# A GPU may not add up in the same order twice: what is allowed there, relative. A leak moves both by 0.1 up.
-ALLOWED = {"cpu": (0.0, 0.0), "cuda": (1e-6, 1e-2)}
+# What is allowed, relative: a GPU may not add up in the same order twice, and experts take the tokens of both
+# documents in one product, whose sums go by their number. A leak moves both by 2e-3 up.
+ALLOWED = {"cpu": (1e-6, 1e-5), "cuda": (1e-6, 1e-2)}
 # Relative, of one layer's output by two kernels whose sums run in another order, in 16 bits or on fp8.
 # What computes something else - another scale, a token too many - moves it by more than 0.3.
 SAME = 0.03
@@ -65,7 +66,8 @@ def prove_apart(model: Any, tokens: int, attention: str, ledger: Ledger) -> None
     ledger.add("documents apart", "a change in one moves nothing in the other", got, how, ok=ok)
     if not ok:
         what = f"documents of a packed row see each other with attention {attention}"
-        fix = "model.attention=sdpa, or data.packing=false and data.padding_free=false"
+        fix = "" if attention == "sdpa" else "model.attention=sdpa, or "
+        fix += "data.packing=false and data.padding_free=false"
         raise UserError(Problem(what, "model.attention", found=got, fix=fix), code=Exit.ENVIRONMENT)
 
 

@@ -6,8 +6,8 @@ is factored, and so are the receipts' norms everywhere:
     ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (W A^T)_i + s^2 b_i (A A^T) b_i^T        for each output i
 
 ||W||^2 is summed once; W A^T is a thin product. Nothing of W's size is made either way. The norm carries no
-gradient (the paper's section 4.3), so it changes only when A or B does: it is made anew before a forward pass
-that finds them changed. PEFT makes B A and the norm in every pass, and an identity matrix to do so.
+gradient (the paper's section 4.3), so it changes only when A, B or s does: it is made anew before a forward
+pass that finds them changed. PEFT makes B A and the norm in every pass, and an identity matrix to do so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Norms:
         self.refreshed = 0
 
     def refresh(self, *, stepped: bool = False) -> None:
-        """Make the norms of layers whose A or B has changed.
+        """Make the norms of layers whose A, B or scaling has changed.
 
         Args:
             stepped: the optimizer has. Fused ones (torch's, bitsandbytes') do not count it as a new version
@@ -50,7 +50,7 @@ class Norms:
             if not (name := _active(layer)):
                 continue
             parts = (layer.lora_A[name].weight, layer.lora_B[name].weight)
-            state = tuple((part.data_ptr(), part._version) for part in parts)
+            state = (layer.scaling[name], *((part.data_ptr(), part._version) for part in parts))
             if stepped or state != self.seen[index]:
                 self.seen[index] = state
                 self.refreshed += 1

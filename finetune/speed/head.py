@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from trl.trainer.utils import add_fused_lm_head
 
 from finetune import launch_env
 from finetune.errors import Exit, Problem, UserError, first_line
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Relative difference of our logits and the model's own, by the dtype of the head
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+TRIED = 16  # tokens of the row on which TRL's loss is tried
 LOGIT_SPREAD = 20.0  # standard deviation of the logits that are tried: a softcap of 30 shows
 
 
@@ -57,17 +59,98 @@ def choose(asked: str, model: Any, arguments: Any) -> Choice:
     """`chunked` or `trl`, TRL's fused head; `auto` takes the first wherever it gives the same loss.
 
     Raises:
-        UserError: `chunked`, and it can't be had here (exit 3).
+        UserError: `chunked`, and it can't be had here; TRL's, and it is not this model's loss (exit 3).
     """
-    if asked == "trl":
-        return Choice("trl", "asked for")
     obstacle = run_obstacle(model, arguments) or head_obstacle(base_of(model))
+    if asked == "trl":
+        prove_fused(model, arguments, obstacle)
+        return Choice("trl", "asked for")
     if not obstacle:
         return Choice("chunked", "asked for" if asked == "chunked" else "auto: it is the model's own")
     if asked == "chunked":
         problem = Problem("can't be had here", "speed.loss", found=obstacle, fix="loss: auto")
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return Choice("trl", f"auto: {obstacle}")
+    return Choice("trl", f"auto: {obstacle}; {prove_fused(model, arguments, obstacle)}")
+
+
+def prove_fused(model: Any, arguments: Any, obstacle: str) -> str:
+    """That TRL's fused head gives the loss of the model's own logits, on a row of random tokens.
+
+    TRL, too, multiplies what `base_model` returns with the head, and knows some of the families' formulas.
+
+    Args:
+        obstacle: why ours can't be had; empty if it can.
+
+    Raises:
+        UserError: it gives another, or none (exit 3).
+    """
+    if is_deepspeed_zero3_enabled() or splits_rows(arguments):
+        return "TRL's is not tried on split weights"
+    problem = Problem("TRL's fused head does not compute this model's loss", "speed.loss")
+    fix = f"another base model, for ours can't be had: {obstacle}" if obstacle else "loss: auto"
+    try:
+        with trying(model):
+            wanted, got = own_losses(base_of(model)), fused_losses(base_of(model))
+    except Untried as error:
+        return f"TRL's could not be tried: {error}"
+    except Exception as error:  # whatever comes of a head that TRL does not know
+        problem = replace(problem, found=f"{type(error).__name__}: {first_line(error)}", fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    difference = float((got - wanted).norm() / wanted.norm())
+    if difference <= ROUNDING.get(base_of(model).get_output_embeddings().weight.dtype, 2e-2):
+        return f"TRL's is this model's own (relative difference {difference:.1g})"
+    found = f"relative difference {difference:.1g} on a row of random tokens"
+    raise UserError(replace(problem, found=found, fix=fix), code=Exit.ENVIRONMENT)
+
+
+class Untried(Exception):
+    """The model's own forward does not run here: there is nothing to compare with."""
+
+
+@contextlib.contextmanager
+def trying(model: Any) -> Iterator[None]:
+    """The model in evaluation and eager mode, and afterwards as it was, with its own forward."""
+    base, training = base_of(model), model.training
+    before, compiles = vars(base).get("forward"), base.config._attn_implementation == "flex_attention"
+    eager = contextlib.nullcontext() if compiles else torch.compiler.set_stance("force_eager")
+    model.eval()
+    try:
+        with torch.no_grad(), eager:
+            yield
+    finally:
+        model.train(training)
+        if "forward" in vars(base):
+            restore(base, before)
+
+
+def row_of(base: Any) -> Tensor:
+    """Random tokens, on the device of the model's embeddings."""
+    made = torch.Generator().manual_seed(0)
+    ids = torch.randint(base.config.get_text_config().vocab_size, (1, TRIED), generator=made)
+    return ids.to(base.get_input_embeddings().weight.device)
+
+
+def own_losses(base: Any) -> Tensor:
+    """Cross-entropy of each token, of the model's own logits."""
+    ids = row_of(base)
+    try:
+        logits = base(input_ids=ids, use_cache=False).logits[0, :-1].double()
+    except Exception as error:  # whatever a model's own forward raises is the reason
+        raise Untried(f"{type(error).__name__}: {first_line(error)}") from error
+    return torch.nn.functional.cross_entropy(logits, ids[0, 1:].to(logits.device), reduction="none")
+
+
+def fused_losses(base: Any) -> Tensor:
+    """The same as TRL computes it."""
+    ids = row_of(base)
+    add_fused_lm_head(base)
+    return -base(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0].double()
+
+
+def splits_rows(arguments: Any) -> bool:
+    """Whether a row is shared by several GPUs."""
+    kinds = ("TP", "CP", "SP")
+    return arguments.parallelism_config is not None or any(launch_env.parallel(kind) > 1 for kind in kinds)
 
 
 def run_obstacle(model: Any, arguments: Any) -> str:
@@ -84,8 +167,7 @@ def run_obstacle(model: Any, arguments: Any) -> str:
         "the experts' balance is part of the loss": hasattr(config, "output_router_logits") and coefficient,
         "fp16 rounds small probabilities to zero": arguments.fp16,
         "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
-        "tensor, context or sequence parallelism splits rows": arguments.parallelism_config is not None
-        or any(launch_env.parallel(kind) > 1 for kind in ("TP", "CP", "SP")),
+        "tensor, context or sequence parallelism splits rows": splits_rows(arguments),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), "")
 
@@ -162,7 +244,9 @@ def formula(config: Any) -> Formula:
     scaling = getattr(config, "logits_scaling", None)
     if scale is None and scaling is not None:  # Granite and MiniCPM3 divide by it
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
-    return Formula(1.0 if scale is None else scale, getattr(config, "final_logit_softcapping", None))
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap = next((value for name in caps if (value := getattr(config, name, None)) is not None), None)
+    return Formula(1.0 if scale is None else scale, cap)
 
 
 def scaled_bias(base: Any, scale: float) -> Tensor | None:
