@@ -100,7 +100,7 @@ def test_how_a_batch_is_split_does_not_matter(train, small, tmp_path) -> None:
     """
     lines = Path(small[0].partition("=")[2]).read_text().splitlines()[:21]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    given = [f"data.name={tmp_path / 'rows.jsonl'}", "train.max_steps=8"]
+    given = [f"data.name={tmp_path / 'rows.jsonl'}", "train.max_steps=8", "train.effective_batch_size=8"]
     whole = train(*given, "train.per_device_train_batch_size=8", name="whole")
     split = train(*given, "train.per_device_train_batch_size=2", name="split")
     apart = []
@@ -113,7 +113,7 @@ def test_how_a_batch_is_split_does_not_matter(train, small, tmp_path) -> None:
 def test_a_model_whose_own_loss_takes_no_count_is_never_rescaled(train, monkeypatch) -> None:
     """As those of images and text are: our loss and TRL's count the labels of a step themselves."""
     monkeypatch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)
-    whole = train("train.per_device_train_batch_size=8", name="whole")
+    whole = train("train.per_device_train_batch_size=4", name="whole")
     split = train("train.per_device_train_batch_size=2", name="split")
     theirs = train("train.per_device_train_batch_size=2", "speed.loss=trl", name="theirs")
     for a, b, c in zip(metrics(whole), metrics(split), metrics(theirs), strict=True):
@@ -263,8 +263,8 @@ def test_two_processes_learn_what_one_does(train, small, two_layers, tmp_path) -
     line = [sys.executable, "-m", "finetune", "train", str(QUICKSTART), "--accelerate", "cpu_2", *overrides]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    one = train("train.max_steps=4", "train.per_device_train_batch_size=4", name="one")
-    two = RunFolder(tmp_path / "two")
+    split = "train.effective_batch_size=8", "train.per_device_train_batch_size=4"
+    one, two = train("train.max_steps=4", *split, name="one"), RunFolder(tmp_path / "two")
     two_ranks.compare(one, two)
     name = "loss tokens in step 1"  # of both processes: one may have none, where they share a row
     assert receipts(two)[name]["got"] == receipts(one)[name]["got"]
