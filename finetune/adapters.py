@@ -276,7 +276,8 @@ def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> No
     Raises:
         UserError: embeddings that train as a whole, and a head that stays as it is (exit 2).
     """
-    saved, tied = config.modules_to_save or (), model.config.get_text_config().tie_word_embeddings
+    saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
+    tied = model.config.get_text_config().tie_word_embeddings
     if added and "embed_tokens" in saved:
         if "lm_head" in saved or (tied and getattr(config, "ensure_weight_tying", False)):
             return
