@@ -236,7 +236,7 @@ def ended(line: list[str], **given: Any) -> int:
     process = subprocess.Popen(line, start_new_session=True, **given)
     try:
         return process.wait()
-    except BaseException:
+    except BaseException:  # a signal too: ranks that go on hold the GPUs
         os.killpg(process.pid, signal.SIGKILL)
         raise
 
