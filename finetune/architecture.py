@@ -141,15 +141,11 @@ def _other_names(family: str) -> dict[str, str]:
 @cache
 def _class_of(family: str) -> ast.ClassDef | None:
     """A family's config class in the installed transformers, without an import."""
-    names = family, family.removesuffix("_text"), family.replace("-", "_"), family.partition("-")[0]
-    for folder in dict.fromkeys(names):
-        path = upstream.source_of("transformers", f"models/{folder}/configuration_{folder}.py")
-        if folder and path.exists():
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and f"model_type = {family!r}" in map(
-                    ast.unparse, node.body
-                ):
-                    return node
+    if file := upstream.of_family(family, "configuration"):
+        path = upstream.source_of("transformers", file)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and f"model_type = {family!r}" in map(ast.unparse, node.body):
+                return node
     return None
 
 

@@ -124,11 +124,9 @@ def read(config: Any) -> Attends:
 
 def _lacks(config: Any) -> tuple[str, ...]:
     """What the class that a config is for refuses; nothing, where there is none: that does not load."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
-
-    made: Any = CLASSES.get(type(config), None)
+    flags = upstream.causal_flags(config.model_type)
     supports = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
-    return tuple(name for name, flag in supports.items() if not getattr(made, flag, True))
+    return tuple(name for name, flag in supports.items() if flags and not flags.get(flag, False))
 
 
 def choose(

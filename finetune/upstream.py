@@ -120,6 +120,42 @@ def schedules() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     return made
 
 
+def of_family(family: str, kind: str) -> str:
+    """transformers' file of a model family, its `kind` configuration or modeling; "" if there is none."""
+    names = family, family.removesuffix("_text"), family.replace("-", "_"), family.partition("-")[0]
+    files = (f"models/{folder}/{kind}_{folder}.py" for folder in dict.fromkeys(names) if folder)
+    return next((file for file in files if source_of("transformers", file).exists()), "")
+
+
+@cache
+def causal_flags(family: str) -> dict[str, Any]:
+    """The constants of the class that transformers makes for a family's config, inherited ones too.
+
+    Empty for a family whose class it does not have.
+    """
+    file = of_family(family, "modeling")
+    named = re.search(rf'\("{re.escape(family)}", "(\w+)"\)', _causal_classes())
+    if not file or not named:
+        return {}
+    classes = {node.name: node for node in _tree("transformers", file).body if isinstance(node, ast.ClassDef)}
+    found: dict[str, Any] = {}
+    at = classes.get(named[1])
+    while at:
+        for node in at.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                found.setdefault(ast.unparse(node.targets[0]), node.value.value)
+        at = next((classes[name] for name in map(ast.unparse, at.bases) if name in classes), None)
+    return found
+
+
+def _causal_classes() -> str:
+    """The lines of `modeling_auto.py` that name the causal class of each family."""
+    text = source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")
+    _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    assert found, "transformers has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: upstream.py must follow it"
+    return rest.partition("\n)\n")[0]
+
+
 def _members(name: str) -> dict[str, str]:
     """An enum's values by its members' names."""
     return {

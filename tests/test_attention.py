@@ -11,9 +11,9 @@ import torch
 from conftest import MODEL, receipts
 from plain_attention import SMALL, batch, by_document, loss_and_gradients, tiny
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from finetune import attention_choice, evaluate, hardware, recipe, scoring
+from finetune import architecture, attention_choice, evaluate, hardware, recipe, scoring
 from finetune.attention_choice import FAMILIES, IMPLEMENTATIONS, Attends, Rows, choose, read
 from finetune.callbacks import attention_that_ran
 from finetune.errors import UserError
@@ -203,6 +203,16 @@ def test_what_transformers_class_refuses_is_not_chosen() -> None:
         if lacks:
             with pytest.raises(UserError, match="attention: eager"):
                 choose("sdpa", CPU, "float32", attends, DENSE)
+
+
+def test_what_a_class_refuses_is_read_without_importing_it() -> None:
+    """A plan has a config.json's values alone, and must choose as the run will."""
+    families = (*FAMILIES, "gemma3", "aria_text", "gpt_oss", "mimo_v2_flash", "gptj", "bloom", "granite_swa")
+    for family in families:
+        made = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(family))]
+        flags = {"sdpa": made._supports_sdpa, "flex_attention": made._supports_flex_attn}
+        config = architecture.as_config({"model_type": family, "hidden_size": 64, "num_attention_heads": 2})
+        assert read(config).lacks == tuple(name for name, works in flags.items() if not works), family
 
 
 @pytest.mark.parametrize("packed", [False, True])
