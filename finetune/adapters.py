@@ -43,6 +43,8 @@ def attach(
     Raises:
         UserError: a name that matches no module, with the nearest; what PEFT refuses (exit 2).
     """
+    from finetune.speed import fp8_base
+
     if adapter.type == "full":
         ledger.add("adapter.type", "full", "full", "no adapter: every parameter trains")
         _freeze_towers(model, ledger)
@@ -61,6 +63,7 @@ def attach(
         with adapter_source.refusals("PEFT refuses it"):
             adapted = adapter_init.attach(model, config, init, everything.linear, batches, ledger)
     _settle(adapted, adapter, model)
+    fp8_base.refuse_merges(adapted)
     _freeze_towers(model, ledger)
     _add_receipts(adapted, adapter, everything, ledger)
     if added:

@@ -245,6 +245,21 @@ def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
     assert error(*flat) < 0.3
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_an_adapter_is_merged_into_weights_and_not_into_codes(two_layers, kind: str) -> None:
+    adapted = attached(load(two_layers), kind)
+    with torch.no_grad():
+        for parameter in adapters.trainable(adapted).values():
+            parameter.add_(1e-2)
+        for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+            with pytest.raises(UserError, match=r"fp8 codes(?s:.*)finetune merge RUN"):
+                merge()
+        before = adapted(input_ids=IDS).logits
+        adapted.get_base_model().dequantize(torch.float32)
+        merged = adapted.merge_and_unload()(input_ids=IDS).logits
+    assert error(merged, before) < 0.1
+
+
 def test_a_run_on_it_trains_verifies_evaluates_and_merges(train, two_layers, monkeypatch) -> None:
     """Through the command, as on a GPU that has fp8 GEMMs: only whether they are there is answered for it."""
     with monkeypatch.context() as patch:

@@ -7,9 +7,11 @@ memory. A checkpoint that holds e4m3 weights with a scale for each output, or on
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
@@ -196,6 +198,25 @@ def products(layers: list[Any]) -> int:
                     for inside in one.modules():
                         alone.pop(id(inside), None)
     return sum(stacks.values()) + len(alone)
+
+
+def refuse_merges(adapted: Any) -> None:
+    """PEFT merges by adding an adapter to its layer's weight: to codes, as if they were numbers. Here it says
+    so instead, at the layer's own `merge`."""
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer) and isinstance(layer.get_base_layer(), Fp8Linear):
+            layer.merge = MethodType(_merge, layer)
+
+
+def _merge(layer: Any, *args: Any, **options: Any) -> Any:
+    if not isinstance(layer.get_base_layer(), Fp8Linear):  # it has been dequantised since
+        return type(layer).merge(layer, *args, **options)
+    what, fix = (
+        "no adapter can be added to a weight in fp8 codes",
+        "finetune merge RUN, from the whole weights",
+    )
+    fix += "; here: model.get_base_model().dequantize(torch.bfloat16) first"
+    raise UserError(Problem(what, "speed.base", found="fp8", fix=fix))
 
 
 def pack(base: Any) -> None:
