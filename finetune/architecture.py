@@ -103,7 +103,7 @@ def read(model: Model) -> Architecture:
     found = {} if quantised or not folder.is_dir() else modules.tensors(folder)
     if found:
         return Architecture(config, {n: tuple(s) for n, s in found.items()}, "headers of its files", unknown)
-    if made := shapes.of(text):
+    if text is config and (made := shapes.of(text)):  # with towers, transformers knows them
         return Architecture(config, made, FROM_CONFIG, unknown)
     return Architecture(config, _kept(path), "the model on the meta device", unknown)
 

@@ -56,6 +56,20 @@ def test_other_families_are_built_once_and_say_nothing(family: str, tmp_path, mo
     assert architecture.read(Model(name=str(tmp_path))).tensors == {"one": (1,)}  # broken: built anew
 
 
+def test_a_config_s_vision_tower_is_in_the_memory(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    text = {"model_type": "gemma3_text", **SMALL, "head_dim": 16}
+    seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": seen}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = architecture.read(Model(name=str(tmp_path)))
+    of_text = sum(
+        torch.Size(size).numel() for size in (shapes.of(architecture.as_config(text)) or {}).values()
+    )
+    assert found.of_text == of_text < found.parameters and not found.unknown
+    assert len(found.stored) > len(found.linear) == 14
+
+
 @pytest.mark.parametrize(
     "family", ["bloom", "gptj", "codegen", "gpt_neo", "gpt_bigcode", "mpt", "gpt2", "openai-gpt"]
 )
