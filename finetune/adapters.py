@@ -326,10 +326,10 @@ def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: 
                 ok=bool(trained),
             )
     parameters = getattr(adapted, "targeted_parameter_names", ())
-    if options.get("target_parameters"):
+    if parameters or options.get("target_parameters"):
         ledger.add(
             "adapter.target_parameters",
-            options["target_parameters"],
+            options.get("target_parameters") or "experts' weights, by the names of their layers (PEFT)",
             f"{len(parameters)} parameters",
             "the live PEFT model",
             ok=bool(parameters),

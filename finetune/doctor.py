@@ -121,14 +121,15 @@ def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
 
 
 def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
-    """For a model like Llama: nothing of the recipe's own is read."""
-    rows = Rows(packed=False, longest=1024)
-    if recipe:
-        rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+    """For the recipe's model and rows; without a recipe for a model like Llama."""
+    rows, attends = Rows(packed=False, longest=1024), None
     dtype = hw.DTYPES[hw.launch(machine).precision]
     try:
+        if recipe:
+            rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+            attends = attention_choice.read(architecture.read(recipe.model).config)
         asked = recipe.model.attention if recipe else "auto"
-        return hw.Choice(*attention_choice.choose(asked, machine, dtype, None, rows))
+        return hw.Choice(*attention_choice.choose(asked, machine, dtype, attends, rows))
     except UserError as error:
         return "-", error.problems[0].found or ""
 

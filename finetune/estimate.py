@@ -105,6 +105,8 @@ class Keeps(NamedTuple):
     input, and each adapter keeps what the layer before it has made."""
     fp8: bool = False
     """The base's products are in fp8."""
+    head: bool = False
+    """The output head trains, of `modules_to_save`."""
 
 
 def choose_fused(
@@ -172,6 +174,17 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
     if seconds < COMPILE_SECONDS:
         return Choice("off", f"{text}, it pays from {COMPILE_SECONDS} s up")
     return Choice("on", text)
+
+
+def against_breaks(compile: str | bool, broken: str) -> Problem | None:
+    """Layers that can't be compiled whole, where that is asked for: a receipt would end the run after a step.
+
+    Args:
+        broken: what breaks the graph; empty: nothing does.
+    """
+    if not broken or compile in ("auto", False):
+        return None
+    return Problem(broken, "speed.compile", found=str(compile).lower(), fix="speed.compile: auto")
 
 
 def against_graphs(
@@ -299,7 +312,7 @@ def activations(
         each: bytes of a number that trains, as `Work` has it.
     """
     one = widths(config)
-    loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted)
+    loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted or keeps.head)
     passing = max(loss, backward_gib(config, tokens, keeps)) + MARGIN_GIB
     room = SPARE * free - passing - each * trained / GIB
     row = tokens * one.hidden * 2 / GIB

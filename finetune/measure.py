@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import gpus
+from finetune.given import writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +116,9 @@ def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[s
     """
     import torch
 
+    path = file_of(name, one)
+    with writing(path.parent):  # said before anything is timed
+        path.parent.mkdir(parents=True, exist_ok=True)
     rates = {"product": products(device, one)}
     if fp8:
         rates["fp8"] = fp8_products(device, one)
@@ -126,8 +130,6 @@ def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[s
         rates["link"] = sums(cards)
     shapes = f"hidden {one.hidden}, intermediate {one.intermediate}"
     made = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shapes": shapes}
-    path = file_of(name, one)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**made, **rates}, indent=1) + "\n")
     return {**made, **rates}
 

@@ -25,6 +25,7 @@ from finetune import (
     measure,
     modules,
     optimizers,
+    plan_adapter,
     plan_choices,
     plan_launch,
     plan_memory,
@@ -95,7 +96,11 @@ class Plan:
     @property
     def tokens_per_second(self) -> float | None:
         """Over all processes, without padding."""
-        return self.batch.effective * self.row_tokens / self.step_seconds if self.step_seconds else None
+        return self.step_tokens / self.step_seconds if self.step_seconds else None
+
+    @property
+    def step_tokens(self) -> float:
+        return self.batch.effective * self.row_tokens
 
     @property
     def seconds(self) -> float | None:
@@ -154,14 +159,29 @@ def make(
         alone = under(recipe, machine, 1, ONE, cpu_rate)
         return replace(alone, choices={"launch": Choice("single_gpu", fewer), **alone.choices})
     whole = under(recipe, machine, processes, DDP, cpu_rate)
-    split = None if whole.fits else under(recipe, machine, processes, FSDP2, cpu_rate)
+    split = None if whole.fits else _split(recipe, machine, processes, cpu_rate)
+    made, parts = whole, split if isinstance(split, str) or not split else split.peak
     # of codes, whose layers are not fused, a part may take more than the whole
-    made = split if split and (split.fits or split.peak < whole.peak) else whole
-    parts, storage = split.peak if split else None, made.choices["base"].value
-    reason = plan_launch.reason(processes, machine.memory_gib, whole.peak, parts, made.usable, storage)
+    if isinstance(split, Plan) and (split.fits or split.peak < whole.peak):
+        made = split
+    storage, fp8 = made.choices["base"].value, not hardware.fp8_missing(machine, "bf16")
+    reason = plan_launch.reason(
+        processes, machine.memory_gib, whole.peak, parts, made.usable, storage, recipe.adapter.type, fp8=fp8
+    )
     reason = f"{fewer}; {reason}" if fewer else reason
     launch = Choice(plan_launch.config_name(made.by, storage), reason)
     return replace(made, choices={"launch": launch, **made.choices})
+
+
+def _split(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | None) -> Plan | str:
+    """The plan under FSDP2 as `auto` would start it, or why it is refused there."""
+    try:
+        made = under(recipe, machine, processes, FSDP2, cpu_rate)
+        storage = made.choices["base"].value
+        refuse(recipe, machine, processes, plan_launch.split_config(FSDP2, storage, processes))
+    except UserError as error:
+        return error.problems[0].what
+    return made
 
 
 def launch_of(recipe: Recipe, machine: Hardware) -> Start:
@@ -252,10 +272,10 @@ def at_once(
     rows = plan_rows.rows_of(recipe.data, recipe.model, batch.per_device)
     steps = plan_rows.known_steps(recipe.train, rows, batch, processes // by.sharing)
     refused = plan_rows.refused(rows, recipe.data, batch)
-    has = plan_memory.adapted(recipe.adapter, recipe.model, found, steps or 100)
+    has = plan_adapter.adapted(recipe.adapter, recipe.model, found, steps or 100)
     full, length = recipe.adapter.type == "full", recipe.data.max_length
     tokens = batch.per_device * length // by.sharing
-    fused = plan_choices.fused(recipe, machine, base.value, by, full)
+    fused = plan_choices.fused(recipe, machine, base.value, by, has, precision)
     each = rows.tokens if rows else length  # as in a run, which knows its rows
     work = flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
     compile = plan_choices.compiled(recipe, work, steps, machine, by, has, fused, base.value)
@@ -348,8 +368,10 @@ def _parts(
 def flops(found: Any, has: Any, full: bool) -> float:
     """FLOPs of a token's forward and backward through linear layers, as `train.flops_per_token` counts."""
     one = estimate.widths(found.config)
-    frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + one.vocabulary * one.hidden
-    return (6.0 if full else 4.0) * frozen + (6.0 * has.trained if has.rank else 0.0)
+    head = one.vocabulary * one.hidden
+    frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + head
+    trained = (has.trained - has.saved) * (has.rank > 0) + head * has.head
+    return 6.0 * frozen if full else 4.0 * frozen + 6.0 * trained
 
 
 def cpu_rate(recipe: Recipe) -> float:

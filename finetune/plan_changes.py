@@ -105,19 +105,44 @@ def changes(
 ) -> list[Change]:
     """The cheapest changes, three at most: those that make it fit, in the order of the time they take; or if
     it fits, those that make it faster, the fastest first."""
-    found = []
+    found, tried = [], set[tuple[str, ...]]()
     for change, cost in candidates(recipe, now):
+        if change in tried:
+            continue
+        tried.add(change)
         try:
             changed = load(recipe.origin.path, [*overrides, *change])
             made = plan.make(changed, now.machine, now.processes, cpu_rate, by)
         except UserError:
             continue  # a run would refuse it
         taken = made.refused in ("", now.refused)  # what is refused already may still be made to fit
+        taken &= evaluation_fits(recipe, made) or not evaluation_fits(recipe, now)
         if made.fits and taken and (not now.fits or _faster(now, made)):
-            found.append(Change(change, cost, made))
+            found.append(Change(change, "; ".join((cost, *beside(change, now, made))), made))
     found.sort(key=lambda one: (-_rate(one.plan), one.plan.peak))
     enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
     return [one for one in found if len(one.overrides) == 1 or not enough & set(one.overrides)][:SHOWN]
+
+
+def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
+    """What else comes with a change: another launch or base by `auto`, other steps, the CPU's memory."""
+    if made.by.name != now.by.name:
+        yield f"{made.by.name or 'one process'} in place of {now.by.name or 'one process'}"
+    before, after = (plan.choices["base"].value for plan in (now, made))
+    if before != after and not any(one.startswith(("speed.base", "adapter.type")) for one in change):
+        yield f"the base in {after}, not {before}"
+    if made.steps != now.steps and made.steps:
+        yield f"{made.steps:,} steps"
+    elif abs(made.step_tokens / (now.step_tokens or 1) - 1) > 0.02:
+        yield f"a step of {made.step_tokens:,.0f} tokens, not {now.step_tokens:,.0f}"
+    if made.host > now.host:
+        yield f"{made.host * made.processes:,.0f} GiB of the CPU's memory"
+
+
+def evaluation_fits(recipe: Recipe, made: Plan) -> bool:
+    """Whether the held-out rows can be scored; also where there are none."""
+    scored = plan_notes.evaluates(recipe.data, recipe.eval)
+    return not scored or sum(made.phases["evaluation"].values()) <= made.usable
 
 
 def _faster(now: Plan, made: Plan) -> bool:
@@ -154,7 +179,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
     elif speed.recompute == "auto" and not now.fits:
         less.append(("speed.recompute=all", "the same numbers"))
     if speed.offload in ("auto", "none") and now.machine.device == "cuda":
-        less.append(("speed.offload=activations", "the same numbers; memory of the CPU"))
+        less.append(("speed.offload=activations", "the same numbers"))
     for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():
         less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
     if recipe.data.max_length >= 1024:
@@ -192,8 +217,10 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
     speed, per_device = recipe.speed, now.batch.per_device
     if speed.recompute != "auto":
         yield "speed.recompute=auto", BY_AUTO
-    if now.choices["compile"].value == "off" and now.machine.device == "cuda":
-        yield "speed.compile=true", f"about {plan.COMPILE_SECONDS} s more at the start"
+    compiles, why = now.choices["compile"]
+    if compiles == "off" and now.machine.device == "cuda":
+        why = f"; {why.removeprefix('auto: ')}" if "not measured" in why else ""
+        yield "speed.compile=true", f"about {plan.COMPILE_SECONDS} s more at the start{why}"
     if now.choices["compile"].value == "on":
         yield "speed.compile=false", f"{plan.COMPILE_SECONDS} s less at the start"
     if speed.fused is False:
@@ -201,7 +228,7 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
     if speed.offload not in ("auto", "none"):
         yield "speed.offload=auto", BY_AUTO
     if not recipe.data.packing and not recipe.data.streaming and now.machine.device == "cuda":
-        yield "data.packing=true", "several rows in one, so fewer and fuller steps"
+        yield "data.packing=true", "several rows in one"
     if _may_split(recipe, now) and now.batch.effective // now.processes % (2 * per_device) == 0:
         yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
     if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
@@ -233,8 +260,7 @@ def show(screen: Screen, recipe: Recipe, now: Plan, found: list[Change], price: 
 def headline(recipe: Recipe, now: Plan) -> str:
     """One sentence: does it fit, how fast, how long."""
     verdict = "fits" if now.fits else "does not fit"
-    scored = plan_notes.evaluates(recipe.data, recipe.eval)
-    if now.fits and scored and sum(now.phases["evaluation"].values()) > now.usable:
+    if now.fits and not evaluation_fits(recipe, now):
         verdict = "training fits, evaluation does not"
     verdict = f"a run would refuse its rows; {verdict}" if now.refused else verdict
     text = (

@@ -18,12 +18,13 @@ from finetune import (
     plan_launch,
     plan_memory,
 )
-from finetune.errors import Exit, UserError
+from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Choice
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.hardware import Hardware
+    from finetune.plan_adapter import Adapted
     from finetune.plan_launch import Sharding, Share
     from finetune.recipe import Recipe
     from finetune.sections import Speed
@@ -49,13 +50,29 @@ def storage_and_attention(
     return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))
 
 
-def fused(recipe: Recipe, machine: Hardware, storage: str, by: Sharding, full: bool) -> Choice:
-    """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there."""
-    asked, rounds = recipe.speed.fused, recipe.speed.qat is not None
+def fused(
+    recipe: Recipe, machine: Hardware, storage: str, by: Sharding, has: Adapted, precision: str
+) -> Choice:
+    """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there.
+
+    Raises:
+        UserError: asked for, and no layer of it can be (exit 2 or 3).
+    """
+    asked, rounds, full = recipe.speed.fused, recipe.speed.qat is not None, recipe.adapter.type == "full"
     if by.weights and not full and asked == "auto":
         return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
-    plain = "bfloat16" if storage in adapter_types.QUANTISED else hardware.STORED[storage]
-    return estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
+    # bitsandbytes' and ours leave what they don't store in codes in the launch's dtype
+    plain = hardware.DTYPES[precision] if storage in adapter_types.QUANTISED else hardware.STORED[storage]
+    made = estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
+    obstacle = has.obstacle
+    if storage in ("int8", "torchao_int8"):
+        obstacle = f"the base is stored in {storage}"
+    if made.value == "off" or not obstacle:
+        return made
+    if asked is True:
+        what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
+        raise UserError(Problem(what, "speed.fused", found=obstacle, fix=fix), code=Exit.ENVIRONMENT)
+    return Choice("off", f"auto: {obstacle}")
 
 
 def compiled(
@@ -64,7 +81,7 @@ def compiled(
     steps: int | None,
     machine: Hardware,
     by: Sharding,
-    has: plan_memory.Adapted,
+    has: Adapted,
     fused: Choice,
     storage: str,
 ) -> Choice:
@@ -75,13 +92,15 @@ def compiled(
     """
     dora = has.columns and has.rank > 0 and fused.value != "on"  # by PEFT's forward, which breaks the graph
     plain = recipe.adapter.type != "full" and storage in hardware.STORED
-    # of a config; a launch by `auto` has none, and may be FSDP2
-    said = dict(by.variables) or ({"ACCELERATE_USE_FSDP": "true"} if by.weights else {})
-    with launch_env.under(said):
+    with launch_env.under(dict(by.variables)):
         eager = launch_env.eager(plain=plain)
     kind = "DoRA" if dora else adapter_types.find(recipe.adapter.type).peft
-    if not eager and (dora or kind in adapter_types.BREAKING):
-        eager = f"PEFT's forward of {kind} breaks the graph"
+    kind = "experts' adapters" if has.experts else kind
+    if dora or has.experts or kind in adapter_types.BREAKING:
+        broken = f"PEFT's forward of {kind} breaks the graph"
+        if problem := estimate.against_breaks(recipe.speed.compile, broken):
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        eager = eager or broken
     asked = estimate.Work(0, work * (steps or 0), eager=eager)
     return estimate.choose_compile(recipe.speed.compile, asked if steps or eager else None, machine)
 
@@ -104,7 +123,7 @@ def room(
     recipe: Recipe,
     machine: Hardware,
     found: Architecture,
-    has: plan_memory.Adapted,
+    has: Adapted,
     kept: estimate.Keeps,
     storage: str,
     precision: str,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import estimate, launch_config, shipped
+from finetune import adapter_types, estimate, launch_config, shipped
 from finetune.adapter_types import FOUR_BIT
 from finetune.errors import Problem, UserError
 from finetune.hardware import Launch
@@ -45,7 +45,8 @@ class Sharding(NamedTuple):
     """What the launch would say to its processes (`launch_env`)."""
 
 
-ONE, DDP, FSDP2 = Sharding(""), Sharding("DDP"), Sharding("FSDP2", True, True)
+ONE, DDP = Sharding(""), Sharding("DDP")
+FSDP2 = Sharding("FSDP2", True, True, variables=(("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")))
 ZERO = {2: Sharding("ZeRO-2", states=True, half=True), 3: Sharding("ZeRO-3", True, True, half=True)}
 
 
@@ -189,7 +190,22 @@ def config_name(by: Sharding, storage: str) -> str:
     return "ddp_8" if by.name else "single_gpu"
 
 
-def reason(count: int, memory: float, whole: float, split: float | None, usable: float, storage: str) -> str:
+def split_config(by: Sharding, storage: str, processes: int) -> Sharding:
+    """What the shipped config says that `auto` starts for a base that is split."""
+    return of_config(shipped.folder("accelerate_configs") / f"{config_name(by, storage)}.yaml", processes)[0]
+
+
+def reason(
+    count: int,
+    memory: float,
+    whole: float,
+    split: float | str | None,
+    usable: float,
+    storage: str,
+    kind: str,
+    *,
+    fp8: bool,
+) -> str:
     """Why each GPU holds the whole base, or a part of it.
 
     Each GPU with the whole base exchanges an adapter's gradients alone, a few MB a step; splitting the base
@@ -198,21 +214,31 @@ def reason(count: int, memory: float, whole: float, split: float | None, usable:
     Args:
         memory: GiB of a GPU; `usable` of it.
         whole: GiB that training takes with the base whole on each GPU.
-        split: with a part of it on each; `None`: not asked.
+        split: with a part of it on each; `None`: not asked; or why that is refused.
         storage: of the base, where it is split.
+        kind: `adapter.type`.
+        fp8: whether the GPUs have fp8 GEMMs.
     """
     text = f"{count} GPUs: training needs about {whole:.0f} GiB of a GPU's {memory:.0f}"
     if split is None:
         return f"{text}, so each holds the whole base (DDP)"
+    if isinstance(split, str):
+        return f"{text}: each holds the whole base (DDP), which may not fit, for FSDP2 is refused: {split}"
     if split > usable and split >= whole:
         text += f", and split (FSDP2) {split:.0f}: each holds the whole base (DDP), which may not fit"
     else:
         text += f" with the whole base on it, so it is split: {split:.0f} GiB each (FSDP2)"
         text += "; that may not fit either" if split > usable else ""
     if split > usable:
-        less = "a smaller train.per_device_train_batch_size or data.max_length"
-        other = (
-            "adapter.type=qlora" if storage in CODED else "speed.base=fp8, or --accelerate fsdp2_8_offload"
-        )
-        text += f": {less if storage in FOUR_BIT else other}"
+        text += f": {_smaller(storage, kind, fp8=fp8)}"
     return text
+
+
+def _smaller(storage: str, kind: str, *, fp8: bool) -> str:
+    """What takes less memory than a split base."""
+    offload, quantised = "--accelerate fsdp2_8_offload", f"q{kind}"
+    if kind == "full" or (storage not in CODED and fp8):
+        return offload if kind == "full" else f"speed.base=fp8, or {offload}"
+    if storage not in FOUR_BIT and quantised in adapter_types.all_types():
+        return f"adapter.type={quantised}"
+    return "a smaller train.per_device_train_batch_size or data.max_length"

@@ -2,101 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, adapters, estimate, modules, optimizers
-from finetune.adapter_types import FOUR_BIT, QUANTISED, Shapes
+from finetune import estimate, optimizers
+from finetune.adapter_types import FOUR_BIT, QUANTISED
 from finetune.estimate import GIB, Keeps
 from finetune.hardware import DTYPES, STORED
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.batch import Batch
+    from finetune.plan_adapter import Adapted
     from finetune.plan_launch import Share
-    from finetune.sections import Adapter, Eval, Model, Speed, Train
+    from finetune.sections import Eval, Speed, Train
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 HOST = "CPU memory"  # what leaves the GPU, beside the phases
 FP8_MULTIPLE = 16  # sides of a weight that is stored in fp8 (speed/fp8.py)
-MAX_RANK = 256  # of adapters that run fused (speed/fuse.py)
-RANK = 16  # of adapters whose numbers are not counted: an `r` of their own means another thing
-FUSED_TYPES = ("lora", "adalora", "ia3")
-FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 EVALUATED_TOKENS, LARGEST_BATCH = 16384, 64  # of one forward (scoring.py)
-
-
-class Adapted(NamedTuple):
-    """What an adapter adds to a model."""
-
-    names: list[str]
-    """Layers it changes."""
-    trained: int
-    """Numbers that the optimizer moves."""
-    rank: int
-    dropout: bool
-    columns: bool
-    fusable: bool
-    """Its layers can run fused, each MLP as a whole."""
-    allocates: bool = False
-    """AdaLoRA's: averages of each number's importance, in fp32."""
-    unknown: str = ""
-
-
-def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> Adapted:
-    """The layers that an adapter changes, and what trains there; `full`: every number of the model.
-
-    lora: r (in + out) a layer, and out for DoRA's magnitude; adalora: init_r (in + out + 1); ia3: in, or out.
-    """
-    kind = adapter_types.find(adapter.type)
-    if not kind.peft:
-        return Adapted([], found.of_text, 0, False, False, False)
-    linear = found.linear
-    options: dict[str, Any] = {**adapter.options(), **kind.sets}
-    if kind.build:
-        options = kind.build(options, max(steps, 12), Shapes(linear))
-    everything = {"target_modules": "all-linear", **options}
-    names = [name for name in adapters.targeted(everything, found.names) if name in linear]
-    counted = FUSED_TYPES.index(kind.peft) if kind.peft in FUSED_TYPES else -1
-    trained, largest = 0, 0
-    for name in names:
-        outputs, inputs = linear[name]
-        rank = 0 if kind.peft == "ia3" else _rank(options, name) if counted >= 0 else RANK
-        largest = max(largest, rank)
-        if kind.peft == "ia3":
-            forward = modules.match(options.get("feedforward_modules") or [], [name])
-            trained += inputs if any(forward.values()) else outputs
-            continue
-        trained += rank * (inputs + outputs) + (rank if kind.peft == "adalora" else 0)
-        trained += outputs * (bool(options.get("use_dora")) + bool(options.get("lora_bias")))
-    saved = options.get("modules_to_save") or ()
-    whole = [n for n in found.names.parameters if any(n.rpartition(".")[0].endswith(name) for name in saved)]
-    trained += sum(prod(found.tensors[name]) for name in whole)
-    rows = len(model.add_tokens) * (2 - found.config.get_text_config().tie_word_embeddings)
-    trained += rows * found.config.get_text_config().hidden_size
-    dropout = bool(options.get("lora_dropout"))
-    columns = bool(options.get("use_dora")) or kind.peft == "ia3"
-    dropped = dropout and (bool(options.get("use_dora")) or any("down_proj" in n for n in names))
-    act = getattr(found.config.get_text_config(), "hidden_act", None)
-    act = act or getattr(found.config.get_text_config(), "hidden_activation", None)
-    fits = (
-        counted >= 0 and largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not options.get("lora_bias")
-    )
-    taken = f"taken as LoRA's of r {RANK}"
-    unknown = "" if counted >= 0 else f"what {adapter.type} adds is not counted here; {taken}"
-    return Adapted(
-        names, trained, largest, dropout, columns, fits and not dropped, kind.peft == "adalora", unknown
-    )
-
-
-def _rank(options: dict[str, Any], name: str) -> int:
-    """By PEFT's rule: the first pattern that is the end of the name, or `init_r`, `r`."""
-    for pattern, rank in (options.get("rank_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return int(rank)
-    rank = options.get("init_r") or options.get("r") or RANK
-    return rank if isinstance(rank, int) else RANK
 
 
 def weights(found: Architecture, storage: str, precision: str) -> float:
@@ -161,6 +85,7 @@ def keeps(
         has.rank > 0,
         storage in FOUR_BIT,
         fp8=storage == "fp8",
+        head=has.head,
     )
 
 
@@ -201,7 +126,7 @@ def phases(
     gradients = 4 * trained / share.states
     held = {**own, "optimizer": state}
     at_loss, at_backward = estimate.at_once(plan, recompute)
-    loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full)
+    loss = estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full or kept.head)
     passing = estimate.backward_gib(config, tokens, kept)
     if plan.away:  # a layer's input that leaves, and one that comes
         passing += 2 * tokens * estimate.widths(config).hidden * 2 / GIB

@@ -9,7 +9,7 @@ from finetune.batch import short_of_peak
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
-    from finetune.plan_memory import Adapted
+    from finetune.plan_adapter import Adapted
     from finetune.plan_rows import Rows
     from finetune.sections import Data, Eval, Train
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,24 +42,29 @@ def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
     Args:
         at_once: rows of a batch, which are as long as the longest of them.
     """
-    lines, every = 0, list[Path]()
+    every = dict[Path, float]()
+    shared = 1.0
     if data.streaming:
         return None
     for source in load.sources(data):
         paths = load.files(source.name, "data.name")
         if not paths or any(path.suffix != ".jsonl" for path in paths):
             return None
-        every += paths
         for path in paths:
             stat = path.stat()
-            lines += round(_lines(path, stat.st_mtime_ns, stat.st_size) * source.weight)
+            every[path] = _lines(path, stat.st_mtime_ns, stat.st_size) * source.weight
+        shared = min(shared, 1 / max(1.0, source.weight))
+    lines = sum(map(round, every.values()))
+    # of each file as large a share as it has of the rows
+    share = min(shared, plan_tokens.SAMPLED / max(1.0, *every.values()))
+    sampled = {path: max(1, round(own * share)) for path, own in every.items()}
     if data.validation_fraction is not None:  # as `load.draw_held_out` draws them
         lines -= max(1, round(lines * data.validation_fraction))
     most = float(data.max_length)
-    lengths, how = plan_tokens.lengths(data, model, every)
+    lengths, how = plan_tokens.lengths(data, model, sampled)
     if not lengths:
         return Rows(0, most, most, most, how="there is nothing in the files")
-    texts = plan_tokens.split(data, every) if data.too_long == "split" else [False] * len(lengths)
+    texts = plan_tokens.split(data, sampled) if data.too_long == "split" else [False] * len(lengths)
     long = sum(length > most for length in lengths) / len(lengths)
     split = sum(text and length > most for length, text in zip(lengths, texts, strict=True)) / len(lengths)
     kept = used(lengths, data, texts)
@@ -69,6 +75,8 @@ def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
     if data.packing:
         rows *= sum(kept) / len(kept) / most
         return Rows(max(1, round(rows)), most, most, attended, long, split, how)
+    if len(every) > 1:
+        random.Random(0).shuffle(kept)  # batches have rows of all files
     batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
     padded = kept if data.padding_free else [max(batch) for batch in batches]
     mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)

@@ -13,7 +13,7 @@ from finetune import attention_choice, estimate, gpus, measure, plan_launch
 
 if TYPE_CHECKING:
     from finetune.estimate import Keeps, Widths
-    from finetune.plan_memory import Adapted
+    from finetune.plan_adapter import Adapted
 
 # Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
 PRODUCT = 0.70  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
@@ -150,9 +150,9 @@ def seconds(
     thin = (
         0.0
         if step.full or not has.rank
-        else 6 * has.trained * tokens / (THIN * rates.product) * (1 + again / 3)
+        else 6 * (has.trained - has.saved) * tokens / (THIN * rates.product) * (1 + again / 3)
     )
-    head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full else 2)
+    head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full or has.head else 2)
     causal = 2 * tokens * step.length * one.queries * one.layers
     attention = causal * (1 + again) / rates.forward + 2.5 * causal / rates.backward
     forward, backward = passes(one, kept, has, step, linear)

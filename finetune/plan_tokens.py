@@ -19,25 +19,24 @@ from finetune.data.render import render
 from finetune.sections import Data
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping
 
     from finetune.sections import Model
 
 CHARACTERS = 4  # of a token, in text that is not tokenised here
-SAMPLED = 500  # rows of a file
+SAMPLED = 500  # rows of the largest file
 TOKENISED = 10**6  # characters, which take about a second
 READ = {"format", "columns", "role_map", "reasoning", "train_on"}  # of `data:`, what decides on an example
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-def lengths(data: Data, model: Model, paths: Sequence[Path]) -> tuple[list[float], str]:
-    """Tokens of the first rows of each jsonl file, and how they are known."""
+def lengths(data: Data, model: Model, sampled: Mapping[Path, int]) -> tuple[list[float], str]:
+    """Tokens of so many first rows of each jsonl file, and how they are known."""
     folder = _file(model, "tokenizer.json")
     template = bundled.read_template(data.chat_template) if data.chat_template else _template(model)
     asked = data.model_dump_json(include=READ)
-    return _lengths(
-        stamped(paths), asked, str(folder or ""), str(_file(model, "tokenizer_config.json") or ""), template
-    )
+    config = str(_file(model, "tokenizer_config.json") or "")
+    return _lengths(stamped(sampled), (*sampled.values(),), asked, str(folder or ""), config, template)
 
 
 def stamped(paths: Iterable[Path]) -> tuple[tuple[str, int], ...]:
@@ -45,27 +44,32 @@ def stamped(paths: Iterable[Path]) -> tuple[tuple[str, int], ...]:
     return tuple((str(path), path.stat().st_mtime_ns) for path in paths)
 
 
-def split(data: Data, paths: Sequence[Path]) -> list[bool]:
+def split(data: Data, sampled: Mapping[Path, int]) -> list[bool]:
     """Of the same rows, which ones `data.too_long: split` cuts in pieces: plain text, as in a run."""
-    rows = _rows(stamped(paths), data.model_dump_json(include=READ))
+    rows = _rows(stamped(sampled), (*sampled.values(),), data.model_dump_json(include=READ))
     return [isinstance(row, Example) and not row.messages and row.prompt is None for row in rows]
 
 
 @cache
-def _rows(paths: tuple[tuple[str, int], ...], asked: str) -> list[Example | BadRow]:
+def _rows(paths: tuple[tuple[str, int], ...], counts: tuple[int, ...], asked: str) -> list[Example | BadRow]:
     """The first rows of each file."""
     data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[Example | BadRow]()
-    for path, _ in paths:
+    for (path, _), count in zip(paths, counts, strict=True):
         with open(path, "rb") as file:
-            rows += load.examples(json_lines(islice(file, SAMPLED), Path(path)), data, path, {}, {})
+            rows += load.examples(json_lines(islice(file, count), Path(path)), data, path, {}, {})
     return rows
 
 
 @cache  # a plan asks for each change it tries
 def _lengths(
-    paths: tuple[tuple[str, int], ...], asked: str, tokenizer: str, config: str, template: str
+    paths: tuple[tuple[str, int], ...],
+    counts: tuple[int, ...],
+    asked: str,
+    tokenizer: str,
+    config: str,
+    template: str,
 ) -> tuple[list[float], str]:
-    rows = _rows(paths, asked)
+    rows = _rows(paths, counts, asked)
     sizes = list(map(_characters, rows))
     if not tokenizer:
         why = "the model's tokenizer is not here"

@@ -62,6 +62,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         12 if adapter_types.find(recipe.adapter.type).peft == "adalora" else 3
     )  # so many it needs to prune
     own = [text for text in prove.shortened(recipe) if "save_total_limit" not in text]  # the recipe's counts
+    own += [f"adapter.{key}=4" for key in ("tinit", "tfinal") if key in recipe.adapter.options()]  # within 12
     short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
     train = ["train", *command, *short, "--quiet"]
     killed = {faults.VARIABLE: f"step:{steps}:kill"}

@@ -36,7 +36,7 @@ from finetune import (
     measure,
     operations,
     plan,
-    plan_memory,
+    plan_adapter,
     recipe,
     train,
 )
@@ -284,7 +284,7 @@ def roofline(
     reached = (share, f"{peak / 1e12:,.3g} TFLOP/s{coded}, {source}") if share else None
     if found.unknown:
         return reached, None
-    has = plan_memory.adapted(whole.adapter, whole.model, found, 100)
+    has = plan_adapter.adapted(whole.adapter, whole.model, found, 100)
     full = whole.adapter.type == "full"
     each, head = plan.flops(found, has, full), (6.0 if full else 4.0) * one.vocabulary * one.hidden
     work = (each - head) * trace.computed + head * trace.scored

@@ -138,7 +138,8 @@ def needed(
     at_loss, at_backward = estimate.at_once(
         apply.memory(model, tokens, setup.hardware, **how), chosen["speed.recompute"].value
     )
-    at_loss += estimate.loss_gib(model.config, tokens, compiled=compiled, trained=not adapted)
+    trains = apply.head_trains(model)
+    at_loss += estimate.loss_gib(model.config, tokens, compiled=compiled, trained=trains)
     at_backward += estimate.backward_gib(model.config, tokens, estimate.Keeps(fused, compiled, adapted))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     held = sum(p.nbytes for p in model.parameters()) + (4 + moments) * trained

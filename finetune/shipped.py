@@ -51,7 +51,7 @@ def copy(name: str, target: Path) -> list[Path]:
     """
     known = recipes()
     if name not in known:
-        fix = nearest(name, known) or "finetune recipes lists them"
+        fix = named(Path(name)) or nearest(name, known) or "finetune recipes lists them"
         raise UserError(Problem(f"no shipped recipe is called {name}", found=name, fix=fix))
     text = known[name].read_text(encoding="utf-8")
     destination = target / known[name].name

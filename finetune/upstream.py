@@ -148,6 +148,15 @@ def causal_flags(family: str) -> dict[str, Any]:
     return found
 
 
+@cache
+def moe_patterns() -> dict[str, str]:
+    """Families of experts by the pattern that PEFT follows where it adapts their stacked weights."""
+    for node in _tree("transformers", "conversion_mapping.py").body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODEL_TO_CONVERSION_PATTERN":
+            return {**ast.literal_eval(node.value), "mixtral": "mixtral"}  # the last one is PEFT's own
+    raise AssertionError("transformers has no _MODEL_TO_CONVERSION_PATTERN: upstream.py must follow it")
+
+
 def _causal_classes() -> str:
     """The lines of `modeling_auto.py` that name the causal class of each family."""
     text = source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")

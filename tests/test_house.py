@@ -69,7 +69,7 @@ LAYERS = (
     ("ablate_table", "ablate_judge"),
     ("plan_launch",),
     ("plan_tokens",),
-    ("plan_memory", "plan_rows", "plan_time"),
+    ("plan_adapter", "plan_memory", "plan_rows", "plan_time"),
     ("plan_notes",),
     ("harness", "check"),
     ("results",),

@@ -17,6 +17,7 @@ from finetune import (
     hardware,
     model,
     plan,
+    plan_adapter,
     plan_changes,
     plan_choices,
     plan_launch,
@@ -158,7 +159,7 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
     loaded = recipe.load(large, given)
     found = architecture.read(loaded.model)
-    has = plan_memory.adapted(loaded.adapter, loaded.model, found, 100)
+    has = plan_adapter.adapted(loaded.adapter, loaded.model, found, 100)
     kept = plan_memory.keeps(
         found, has, full=True, fused=False, compiled=True, attention="cudnn", storage="fp32"
     )

@@ -14,7 +14,7 @@ from transformers import (
     Gemma3ForConditionalGeneration,
 )
 
-from finetune import architecture, cli, plan_memory, recipe
+from finetune import architecture, cli, plan_adapter, recipe
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 # peft 0.21.2 looks among modules for patterns that it makes for experts' weights (tuners/tuners_utils.py)
@@ -101,7 +101,7 @@ def test_a_plan_counts_what_a_run_trains(kind: str, train, gemma: Path) -> None:
     options = [f"model.name={gemma}", f"adapter.type={kind}", "train.max_steps=4"]
     run = train(*options)
     loaded = recipe.load(QUICKSTART, options)
-    planned = plan_memory.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 4)
+    planned = plan_adapter.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 4)
     trained = receipts(run)["trainable parameters"]["got"].partition(" of ")[0]
     assert f"{planned.trained:,}" == trained
 

@@ -42,7 +42,10 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     if fused.value == "on":
         fused, whole = add_fused(model, layers, fused, ledger)
         done = str(ledger.receipts[-1].got)
-    work = work._replace(eager=work.eager or breaking(model))
+    broken = breaking(model)
+    if problem := estimate.against_breaks(speed.compile, broken):
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    work = work._replace(eager=work.eager or broken)
     compile = as_rank_0(choose_compile(speed.compile, work, hardware))
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
@@ -270,9 +273,15 @@ def memory(
     four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
     keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
     in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
-    keeps = keeps._replace(uncast=adapted and parts > 1, fp8=in_fp8)
+    keeps = keeps._replace(uncast=adapted and parts > 1, fp8=in_fp8, head=head_trains(model))
     given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
     return estimate.activations(model.config, tokens, keeps, **given, extra=qat.kept_gib(model), each=each)
+
+
+def head_trains(model: Any) -> bool:
+    """Whether the output head does: with all, or by `modules_to_save`."""
+    head = model.get_output_embeddings()
+    return head is not None and any(parameter.requires_grad for parameter in head.parameters())
 
 
 def dropped(model: Any) -> int:
