@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import LLAMA_8B, QUICKSTART, planned
+from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
 
 from finetune import adapters, architecture, cli, plan, plan_adapter, plan_changes, plan_launch, recipe
 from finetune.errors import Exit, UserError
@@ -205,3 +205,11 @@ def test_a_cache_that_can_t_be_written_is_said_before_anything_is_measured(monke
     monkeypatch.setattr(measure, "products", lambda *_: pytest.fail("measured"))
     assert cli.main(["doctor", str(QUICKSTART), "--measure"]) == 2
     assert "can't be written" in capsys.readouterr().err
+
+
+def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:
+    (large.parent / "rows.jsonl").write_text(f"{json.dumps({'text': 'w' * 4 * 4096})}\n" * 9)
+    monkeypatch.chdir(large.parent)
+    made = planned(large, "model.name=8b", gpu="rtx4090", count=2)
+    said = plan_changes.headline(recipe.load(large, ["model.name=8b"]), made).replace("on 8b,", "on models/8b,")
+    assert said in (ROOT / "README.md").read_text()
