@@ -26,7 +26,7 @@ from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
 LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
+PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Of `generate`: the likeliest tokens as they are, whatever the model's own generation_config holds."""
 LESS_MEMORY = (
     "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
 )
@@ -101,12 +103,10 @@ def score(
     Args:
         answers: `False`: losses alone.
     """
-    state = PartialState()
-    mine = list(range(state.process_index, len(rows), state.num_processes))
     encoder = chat.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
     asked = [index for index, row in enumerate(rows) if answers and asks(row)]
     references = {index: reference(rows[index], tokenizer, data.train_on) for index in asked}
-    own = [index for index in mine if index in references]
+    mine, own = _own(range(len(rows))), _own(asked)
     with inference(model):
         losses = row_losses(
             model, [rows[index].documents for index in mine], tokenizer.pad_token_id, settings
@@ -115,13 +115,12 @@ def score(
         if asked:
             longest = max(len(tokens) for _, tokens in references.values())
             said = generate(model, encoder, [rows[index].example for index in own], longest, settings)
-    found = dict(gather_object(list(zip(mine, losses, strict=True))))
-    answered = dict(gather_object(list(zip(own, said, strict=True))))
+    found, answered = _of_all(mine, losses), _of_all(own, said)
     order = range(len(rows))
     texts = [answered[index][0] if index in answered else "" for index in order]
     hits = [texts[index] == references[index][0] if index in answered else None for index in order]
     ends = [answered[index][1] if index in answered else None for index in order]
-    sums, counts = [found[index][0] for index in order], [found[index][1] for index in order]
+    sums, counts = [loss for loss, _ in found.values()], [count for _, count in found.values()]
     return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
 
 
@@ -132,16 +131,25 @@ def asks(row: HeldOut) -> bool:
 
 def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
     """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
-    state = PartialState()
-    mine = list(range(state.process_index, len(texts), state.num_processes))
+    mine = _own(range(len(texts)))
     longest = getattr(model.config, "max_position_embeddings", None)
     ids = [tokenizer(texts[index])["input_ids"][:longest] for index in mine]
     documents = [[Encoded(row, [(0, len(row))])] for row in ids]
     with inference(model):
         losses = row_losses(model, documents, tokenizer.pad_token_id, settings)
-    found = dict(gather_object(list(zip(mine, losses, strict=True))))
-    ordered = [found[index] for index in range(len(texts))]
-    return Score([loss for loss, _ in ordered], [count for _, count in ordered], [""] * len(texts))
+    found = _of_all(mine, losses).values()
+    return Score([loss for loss, _ in found], [count for _, count in found], [""] * len(texts))
+
+
+def _own(indices: Sequence[int]) -> Sequence[int]:
+    """This process's share of some rows."""
+    state = PartialState()
+    return indices[state.process_index :: state.num_processes]
+
+
+def _of_all(own: Sequence[int], found: list[Result]) -> dict[int, Result]:
+    """What all processes found of their rows, in the rows' order."""
+    return dict(sorted(gather_object(list(zip(own, found, strict=True)))))
 
 
 def reference(row: HeldOut, tokenizer: PreTrainedTokenizerBase, train_on: str) -> tuple[str, list[int]]:
@@ -278,9 +286,7 @@ def greedy_answers(
     greedy = GenerationConfig(
         max_new_tokens=room,
         do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,  # the model's own generation_config may hold another
-        no_repeat_ngram_size=0,
+        **PLAIN,
         eos_token_id=stops,
         pad_token_id=pad,
     )

@@ -272,11 +272,11 @@ def _rendered(template: str, row: dict[str, Any]) -> Any:
     return json.loads(found.text) if whole else found.text
 
 
-def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str, Any]:
+def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
     """lm-eval's configuration of a local task.
 
     Args:
-        stops: token ids that end an answer.
+        options: of the engine's `generate`, for a greedy answer.
     """
     from datasets import Dataset
 
@@ -316,7 +316,7 @@ def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str
             "max_gen_toks": task.max_new_tokens,
             "do_sample": False,
             "temperature": 0.0,
-            **({"eos_token_id": stops} if stops else {}),
+            **options,
         },
         "process_results": lambda row, answers: {"exact_match": right(task, answers[0], row["answer"])},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],

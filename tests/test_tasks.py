@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from small_tasks import CHOICE, QUESTIONS, write_task
+from small_tasks import ASKED, CHOICE, QUESTIONS, write_task
 
 from finetune import cli, harness, tasks
 from finetune.errors import UserError
+from finetune.sections import Eval
 
 KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
 
@@ -224,6 +225,22 @@ def engine() -> Any:
     folder = ROOT / "examples" / "tiny_llama" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     return harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
+
+
+def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
+    engine, tmp_path, monkeypatch
+) -> None:
+    """As held-out rows are answered: a base's own repetition penalty is none of the task's."""
+    rows = [{"asked": "Rosa Ito from Oxford ordered 3 3 3 pears pears.", "said": "-"}]
+    task = write_task(tmp_path, "greedy", rows, f"kind: exact_match\nchat: true\n{ASKED}")
+
+    def said() -> str:
+        found = harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
+        return found["greedy"]["rows"][0]["resps"][0][0]
+
+    plain = said()
+    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
+    assert plain and said() == plain
 
 
 @pytest.mark.parametrize("last", ["It is 4", " It is ", "It is\n", "<", " "])
