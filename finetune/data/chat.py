@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.bundled import bundled, marked_twin
 from finetune.data.formats import REASONING_KEYS, BadRow, Example
-from finetune.data.render import BROKEN, Rendered, render
+from finetune.data.render import BROKEN, Rendered, joined, render
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -259,6 +259,8 @@ class Encoder:
             eos = self.tokenizer.eos_token  # a template may mark one more, after the last turn
             spans = [[start, end] for start, end in spans if text.text[start:end].strip() != eos]
         if len(spans) != len(example.trained):
+            spans = joined(spans)
+        if len(spans) != len(example.trained):
             if self.train_on == "assistant" and all(example.trained):
                 return spans
             what = "the chat template does not mark the assistant's turns one by one"
@@ -277,7 +279,7 @@ class Encoder:
         self, text: str, start: int, end: int, encoding: Any, ids: list[int]
     ) -> tuple[int, int, bool]:
         """Tokens [low, high) of the characters [start, end), and whether one reaches over their borders."""
-        for back in range(min(len(self.prompt_end), start), 0, -1):
+        for back in range(min(len(self.prompt_end), start), -1, -1):
             if text.startswith(self.prompt_end, start - back):  # marks may begin inside of the prompt's end
                 start += len(self.prompt_end) - back
                 break
