@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from transformers import GenerationConfig
 from finetune import hardware
 from finetune.data import chat
 from finetune.data.chat import Encoded
+from finetune.data.prepare import HeldOut
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import attention
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from finetune.data.chat import Encoder
     from finetune.data.formats import Example
-    from finetune.data.prepare import HeldOut
     from finetune.sections import Data, Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
@@ -105,7 +104,7 @@ def score(
     """
     encoder = chat.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
     asked = [index for index, row in enumerate(rows) if answers and asks(row)]
-    references = {index: reference(rows[index], tokenizer, data.train_on) for index in asked}
+    wanted = dict(zip(asked, references([rows[index] for index in asked], tokenizer, data), strict=True))
     mine, own = _own(range(len(rows))), _own(asked)
     with inference(model):
         losses = row_losses(
@@ -113,12 +112,12 @@ def score(
         )
         said: list[tuple[str, bool]] = []
         if asked:
-            longest = max(len(tokens) for _, tokens in references.values())
+            longest = max(len(tokens) for _, tokens in wanted.values())
             said = generate(model, encoder, [rows[index].example for index in own], longest, settings)
     found, answered = _of_all(mine, losses), _of_all(own, said)
     order = range(len(rows))
     texts = [answered[index][0] if index in answered else "" for index in order]
-    hits = [texts[index] == references[index][0] if index in answered else None for index in order]
+    hits = [texts[index] == wanted[index][0] if index in answered else None for index in order]
     ends = [answered[index][1] if index in answered else None for index in order]
     sums, counts = [loss for loss, _ in found.values()], [count for _, count in found.values()]
     return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
@@ -152,13 +151,28 @@ def _of_all(own: Sequence[int], found: list[Result]) -> dict[int, Result]:
     return dict(sorted(gather_object(list(zip(own, found, strict=True)))))
 
 
-def reference(row: HeldOut, tokenizer: PreTrainedTokenizerBase, train_on: str) -> tuple[str, list[int]]:
-    """What should be answered, as it is compared with what was, and its tokens with calls and reasoning."""
-    said = row.example.answer
-    tokens = tokenizer(said)["input_ids"] if train_on == "all" else row.last_turn()
-    if row.example.messages and row.example.messages[-1].get("tool_calls") and train_on != "all":
-        said = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    return without_thinking(said), tokens
+def references(
+    rows: list[HeldOut], tokenizer: PreTrainedTokenizerBase, data: Data
+) -> list[tuple[str, list[int]]]:
+    """What should be answered to each row, as it is compared with what was, and its tokens.
+
+    It is what the row's last turn trains, decoded as an answer is: what a template writes there is in both.
+    """
+    found = [row.last_turn() for row in rows]
+    # all tokens of a row may be trained, or its last turn not: then the turn is looked for by itself
+    other = [i for i, row in enumerate(rows) if data.train_on == "all" or not all(row.example.trained[-1:])]
+    if other:
+        examples = [rows[index].example for index in other]
+        examples = [replace(example, trained=(True,) * len(example.trained)) for example in examples]
+        chats, last = any(e.messages for e in examples), data.model_copy(update={"train_on": "last_turn"})
+        turns = chat.make_encoder(tokenizer, last, chats)(examples)
+        for index, turn in zip(other, turns, strict=True):
+            if isinstance(turn, Encoded) and turn.trained:
+                found[index] = HeldOut(rows[index].example, [turn]).last_turn()
+            else:  # a template whose turns can't be told apart: the text as it was given
+                found[index] = tokenizer(rows[index].example.answer, add_special_tokens=False)["input_ids"]
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+    return list(zip(map(chat.without_thinking, texts), found, strict=True))
 
 
 @contextlib.contextmanager
@@ -248,11 +262,6 @@ def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
         order = order[size:]
 
 
-def without_thinking(text: str) -> str:
-    """An answer without the reasoning that some templates put before it, stripped."""
-    return re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL).strip()
-
-
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer: the template's, the tokenizer's, and what else the model declares."""
     declared = model.generation_config.eos_token_id
@@ -306,7 +315,7 @@ def greedy_answers(
         for position, index in enumerate(batch):
             new = output[position, width:]
             text = tokenizer.decode(new, skip_special_tokens=True)
-            answers[index] = without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
+            answers[index] = chat.without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
     return answers
 
 

@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 
 from finetune import recipe_errors, shipped, strict_yaml, task_files
 from finetune.data import load, render
+from finetune.data.chat import without_thinking
 from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Section, Source
@@ -325,7 +326,7 @@ def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> d
 
 def right(task: Task, said: str, wanted: str) -> float:
     """Whether a generated answer is the wanted one: 1.0 or 0.0."""
-    said = re.sub(r"^\s*<think>.*?</think>", "", said, flags=re.DOTALL).strip()
+    said = without_thinking(said)
     if task.kind == "json_match":
         return float(_first_json(said) == json.loads(wanted))
     if task.kind == "regex_match":

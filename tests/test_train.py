@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_loss import trainer_of
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from finetune import cli, evaluate, recipe, scoring
+from finetune import cli, evaluate, recipe
 from finetune import train as train_module
 from finetune.run_folder import RunFolder
 from finetune.speed import apply, offload
@@ -317,18 +317,6 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
     assert not run.adapter.exists() and (run.path / "adapter.unverified").exists()
     assert cli.main(["evaluate", str(run.path)]) == 2
     assert "saved tensors" in (run.path / "log.txt").read_text()
-
-
-def test_reasoning_before_an_answer_is_not_compared() -> None:
-    assert scoring.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
-    assert scoring.without_thinking(" a <think>b</think>") == "a <think>b</think>"
-
-
-def test_batches_hold_each_row_once_and_stay_small() -> None:
-    lengths = [5, 20000, 300, 300, 1, 7000]
-    batches = list(scoring.batches(lengths, 2))
-    assert sorted(index for batch in batches for index in batch) == list(range(6))
-    assert all(len(b) * max(lengths[i] for i in b) <= scoring.MAX_TOKENS or len(b) == 1 for b in batches)
 
 
 def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.bundled import bundled, marked_twin
-from finetune.data.formats import REASONING_KEYS, BadRow, Example
+from finetune.data.formats import REASONING_KEYS, THINKING, BadRow, Example
 from finetune.data.render import BROKEN, Rendered, joined, render
 from finetune.errors import Problem, UserError
 
@@ -388,3 +388,10 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     ids: set[Any] = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
     eos: Any = tokenizer.eos_token_id
     return (ids | {eos}) - {None}
+
+
+def without_thinking(text: str) -> str:
+    """An answer without the reasoning before it, stripped."""
+    text = text.strip()
+    found = THINKING.match(text)
+    return text[found.end() :] if found else text
