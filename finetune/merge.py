@@ -145,7 +145,7 @@ def write_merged(
     """Merge in fp32 onto the base that training saw, cast, and save to `whole`.
 
     Returns:
-        How many of the saved tensors differ from the base's, and what it was merged onto.
+        How many of the saved tensors differ from the base's, what it was merged onto, and notes.
     """
     from peft import PeftConfig, PeftModel
 
@@ -172,12 +172,14 @@ def write_merged(
     if tied:
         retie(merged)
     changed = sum(before.get(name) != digest for name, digest in after.items())
+    notes = model.storable(merged.generation_config)
     with writing(whole):
         merged.save_pretrained(str(whole))
         tokenizer.save_pretrained(str(whole))
     del plain, adapted, merged
     evaluate.release()
-    return {"merged_onto": setup.storage.value, "tensors": {"changed": changed, "all": len(after)}}
+    tensors = {"changed": changed, "all": len(after)}
+    return {"merged_onto": setup.storage.value, "tensors": tensors, "notes": notes}
 
 
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
@@ -279,6 +281,8 @@ def show(screen: Screen, report: dict[str, Any]) -> None:
         lines += [("quantised", left)]
     lines += [("compared on", f"{rows['rows']} {rows['from']} rows, {rows['tokens']} tokens")]
     screen.table("merge", ("", ""), lines)
+    for note in report.get("notes", ()):
+        screen.say(f"note: {note}")
     compared = {"the tuned model": figures}
     if "against_merged" in report:
         compared["the weights before quantising"] = report["against_merged"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +206,35 @@ def _add_rows(loaded: Any, tokens: list[int]) -> None:
         with torch.no_grad():
             mean = module.weight[: min(old, min(tokens))].float().mean(0)
             module.weight[tokens] = mean.to(module.weight.dtype)
+
+
+def storable(generation: Any) -> list[str]:
+    """Make a base's generation config one that can be saved; returns what was changed.
+
+    transformers opens one that samples without `do_sample`, and does not save it.
+    """
+    refused, sampling = _refused(generation), generation.do_sample
+    if not refused:
+        return []
+    generation.do_sample = True
+    left = _refused(generation)
+    if left == refused:
+        generation.do_sample = sampling
+    mended = ", ".join(f"{name} {getattr(generation, name)}" for name in refused if name not in left)
+    notes = [f"generation_config.json is saved with do_sample: true, which the base's {mended} asks for"]
+    for name in left:
+        notes.append(f"generation_config.json is saved without the base's {name} {getattr(generation, name)}")
+        setattr(generation, name, None)
+    return notes if mended else notes[1:]
+
+
+def _refused(generation: Any) -> list[str]:
+    """The values for which transformers does not save a generation config."""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        return re.findall(r"^- `(\w+)`", str(error), re.MULTILINE)
+    return []
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:

@@ -18,7 +18,10 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from finetune import cli, evaluate, recipe
 from finetune import train as train_module
+from finetune.model import load_tokenizer
 from finetune.run_folder import RunFolder
+from finetune.screen import Screen
+from finetune.sections import Model
 from finetune.speed import apply, offload
 
 FILES = {
@@ -317,6 +320,15 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
     assert not run.adapter.exists() and (run.path / "adapter.unverified").exists()
     assert cli.main(["evaluate", str(run.path)]) == 2
     assert "saved tensors" in (run.path / "log.txt").read_text()
+
+
+def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_path, capsys) -> None:
+    tuned, tokenizer = LlamaForCausalLM.from_pretrained(two_layers), load_tokenizer(Model(name=str(MODEL)))
+    tuned.generation_config.temperature = 0.9  # and it does not sample
+    run = RunFolder(tmp_path)
+    train_module.save(tuned, tokenizer, run, tmp_path, Screen())
+    assert "do_sample: true, which the base's temperature 0.9 asks for" in capsys.readouterr().out
+    assert LlamaForCausalLM.from_pretrained(run.model).generation_config.temperature == 0.9
 
 
 def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:
