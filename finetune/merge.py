@@ -172,7 +172,7 @@ def write_merged(
     if tied:
         retie(merged)
     changed = sum(before.get(name) != digest for name, digest in after.items())
-    notes = model.storable(merged.generation_config)
+    notes = model.settle_generation(merged.generation_config, scoring.stop_ids(merged, tokenizer))
     with writing(whole):
         merged.save_pretrained(str(whole))
         tokenizer.save_pretrained(str(whole))
@@ -244,6 +244,7 @@ def write_quantized(
     options = proof.placed(setup)
     small: Any = quantize.load(source, kind, getattr(torch, dtype), setup.hardware, trained, **options)
     layers, plain = quantize.left_out(small)
+    notes = model.settle_generation(small.generation_config, scoring.stop_ids(small, tokenizer))
     with writing(packed):
         small.save_pretrained(str(packed))
         tokenizer.save_pretrained(str(packed))
@@ -251,7 +252,8 @@ def write_quantized(
     kept = quantize.kept(small, size(packed))
     del small
     evaluate.release()
-    return {"storage": storage, "not_quantized": kept, "layers": {"quantized": layers, "plain": plain}}
+    found = {"storage": storage, "not_quantized": kept, "layers": {"quantized": layers, "plain": plain}}
+    return {**found, "notes": notes} if notes else found
 
 
 def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:

@@ -208,11 +208,28 @@ def _add_rows(loaded: Any, tokens: list[int]) -> None:
             module.weight[tokens] = mean.to(module.weight.dtype)
 
 
-def storable(generation: Any) -> list[str]:
-    """Make a base's generation config one that can be saved; returns what was changed.
+def declared_stops(generation: Any) -> set[int]:
+    """Token ids at which a model ends an answer by its own generation config."""
+    ids = generation.eos_token_id
+    return set(ids if isinstance(ids, list) else [ids]) - {None}
 
-    transformers opens one that samples without `do_sample`, and does not save it.
+
+def settle_generation(generation: Any, stops: list[int]) -> list[str]:
+    """Make a base's generation config that of what is saved; returns what was changed.
+
+    Args:
+        stops: token ids that end an answer: `scoring.stop_ids`.
     """
+    notes = []
+    if declared_stops(generation) != set(stops):
+        other = f"{stops}, not the base's {generation.eos_token_id}: so the run's answers end"
+        notes.append(f"generation_config.json is saved with eos_token_id {other}")
+        generation.eos_token_id = stops
+    return notes + _storable(generation)
+
+
+def _storable(generation: Any) -> list[str]:
+    """Make it one that can be saved: transformers opens one that samples without `do_sample`, and won't."""
     refused, sampling = _refused(generation), generation.do_sample
     if not refused:
         return []

@@ -23,6 +23,7 @@ from finetune.data import chat
 from finetune.data.chat import Encoded
 from finetune.data.prepare import HeldOut
 from finetune.errors import Exit, Problem, UserError, first_line
+from finetune.model import declared_stops
 from finetune.speed import attention
 
 if TYPE_CHECKING:
@@ -263,11 +264,8 @@ def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
 
 
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer: the template's, the tokenizer's, and what else the model declares."""
-    declared = model.generation_config.eos_token_id
-    return sorted(
-        chat.stop_ids(tokenizer) | set(declared if isinstance(declared, list) else [declared]) - {None}
-    )
+    """Tokens that end an answer: those it was trained to end with, and what else the model declares."""
+    return sorted(chat.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
 
 
 def generate(

@@ -34,6 +34,7 @@ from finetune import (
     ranks,
     report,
     resume,
+    scoring,
     shards,
     stages,
     stopping,
@@ -277,8 +278,10 @@ def save(
     processes, tensors = PartialState(), te.weights(adapted) if te.used() else shards.gathered(adapted)
     target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
     if processes.is_main_process:
-        for note in model.storable(adapted.generation_config) if target == folder.model else ():
-            screen.say(f"note: {note}")
+        if target == folder.model:
+            stops = scoring.stop_ids(adapted, tokenizer)
+            for note in model.settle_generation(adapted.generation_config, stops):
+                screen.say(f"note: {note}")
         adapter_init.save(adapted, target, initial, tensors)
         tokenizer.save_pretrained(str(target))
     processes.wait_for_everyone()

@@ -86,7 +86,14 @@ def test_what_people_read(made) -> None:
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
     assert 'PeftModel.from_pretrained(base, "org/tuned")' in text
     assert "--enable-lora --max-lora-rank 16 --lora-modules tuned=org/tuned" in text
-    assert "licence of the base is not known" in text
+    assert "licence of the base is not known" in text and "eos_token_id" not in text
+
+
+def test_an_adapter_is_loaded_such_that_it_ends_its_answers(made) -> None:
+    """As evaluation had it; the base's generation config may not know the end of turn that was trained."""
+    stops = {"answers": [1, 3], "model": [1]}
+    text = made(results={**RESULTS, "settings": {"stops": stops}}).text
+    assert "model.generation_config.eos_token_id = [1, 3]  # its answers end so; the base's own: [1]" in text
 
 
 def test_an_older_run_without_results(made) -> None:

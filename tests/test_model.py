@@ -220,7 +220,7 @@ def test_a_generation_config_that_opens_is_saved_as_far_as_it_is_valid(base, sav
     """transformers does not save all that it opens: with it, trained weights were lost."""
     (tmp_path / "generation_config.json").write_text(json.dumps(base))
     generation = GenerationConfig.from_pretrained(tmp_path)
-    notes = model.storable(generation)
+    notes = model.settle_generation(generation, [])
     assert len(notes) == len(said) and all(text in note for text, note in zip(said, notes, strict=True))
     generation.save_pretrained(tmp_path)
     again = GenerationConfig.from_pretrained(tmp_path)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import MODEL
+from transformers import GenerationConfig
 
 from finetune import scoring, tasks
 from finetune.data import bundled, chat
@@ -75,6 +77,18 @@ def test_a_call_is_wanted_whether_it_is_trained_or_not(messages: list[Any], trai
     _, row = held_out(tokenizer, messages, data)
     ((wanted, tokens),) = scoring.references([row], tokenizer, data)
     assert wanted == CALLED and tokens[-1] == tokenizer.eos_token_id
+
+
+def test_what_ends_an_answer_is_what_was_taught_and_what_the_model_declares() -> None:
+    """And no other family's end of turn: gpt-oss ends its reasoning, not its answer, with <|end|>."""
+    tokenizer, opened = tokenizer_with("qwen2_5"), SimpleNamespace(generation_config=GenerationConfig())
+    tokenizer.eos_token, taught = "<|endoftext|>", ["<|endoftext|>", "<|im_end|>"]
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    assert tokenizer.convert_ids_to_tokens(scoring.stop_ids(opened, tokenizer)) == taught
+    opened.generation_config.eos_token_id = [7, 9]
+    assert {*scoring.stop_ids(opened, tokenizer)} == {7, 9, *tokenizer.convert_tokens_to_ids(taught)}
+    tokenizer.chat_template = None
+    assert scoring.stop_ids(opened, tokenizer) == sorted([7, 9, tokenizer.eos_token_id])
 
 
 def test_batches_hold_each_row_once_and_stay_small() -> None:

@@ -323,12 +323,17 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
 
 
 def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_path, capsys) -> None:
+    """And it ends its answers where it was taught to: of bases, <|im_end|> often is no end."""
     tuned, tokenizer = LlamaForCausalLM.from_pretrained(two_layers), load_tokenizer(Model(name=str(MODEL)))
     tuned.generation_config.temperature = 0.9  # and it does not sample
+    tuned.generation_config.eos_token_id = 1
     run = RunFolder(tmp_path)
     train_module.save(tuned, tokenizer, run, tmp_path, Screen())
-    assert "do_sample: true, which the base's temperature 0.9 asks for" in capsys.readouterr().out
-    assert LlamaForCausalLM.from_pretrained(run.model).generation_config.temperature == 0.9
+    said = " ".join(capsys.readouterr().out.split())
+    assert "do_sample: true, which the base's temperature 0.9 asks for" in said
+    assert "eos_token_id [1, 3], not the base's 1" in said
+    saved = LlamaForCausalLM.from_pretrained(run.model).generation_config
+    assert saved.temperature == 0.9 and saved.eos_token_id == [1, 3]
 
 
 def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:

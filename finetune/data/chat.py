@@ -390,6 +390,19 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return (ids | {eos}) - {None}
 
 
+def ends_of_answer(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that end an answer as it is trained: the eos, and what the chat template writes after one."""
+    given: Any = tokenizer.chat_template
+    own = given.get("default") if isinstance(given, dict) else given
+    turns = [{"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}]
+    texts = render(own, tokenizer.special_tokens_map, "none", [(turns, None)]) if own else []
+    after = "".join(text.text.rpartition("qzanswer")[2] for text in texts)
+    known = {str(tokenizer.convert_ids_to_tokens(stop)): stop for stop in stop_ids(tokenizer)}
+    found = re.search("|".join(map(re.escape, known)), after)
+    eos: Any = tokenizer.eos_token_id
+    return {known[found[0]], eos} if found else {eos}
+
+
 def without_thinking(text: str) -> str:
     """An answer without the reasoning before it, stripped."""
     text = text.strip()
