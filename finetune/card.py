@@ -287,7 +287,8 @@ def usage(
     else:
         lines = [f"base = AutoModelForCausalLM.from_pretrained({quoted}{at})"]
         if recipe.model.add_tokens:
-            lines += ["base.resize_token_embeddings(len(tokenizer))  # this run added tokens"]
+            lines += ["rows = max(len(tokenizer), len(base.get_input_embeddings().weight))  # may be padded"]
+            lines += ["base.resize_token_embeddings(rows)  # this run added tokens"]
         lines += [f"model = PeftModel.from_pretrained(base, {json.dumps(repo)})"]
         if stops and stops["answers"] != stops["model"]:
             why = f"  # its answers end so; the base's own: {stops['model']}"
