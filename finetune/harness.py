@@ -143,6 +143,7 @@ def _evaluate(
     own = all(isinstance(spec, dict) for spec in specs)
     with heard():
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size)
+        engine.add_bos_token = False if chat else None  # a chat has the BOS that its template writes, or none
         random = SEED if seeded else None
         with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
             found = simple_evaluate(
