@@ -132,7 +132,7 @@ def make(
         summary(recipe, base, kind, report),
         verdict(results.get("verdict", {}), of),
         "## Use",
-        usage(recipe, base, kind, repo, config),
+        usage(recipe, base, kind, repo, config, results.get("settings", {}).get("stops", {})),
         by_torchao(merge),
         "## Results",
         scores_of_stored(stored, of),
@@ -271,8 +271,14 @@ def verdict(said: dict[str, Any], of_merged: str) -> str:
     return f"{before}**{said['word']}**: {said['why']}{forgot}" if said.get("why") else ""
 
 
-def usage(recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, Any]) -> str:
-    """How to load it with PEFT or transformers, and with vLLM."""
+def usage(
+    recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, Any], stops: dict[str, list[int]]
+) -> str:
+    """How to load it with PEFT or transformers, and with vLLM.
+
+    Args:
+        stops: token ids that end its answers, and those at which the base ends them: eval.json's.
+    """
     quoted = json.dumps(base.name if base.on_hub else f"path/to/{base.name}")
     at = f", revision={json.dumps(base.revision)}" if base.revision else ""
     if kind != "adapter":
@@ -281,8 +287,12 @@ def usage(recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, An
     else:
         lines = [f"base = AutoModelForCausalLM.from_pretrained({quoted}{at})"]
         if recipe.model.add_tokens:
-            lines += ["base.resize_token_embeddings(len(tokenizer))  # this run added tokens"]
+            lines += ["rows = max(len(tokenizer), len(base.get_input_embeddings().weight))  # may be padded"]
+            lines += ["base.resize_token_embeddings(rows)  # this run added tokens"]
         lines += [f"model = PeftModel.from_pretrained(base, {json.dumps(repo)})"]
+        if stops and stops["answers"] != stops["model"]:
+            why = f"  # its answers end so; the base's own: {stops['model']}"
+            lines += [f"model.generation_config.eos_token_id = {stops['answers']}{why}"]
         serve = vllm(config, base, repo)
     head = ["from peft import PeftModel"] if kind == "adapter" else []
     head += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]

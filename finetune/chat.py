@@ -210,9 +210,7 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     config = GenerationConfig(
         **drawn,
         max_new_tokens=min(talk.max_new_tokens, longest - len(ids)),
-        num_beams=1,
-        repetition_penalty=1.0,  # as in evaluation; the model's own generation_config may hold another
-        no_repeat_ngram_size=0,
+        **scoring.PLAIN,
         eos_token_id=scoring.stop_ids(voice.weights, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )

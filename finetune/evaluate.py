@@ -94,6 +94,8 @@ def run(
     if inspect:
         inspect(tuned)
     tokenizer = model.load_tokenizer(_saved(folder))
+    declared = sorted(model.declared_stops(tuned.generation_config))
+    stops = {"answers": scoring.stop_ids(tuned, tokenizer), "model": declared}
     rows, notes = held_out(folder, recipe, tokenizer)
     notes += [*storage_note(recipe), *model.foreign_template(recipe.model, tokenizer)]
 
@@ -116,6 +118,7 @@ def run(
         say(f"tuned and base: tasks {', '.join(recipe.eval.tasks)}")
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes)
+    result["settings"]["stops"] = stops
     result["settings"]["model"] = f"{recipe.model.name} {recipe.model.revision or ''}".strip()
     name = OTHER if overridden(recipe) else "eval.json"  # what was held out in the run stays the run's result
     result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}

@@ -120,12 +120,14 @@ def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> d
 
 def grouped(model: Any, tokenizer: Any, settings: Eval) -> dict[bool, list[Any]]:
     """lm-eval's specifications of the tasks, by whether they go through the chat template."""
-    stops = scoring.stop_ids(model, tokenizer) if hasattr(model, "generation_config") else []
+    options = {}  # of vLLM's none: it reads no generation_config where it is given its parameters
+    if settings.engine == "hf":
+        options = {**scoring.PLAIN, "eos_token_id": scoring.stop_ids(model, tokenizer)}
     found: dict[bool, list[Any]] = {}
     for name in settings.tasks:
         task = tasks.read(name) if tasks.is_file(name) else None
         chat = task.chat if task else settings.apply_chat_template
-        spec = tasks.config(task, tasks.documents(task, name), stops) if task else _theirs(name)
+        spec = tasks.config(task, tasks.documents(task, name), options) if task else _theirs(name)
         found.setdefault(chat, []).append(spec)
     return found
 
@@ -141,6 +143,7 @@ def _evaluate(
     own = all(isinstance(spec, dict) for spec in specs)
     with heard():
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size)
+        engine.add_bos_token = False if chat else None  # a chat has the BOS that its template writes, or none
         random = SEED if seeded else None
         with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
             found = simple_evaluate(

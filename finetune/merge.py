@@ -145,7 +145,7 @@ def write_merged(
     """Merge in fp32 onto the base that training saw, cast, and save to `whole`.
 
     Returns:
-        How many of the saved tensors differ from the base's, and what it was merged onto.
+        How many of the saved tensors differ from the base's, what it was merged onto, and notes.
     """
     from peft import PeftConfig, PeftModel
 
@@ -172,12 +172,14 @@ def write_merged(
     if tied:
         retie(merged)
     changed = sum(before.get(name) != digest for name, digest in after.items())
+    notes = model.settle_generation(merged.generation_config, scoring.stop_ids(merged, tokenizer))
     with writing(whole):
         merged.save_pretrained(str(whole))
         tokenizer.save_pretrained(str(whole))
     del plain, adapted, merged
     evaluate.release()
-    return {"merged_onto": setup.storage.value, "tensors": {"changed": changed, "all": len(after)}}
+    tensors = {"changed": changed, "all": len(after)}
+    return {"merged_onto": setup.storage.value, "tensors": tensors, "notes": notes}
 
 
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
@@ -242,6 +244,7 @@ def write_quantized(
     options = proof.placed(setup)
     small: Any = quantize.load(source, kind, getattr(torch, dtype), setup.hardware, trained, **options)
     layers, plain = quantize.left_out(small)
+    notes = model.settle_generation(small.generation_config, scoring.stop_ids(small, tokenizer))
     with writing(packed):
         small.save_pretrained(str(packed))
         tokenizer.save_pretrained(str(packed))
@@ -249,7 +252,8 @@ def write_quantized(
     kept = quantize.kept(small, size(packed))
     del small
     evaluate.release()
-    return {"storage": storage, "not_quantized": kept, "layers": {"quantized": layers, "plain": plain}}
+    found = {"storage": storage, "not_quantized": kept, "layers": {"quantized": layers, "plain": plain}}
+    return {**found, "notes": notes} if notes else found
 
 
 def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:
@@ -279,6 +283,8 @@ def show(screen: Screen, report: dict[str, Any]) -> None:
         lines += [("quantised", left)]
     lines += [("compared on", f"{rows['rows']} {rows['from']} rows, {rows['tokens']} tokens")]
     screen.table("merge", ("", ""), lines)
+    for note in report.get("notes", ()):
+        screen.say(f"note: {note}")
     compared = {"the tuned model": figures}
     if "against_merged" in report:
         compared["the weights before quantising"] = report["against_merged"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,22 +21,25 @@ from transformers import GenerationConfig
 from finetune import hardware
 from finetune.data import chat
 from finetune.data.chat import Encoded
+from finetune.data.prepare import HeldOut
 from finetune.errors import Exit, Problem, UserError, first_line
+from finetune.model import declared_stops
 from finetune.speed import attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoder
     from finetune.data.formats import Example
-    from finetune.data.prepare import HeldOut
     from finetune.sections import Data, Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
 LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
+PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Of `generate`: the likeliest tokens as they are, whatever the model's own generation_config holds."""
 LESS_MEMORY = (
     "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
 )
@@ -101,27 +103,24 @@ def score(
     Args:
         answers: `False`: losses alone.
     """
-    state = PartialState()
-    mine = list(range(state.process_index, len(rows), state.num_processes))
     encoder = chat.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
     asked = [index for index, row in enumerate(rows) if answers and asks(row)]
-    references = {index: reference(rows[index], tokenizer, data.train_on) for index in asked}
-    own = [index for index in mine if index in references]
+    wanted = dict(zip(asked, references([rows[index] for index in asked], tokenizer, data), strict=True))
+    mine, own = _own(range(len(rows))), _own(asked)
     with inference(model):
         losses = row_losses(
             model, [rows[index].documents for index in mine], tokenizer.pad_token_id, settings
         )
         said: list[tuple[str, bool]] = []
         if asked:
-            longest = max(len(tokens) for _, tokens in references.values())
+            longest = max(len(tokens) for _, tokens in wanted.values())
             said = generate(model, encoder, [rows[index].example for index in own], longest, settings)
-    found = dict(gather_object(list(zip(mine, losses, strict=True))))
-    answered = dict(gather_object(list(zip(own, said, strict=True))))
+    found, answered = _of_all(mine, losses), _of_all(own, said)
     order = range(len(rows))
     texts = [answered[index][0] if index in answered else "" for index in order]
-    hits = [texts[index] == references[index][0] if index in answered else None for index in order]
+    hits = [texts[index] == wanted[index][0] if index in answered else None for index in order]
     ends = [answered[index][1] if index in answered else None for index in order]
-    sums, counts = [found[index][0] for index in order], [found[index][1] for index in order]
+    sums, counts = [loss for loss, _ in found.values()], [count for _, count in found.values()]
     return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
 
 
@@ -132,25 +131,49 @@ def asks(row: HeldOut) -> bool:
 
 def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
     """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
-    state = PartialState()
-    mine = list(range(state.process_index, len(texts), state.num_processes))
+    mine = _own(range(len(texts)))
     longest = getattr(model.config, "max_position_embeddings", None)
     ids = [tokenizer(texts[index])["input_ids"][:longest] for index in mine]
     documents = [[Encoded(row, [(0, len(row))])] for row in ids]
     with inference(model):
         losses = row_losses(model, documents, tokenizer.pad_token_id, settings)
-    found = dict(gather_object(list(zip(mine, losses, strict=True))))
-    ordered = [found[index] for index in range(len(texts))]
-    return Score([loss for loss, _ in ordered], [count for _, count in ordered], [""] * len(texts))
+    found = _of_all(mine, losses).values()
+    return Score([loss for loss, _ in found], [count for _, count in found], [""] * len(texts))
 
 
-def reference(row: HeldOut, tokenizer: PreTrainedTokenizerBase, train_on: str) -> tuple[str, list[int]]:
-    """What should be answered, as it is compared with what was, and its tokens with calls and reasoning."""
-    said = row.example.answer
-    tokens = tokenizer(said)["input_ids"] if train_on == "all" else row.last_turn()
-    if row.example.messages and row.example.messages[-1].get("tool_calls") and train_on != "all":
-        said = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    return without_thinking(said), tokens
+def _own(indices: Sequence[int]) -> Sequence[int]:
+    """This process's share of some rows."""
+    state = PartialState()
+    return indices[state.process_index :: state.num_processes]
+
+
+def _of_all(own: Sequence[int], found: list[Result]) -> dict[int, Result]:
+    """What all processes found of their rows, in the rows' order."""
+    return dict(sorted(gather_object(list(zip(own, found, strict=True)))))
+
+
+def references(
+    rows: list[HeldOut], tokenizer: PreTrainedTokenizerBase, data: Data
+) -> list[tuple[str, list[int]]]:
+    """What should be answered to each row, as it is compared with what was, and its tokens.
+
+    It is what the row's last turn trains, decoded as an answer is: what a template writes there is in both.
+    """
+    found = [row.last_turn() for row in rows]
+    # all tokens of a row may be trained, or its last turn not: then the turn is looked for by itself
+    other = [i for i, row in enumerate(rows) if data.train_on == "all" or not all(row.example.trained[-1:])]
+    if other:
+        examples = [rows[index].example for index in other]
+        examples = [replace(example, trained=(True,) * len(example.trained)) for example in examples]
+        chats, last = any(e.messages for e in examples), data.model_copy(update={"train_on": "last_turn"})
+        turns = chat.make_encoder(tokenizer, last, chats)(examples)
+        for index, turn in zip(other, turns, strict=True):
+            if isinstance(turn, Encoded) and turn.trained:
+                found[index] = HeldOut(rows[index].example, [turn]).last_turn()
+            else:  # a template whose turns can't be told apart: the text as it was given
+                found[index] = tokenizer(rows[index].example.answer, add_special_tokens=False)["input_ids"]
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+    return list(zip(map(chat.without_thinking, texts), found, strict=True))
 
 
 @contextlib.contextmanager
@@ -240,17 +263,9 @@ def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
         order = order[size:]
 
 
-def without_thinking(text: str) -> str:
-    """An answer without the reasoning that some templates put before it, stripped."""
-    return re.sub(r"^\s*<think>.*?</think>", "", text, flags=re.DOTALL).strip()
-
-
 def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer: the template's, the tokenizer's, and what else the model declares."""
-    declared = model.generation_config.eos_token_id
-    return sorted(
-        chat.stop_ids(tokenizer) | set(declared if isinstance(declared, list) else [declared]) - {None}
-    )
+    """Tokens that end an answer: those it was trained to end with, and what else the model declares."""
+    return sorted(chat.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
 
 
 def generate(
@@ -278,9 +293,7 @@ def greedy_answers(
     greedy = GenerationConfig(
         max_new_tokens=room,
         do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,  # the model's own generation_config may hold another
-        no_repeat_ngram_size=0,
+        **PLAIN,
         eos_token_id=stops,
         pad_token_id=pad,
     )
@@ -300,7 +313,7 @@ def greedy_answers(
         for position, index in enumerate(batch):
             new = output[position, width:]
             text = tokenizer.decode(new, skip_special_tokens=True)
-            answers[index] = without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
+            answers[index] = chat.without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
     return answers
 
 

@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 
 from finetune import recipe_errors, shipped, strict_yaml, task_files
 from finetune.data import load, render
+from finetune.data.chat import without_thinking
 from finetune.data.formats import BadRow
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Section, Source
@@ -272,11 +273,11 @@ def _rendered(template: str, row: dict[str, Any]) -> Any:
     return json.loads(found.text) if whole else found.text
 
 
-def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str, Any]:
+def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
     """lm-eval's configuration of a local task.
 
     Args:
-        stops: token ids that end an answer.
+        options: of the engine's `generate`, for a greedy answer.
     """
     from datasets import Dataset
 
@@ -316,7 +317,7 @@ def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str
             "max_gen_toks": task.max_new_tokens,
             "do_sample": False,
             "temperature": 0.0,
-            **({"eos_token_id": stops} if stops else {}),
+            **options,
         },
         "process_results": lambda row, answers: {"exact_match": right(task, answers[0], row["answer"])},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
@@ -325,7 +326,7 @@ def config(task: Task, rows: list[dict[str, Any]], stops: list[int]) -> dict[str
 
 def right(task: Task, said: str, wanted: str) -> float:
     """Whether a generated answer is the wanted one: 1.0 or 0.0."""
-    said = re.sub(r"^\s*<think>.*?</think>", "", said, flags=re.DOTALL).strip()
+    said = without_thinking(said)
     if task.kind == "json_match":
         return float(_first_json(said) == json.loads(wanted))
     if task.kind == "regex_match":

@@ -34,6 +34,7 @@ from finetune import (
     ranks,
     report,
     resume,
+    scoring,
     shards,
     stages,
     stopping,
@@ -167,7 +168,7 @@ def _run(
             train(trainer, recipe.adapter, validating, found, ledger)
             add_stream_receipt(prepared, screen, ledger)
             live = verify.remember(adapted, prepared.train, setup)
-            save(adapted, tokenizer, folder, initial)
+            save(adapted, tokenizer, folder, initial, screen)
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted
@@ -270,11 +271,17 @@ def train(
     ledger.check()
 
 
-def save(adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path) -> None:
+def save(
+    adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Screen
+) -> None:
     """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
     processes, tensors = PartialState(), te.weights(adapted) if te.used() else shards.gathered(adapted)
     target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
     if processes.is_main_process:
+        if target == folder.model:
+            stops = scoring.stop_ids(adapted, tokenizer)
+            for note in model.settle_generation(adapted.generation_config, stops):
+                screen.say(f"note: {note}")
         adapter_init.save(adapted, target, initial, tensors)
         tokenizer.save_pretrained(str(target))
     processes.wait_for_everyone()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune import card, recipe
 from finetune.data.load import hub_name
@@ -42,9 +43,10 @@ def made(recipe_file, tmp_path):
     """`made(kind, results, **publish)`: the card of a run whose base is a folder, or `base=` on the Hub."""
 
     def make(
-        kind: str = "adapter", results=None, config=None, base: str = "{model}", merge=None, **publish
+        kind: str = "adapter", results=None, config=None, base="{model}", merge=None, add_tokens=(), **publish
     ) -> ModelCard:
-        text = f"model: {{name: '{base}'}}\ndata: {{name: '{{data}}'}}\nadapter: {{type: lora}}\n"
+        text = f"model: {{name: '{base}', add_tokens: {json.dumps(add_tokens)}}}\n"
+        text += "data: {name: '{data}'}\nadapter: {type: lora}\n"
         loaded = recipe.load(recipe_file(text + f"publish: {json.dumps(publish)}\n"))
         staged = tmp_path / "staged"
         staged.mkdir()
@@ -86,7 +88,27 @@ def test_what_people_read(made) -> None:
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
     assert 'PeftModel.from_pretrained(base, "org/tuned")' in text
     assert "--enable-lora --max-lora-rank 16 --lora-modules tuned=org/tuned" in text
-    assert "licence of the base is not known" in text
+    assert "licence of the base is not known" in text and "eos_token_id" not in text
+
+
+def test_an_adapter_is_loaded_such_that_it_ends_its_answers(made) -> None:
+    """As evaluation had it; the base's generation config may not know the end of turn that was trained."""
+    stops = {"answers": [1, 3], "model": [1]}
+    text = made(results={**RESULTS, "settings": {"stops": stops}}).text
+    assert "model.generation_config.eos_token_id = [1, 3]  # its answers end so; the base's own: [1]" in text
+
+
+def test_a_base_with_padded_embeddings_is_loaded_as_it_was_trained(made, two_layers, tmp_path) -> None:
+    """A run that added a token which had a row already shrinks nothing; nor do the lines of its card."""
+    text = made(base=str(two_layers), add_tokens=["<a>"]).text
+    tokenizer = AutoTokenizer.from_pretrained(two_layers)
+    resizing = [line for line in text.splitlines() if line.startswith(("rows =", "base.resize"))]
+    for padded, rows in ((4224, 4224), (4096, 4097)):
+        base = AutoModelForCausalLM.from_pretrained(two_layers)
+        base.resize_token_embeddings(padded, mean_resizing=False)
+        tokenizer.add_tokens(["<a>"])
+        exec("\n".join(resizing), {"base": base, "tokenizer": tokenizer})
+        assert len(base.get_input_embeddings().weight) == rows
 
 
 def test_an_older_run_without_results(made) -> None:

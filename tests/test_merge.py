@@ -112,6 +112,18 @@ def test_in_bfloat16_it_says_how_near_it_is(run, capsys) -> None:
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(folder.adapter).chat_template
 
 
+def test_the_merged_generation_config_is_one_that_is_saved(run, tmp_path, capsys) -> None:
+    folder, base = run("lora"), tmp_path / "sampling"
+    shutil.copytree(MODEL, base)
+    (base / "generation_config.json").write_text('{"temperature": 0.9, "eos_token_id": 1}')
+    assert cli.main(["merge", str(folder.path), f"model.name={base}"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "do_sample: true, which the base's temperature 0.9 asks for" in said
+    assert "eos_token_id [1, 3], not the base's 1" in said
+    saved = json.loads((folder.path / "merged" / "generation_config.json").read_text())
+    assert saved["do_sample"] and saved["temperature"] == 0.9 and saved["eos_token_id"] == [1, 3]
+
+
 def test_the_figures_are_those_of_a_plain_computation() -> None:
     from finetune.proof import agreement
 

@@ -1,11 +1,12 @@
 """Fingerprints see every change; receipts stop a run; hardware choices have reasons."""
 
+import json
 import math
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from finetune import hardware, model
 from finetune.errors import Exit, UserError
@@ -191,3 +192,36 @@ def test_a_model_over_all_devices_is_the_model(two_layers) -> None:
     ids = torch.arange(12)[None]
     one, spread = (model.load(Model(name=str(two_layers)), setup, device) for device in ("cpu", "auto"))
     assert torch.equal(one(ids).logits, spread(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("base", "saved", "said"),
+    [
+        ({"do_sample": True, "temperature": 0.6}, {"do_sample": True, "temperature": 0.6}, []),
+        ({"top_k": 50}, {"do_sample": None, "top_k": 50}, []),
+        (
+            {"temperature": 0.9, "top_p": 0.6, "top_k": 50},
+            {"do_sample": True, "temperature": 0.9, "top_p": 0.6, "top_k": 50},
+            ["do_sample: true, which the base's temperature 0.9, top_p 0.6 asks for"],
+        ),
+        (
+            {"length_penalty": 2.0, "repetition_penalty": 1.1},
+            {"do_sample": None, "length_penalty": None, "repetition_penalty": 1.1},
+            ["without the base's length_penalty 2.0"],
+        ),
+        (
+            {"do_sample": False, "min_p": 0.1, "pad_token_id": -1},
+            {"do_sample": True, "min_p": 0.1, "pad_token_id": None},
+            ["the base's min_p 0.1 asks for", "without the base's pad_token_id -1"],
+        ),
+    ],
+)
+def test_a_generation_config_that_opens_is_saved_as_far_as_it_is_valid(base, saved, said, tmp_path) -> None:
+    """transformers does not save all that it opens: with it, trained weights were lost."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(base))
+    generation = GenerationConfig.from_pretrained(tmp_path)
+    notes = model.settle_generation(generation, [])
+    assert len(notes) == len(said) and all(text in note for text, note in zip(said, notes, strict=True))
+    generation.save_pretrained(tmp_path)
+    again = GenerationConfig.from_pretrained(tmp_path)
+    assert {name: getattr(again, name) for name in saved} == saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from small_tasks import CHOICE, QUESTIONS, write_task
+from small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
+from tokenizers.processors import TemplateProcessing
 
 from finetune import cli, harness, tasks
+from finetune.data.chat import make_encoder
+from finetune.data.formats import Row, convert
 from finetune.errors import UserError
+from finetune.sections import Data, Eval
 
 KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
 
@@ -224,6 +229,46 @@ def engine() -> Any:
     folder = ROOT / "examples" / "tiny_llama" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     return harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
+
+
+def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
+    engine, tmp_path, monkeypatch
+) -> None:
+    """As held-out rows are answered: a base's own repetition penalty is none of the task's."""
+    rows = [{"asked": "Rosa Ito from Oxford ordered 3 3 3 pears pears.", "said": "-"}]
+    task = write_task(tmp_path, "greedy", rows, f"kind: exact_match\nchat: true\n{ASKED}")
+
+    def said() -> str:
+        found = harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
+        return found["greedy"]["rows"][0]["resps"][0][0]
+
+    plain = said()
+    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
+    assert plain and said() == plain
+
+
+def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypatch) -> None:
+    """One, or none, as in training and of held-out rows, whatever the tokenizer puts before a text."""
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    bos = [("<|endoftext|>", tokenizer.bos_token_id)]
+    before = TemplateProcessing(single="<|endoftext|> $A", special_tokens=bos)
+    tokenizer.backend_tokenizer.post_processor = before
+    task = write_task(tmp_path, "chat", ANSWERS[:1], f"kind: exact_match\nchat: true\n{ASKED}")
+    asked: list[list[int]] = []
+    generate = engine.model.generate
+    heard = lambda **options: (asked.extend(options["input_ids"].tolist()), generate(**options))[1]  # noqa: E731
+    monkeypatch.setattr(engine.model, "generate", heard)
+    said = [
+        {"role": role, "content": ANSWERS[0][name]}
+        for role, name in (("user", "asked"), ("assistant", "said"))
+    ]
+    own, row = tokenizer.chat_template, convert(Row({"messages": said}, "a:1"), Data(name="-"), "messages")
+    for template, count in ((own, 0), ("{{ bos_token }}" + own, 1)):
+        tokenizer.chat_template = template
+        harness.run(engine.model, tokenizer, Eval(tasks=[task], batch_size=1))
+        assert asked[-1] == make_encoder(tokenizer, Data(name="-"), chats=True).prompts([row])[0]
+        assert asked[-1].count(tokenizer.bos_token_id) == count
 
 
 @pytest.mark.parametrize("last", ["It is 4", " It is ", "It is\n", "<", " "])

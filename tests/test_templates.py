@@ -19,6 +19,7 @@ from conftest import MODEL
 
 from finetune.data import bundled, chat
 from finetune.data.formats import Row, convert
+from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model
 
@@ -383,3 +384,33 @@ def test_the_prompt_at_inference_is_what_stands_before_the_last_answer(case: Cas
     ids, labels = encode(case, tokenizer)
     assert ids[: len(prompt)] == prompt
     assert labels[len(prompt) - 1] == -100 and labels[len(prompt)] == ids[len(prompt)]
+
+
+def test_loss_begins_where_the_prompt_ends_with_every_bundled_template() -> None:
+    """But with one whose twin does not begin as the prompt does, which is noted, and those for images."""
+    thinks = [{"content": "<think>\nqz\n</think>\n\nOmar."}, {"content": "Omar.", "reasoning_content": "qz"}]
+    begun, other, refused = set(), set(), set()
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)))
+    words = set(
+        re.findall(r"<\W\w[^<>'\"\s]*\W>", "".join(bundled.bundled().values()))
+    )  # <|end|> and the like
+    tokenizer.add_tokens(sorted(words - {*tokenizer.get_vocab()}), special_tokens=True)
+    tokenizer.bos_token = "<|endoftext|>"
+    for name, template in bundled.bundled().items():
+        tokenizer.chat_template = template
+        try:
+            encoder = chat.make_encoder(tokenizer, Data(name="-"), chats=True)
+        except UserError:
+            refused.add(name)
+            continue
+        for answer in ({"content": "Omar."}, *thinks):
+            turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", **answer}]
+            example = convert(Row({"messages": turns}, "a:1"), Data(name="-"), "messages")
+            (encoded,), (prompt,) = encoder([example]), encoder.prompts([example])
+            if isinstance(encoded, chat.Encoded) and encoded.ids[: len(prompt)] == prompt:
+                assert [start for start, _ in encoded.trained] == [len(prompt)], name
+                begun.add(name)
+        if name not in begun:
+            assert "the prompt of the first answer is not at inference" in encoder.notes[0]
+            other.add(name)
+    assert refused == {"idefics3", "llava_next", "smolvlm"} and other == {"deepseekv3"}

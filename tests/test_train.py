@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 from test_loss import trainer_of
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from finetune import cli, evaluate, recipe, scoring
+from finetune import cli, evaluate, recipe
 from finetune import train as train_module
+from finetune.model import load_tokenizer
 from finetune.run_folder import RunFolder
+from finetune.screen import Screen
+from finetune.sections import Model
 from finetune.speed import apply, offload
 
 FILES = {
@@ -319,16 +322,18 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
     assert "saved tensors" in (run.path / "log.txt").read_text()
 
 
-def test_reasoning_before_an_answer_is_not_compared() -> None:
-    assert scoring.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
-    assert scoring.without_thinking(" a <think>b</think>") == "a <think>b</think>"
-
-
-def test_batches_hold_each_row_once_and_stay_small() -> None:
-    lengths = [5, 20000, 300, 300, 1, 7000]
-    batches = list(scoring.batches(lengths, 2))
-    assert sorted(index for batch in batches for index in batch) == list(range(6))
-    assert all(len(b) * max(lengths[i] for i in b) <= scoring.MAX_TOKENS or len(b) == 1 for b in batches)
+def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_path, capsys) -> None:
+    """And it ends its answers where it was taught to: of bases, <|im_end|> often is no end."""
+    tuned, tokenizer = LlamaForCausalLM.from_pretrained(two_layers), load_tokenizer(Model(name=str(MODEL)))
+    tuned.generation_config.temperature = 0.9  # and it does not sample
+    tuned.generation_config.eos_token_id = 1
+    run = RunFolder(tmp_path)
+    train_module.save(tuned, tokenizer, run, tmp_path, Screen())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "do_sample: true, which the base's temperature 0.9 asks for" in said
+    assert "eos_token_id [1, 3], not the base's 1" in said
+    saved = LlamaForCausalLM.from_pretrained(run.model).generation_config
+    assert saved.temperature == 0.9 and saved.eos_token_id == [1, 3]
 
 
 def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.bundled import bundled, marked_twin
-from finetune.data.formats import REASONING_KEYS, BadRow, Example
-from finetune.data.render import BROKEN, Rendered, render
+from finetune.data.formats import REASONING_KEYS, THINKING, BadRow, Example
+from finetune.data.render import BROKEN, Rendered, joined, render
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -259,6 +259,8 @@ class Encoder:
             eos = self.tokenizer.eos_token  # a template may mark one more, after the last turn
             spans = [[start, end] for start, end in spans if text.text[start:end].strip() != eos]
         if len(spans) != len(example.trained):
+            spans = joined(spans)
+        if len(spans) != len(example.trained):
             if self.train_on == "assistant" and all(example.trained):
                 return spans
             what = "the chat template does not mark the assistant's turns one by one"
@@ -277,7 +279,7 @@ class Encoder:
         self, text: str, start: int, end: int, encoding: Any, ids: list[int]
     ) -> tuple[int, int, bool]:
         """Tokens [low, high) of the characters [start, end), and whether one reaches over their borders."""
-        for back in range(min(len(self.prompt_end), start), 0, -1):
+        for back in range(min(len(self.prompt_end), start), -1, -1):
             if text.startswith(self.prompt_end, start - back):  # marks may begin inside of the prompt's end
                 start += len(self.prompt_end) - back
                 break
@@ -386,3 +388,23 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     ids: set[Any] = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
     eos: Any = tokenizer.eos_token_id
     return (ids | {eos}) - {None}
+
+
+def ends_of_answer(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that end an answer as it is trained: the eos, and what the chat template writes after one."""
+    given: Any = tokenizer.chat_template
+    own = given.get("default") if isinstance(given, dict) else given
+    turns = [{"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}]
+    texts = render(own, tokenizer.special_tokens_map, "none", [(turns, None)]) if own else []
+    after = "".join(text.text.rpartition("qzanswer")[2] for text in texts)
+    known = {str(tokenizer.convert_ids_to_tokens(stop)): stop for stop in stop_ids(tokenizer)}
+    found = re.search("|".join(map(re.escape, known)), after)
+    eos: Any = tokenizer.eos_token_id
+    return {known[found[0]], eos} if found else {eos}
+
+
+def without_thinking(text: str) -> str:
+    """An answer without the reasoning before it, stripped."""
+    text = text.strip()
+    found = THINKING.match(text)
+    return text[found.end() :] if found else text

@@ -75,6 +75,17 @@ def render(
     return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 
+def joined(spans: list[list[int]]) -> list[list[int]]:
+    """Spans that touch are one turn's, which a template may mark in several parts."""
+    found: list[list[int]] = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            found[-1][1] = end
+        else:
+            found.append([start, end])
+    return found
+
+
 def start() -> None:
     """Start the rendering process, which takes a second, beside what else there is to do first."""
     _child(os.getpid())
