@@ -211,5 +211,6 @@ def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:
     (large.parent / "rows.jsonl").write_text(f"{json.dumps({'text': 'w' * 4 * 4096})}\n" * 9)
     monkeypatch.chdir(large.parent)
     made = planned(large, "model.name=8b", gpu="rtx4090", count=2)
-    said = plan_changes.headline(recipe.load(large, ["model.name=8b"]), made).replace("on 8b,", "on models/8b,")
+    said = plan_changes.headline(recipe.load(large, ["model.name=8b"]), made)
+    said = said.replace("on 8b,", "on models/8b,")
     assert said in (ROOT / "README.md").read_text()
