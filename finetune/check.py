@@ -247,6 +247,9 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
 def _model(recipe: Recipe) -> list[str]:
     model.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
+        if recipe.model.revision:
+            what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
+            raise UserError(Problem(what, "model.revision", found=found, fix="drop it"))
         return []
     return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
 
@@ -263,6 +266,7 @@ def _data(recipe: Recipe) -> list[str]:
             pin = "" if pinned else "; pin data.revision to a commit, or tomorrow's run may see other rows"
             notes.append(f"{key}: {source.name} is on the Hub; its rows are checked when it loads{pin}")
     load.check_disjoint(data)
+    load.check_of_the_hub(data)
     if data.chat_template:
         bundled.read_template(data.chat_template)
     return notes

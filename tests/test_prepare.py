@@ -10,7 +10,7 @@ import pytest
 from conftest import MODEL, ROOT
 from pyarrow import parquet
 
-from finetune import cli
+from finetune import cli, recipe
 from finetune.data.bundled import read_template
 from finetune.data.prepare import prepare
 from finetune.errors import UserError
@@ -188,6 +188,28 @@ def test_a_completion_has_no_space_of_the_tokenizer_s_own(tmp_path) -> None:
     said = [loaded.decode(row["input_ids"], skip_special_tokens=True).strip() for row in found.train]
     assert said == ["Q: 2+2=4", "Hello world"]
     assert all(row["labels"][0] == -100 and row["labels"][-1] != -100 for row in found.train)
+
+
+def test_parts_of_hub_data_sets_are_not_asked_of_files(tmp_path) -> None:
+    from finetune.data import load
+
+    name = write(tmp_path / "a.jsonl", "Maria.")
+    load.check_of_the_hub(Data(name=name))
+    load.check_of_the_hub(Data(name=[name, "org/rows"], split="test", subset="en", revision="v1"))
+    for key, value in (("split", "test"), ("subset", "en"), ("revision", "v1")):
+        with pytest.raises(UserError, match=rf"data.{key}: is for a Hub data set(.|\n)*{value}"):
+            load.check_of_the_hub(Data.model_validate({"name": name, key: value}))
+        with pytest.raises(UserError, match=rf"data.name: is for a Hub data set(.|\n)*{key}: {value} of "):
+            load.check_of_the_hub(Data(name=["org/rows", Source.model_validate({"name": name, key: value})]))
+
+
+def test_check_refuses_revisions_and_splits_of_what_is_here(tmp_path, capsys) -> None:
+    here = ["data.split=test", "model.revision=v1", f"model.name={MODEL}"]
+    assert cli.main(["check", "recipes/quickstart.yaml", *here]) == 2
+    said = capsys.readouterr().err
+    loaded = recipe.load("recipes/quickstart.yaml", ["data.subset=en", "data.name=org/rows"])
+    assert loaded.data.subset == "en", "overridden too"
+    assert "data.split: is for a Hub data set" in said and "model.revision: is for a model on the Hub" in said
 
 
 def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path, monkeypatch) -> None:

@@ -17,14 +17,13 @@ from finetune.data.readers import READERS, without_nulls
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
-from finetune.sections import Source
+from finetune.sections import Data, Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from finetune.data.formats import Example
     from finetune.data.readers import Rows
-    from finetune.sections import Data
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
@@ -49,6 +48,22 @@ def named(data: Data) -> list[tuple[Source, str]]:
     return named + (
         [(Source(name=data.validation), "data.validation")] if data.validation is not None else []
     )
+
+
+def check_of_the_hub(data: Data) -> None:
+    """Revision, subset and split choose rows of a Hub data set only; files have none (exit 2)."""
+    split = data.split if data.split != Data.model_fields["split"].default else None
+    asked = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
+    items = data.name if isinstance(data.name, list) else [data.name]
+    files_only = [files(source.name, "data.name") is not None for source in sources(data)]
+    wrong = [(key, value) for key, value in asked.items() if value and all(files_only)]
+    for item, is_file in zip(items, files_only, strict=True):
+        if isinstance(item, Source) and is_file:
+            more = {"revision": item.revision, "subset": item.subset, "split": item.split}
+            wrong += [("data.name", f"{key}: {value} of {item.name}") for key, value in more.items() if value]
+    if wrong:
+        what = "is for a Hub data set: files have no such parts"
+        raise UserError(*(Problem(what, key, found=found, fix="drop it") for key, found in wrong))
 
 
 def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
