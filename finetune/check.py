@@ -239,9 +239,8 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     template = bundled.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = model.load_tokenizer(recipe.model, template)
     build = stream.stream if recipe.data.streaming else prepare.prepare
-    return tokenizer, build(
-        recipe.data, tokenizer, recipe.train.seed, model.vocabulary(recipe.model, tokenizer)
-    )
+    rows, ends = model.vocabulary(recipe.model, tokenizer), model.declared_ends(recipe.model)
+    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
 
 
 def _model(recipe: Recipe) -> list[str]:

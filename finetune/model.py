@@ -98,6 +98,14 @@ def _small_file(model: Model, name: str) -> Path | None:
     return Path(found) if found else None
 
 
+def declared_ends(model: Model) -> set[int]:
+    """Ids that the model's own files say to end an answer: of the config, where there is none for generating."""
+    path = _small_file(model, "generation_config.json")
+    said = json.loads(path.read_text(encoding="utf-8")) if path else read_config(model).to_dict()
+    ends = said.get("eos_token_id")
+    return {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
+
+
 def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of `model.add_tokens`."""
     return [int(tokenizer.get_vocab()[token]) for token in model.add_tokens]

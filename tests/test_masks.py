@@ -14,7 +14,7 @@ from test_shared_assets import ASSETS
 from finetune.data import bundled, chat
 from finetune.data.formats import BadRow, Example, Row, convert
 from finetune.errors import UserError
-from finetune.model import load_tokenizer
+from finetune.model import declared_ends, load_tokenizer
 from finetune.sections import Data, Model
 
 TURNS: list[dict[str, Any]] = [
@@ -249,6 +249,36 @@ def test_marks_that_begin_inside_of_the_prompt_leave_it_untrained() -> None:
     start, end = rendered.spans[0]
     assert rendered.text[start:end] == "assistant\nMaria did.<|im_end|>"
     assert trained(encoder, TURNS) == "Maria did.<|im_end|>Omar.<|im_end|>"
+
+
+def test_what_ends_a_turn_is_what_the_model_declares_too(weightless: Path) -> None:
+    """GLM-4.5 declares <|user|>, which its template writes after each answer."""
+    tokenizer = tokenizer_with(bundled.read_template("glm4moe"))
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    word, user = tokenizer.convert_tokens_to_ids(["the", "<|user|>"])
+    config = weightless / "generation_config.json"
+    config.write_text(json.dumps({"eos_token_id": [word, user]}))
+    declared = declared_ends(Model(name=str(weightless)))
+    assert declared == {word, user}
+    encoder = chat.make_encoder(tokenizer, Data(name="-"), True, declared)
+    last = one(encoder, example(TURNS)).labels()[-1]
+    assert last == user and user in encoder.stops and user not in encoder_of(tokenizer).stops
+    assert word not in encoder.stops, "a word of the text, as a config's defaults may name"
+    config.unlink()
+    own = json.loads((weightless / "config.json").read_text())
+    assert declared_ends(Model(name=str(weightless))) == {own["eos_token_id"]}
+
+
+def test_the_end_of_a_message_ends_no_turn_of_gpt_oss() -> None:
+    tokenizer = tokenizer_with(bundled.read_template("gptoss"))
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end in chat.stop_ids(tokenizer), "of Phi-3"
+    tokenizer.add_tokens(["<|return|>"], special_tokens=True)
+    tokenizer.eos_token = "<|return|>"
+    assert end not in chat.stop_ids(tokenizer) and tokenizer.eos_token_id in chat.stop_ids(tokenizer)
+    thought = [TURNS[0], {**TURNS[1], "thinking": "Who?"}]
+    assert trained(encoder_of(tokenizer), thought).endswith("Maria did.<|return|>")
 
 
 def test_equal_rows_in_one_batch_are_encoded_as_each_alone() -> None:

@@ -19,6 +19,8 @@ from finetune.data.render import BROKEN, Rendered, joined, render
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from transformers import PreTrainedTokenizerBase
 
     from finetune.sections import Data
@@ -298,11 +300,14 @@ class Encoder:
         return first, high, merged
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) -> Encoder:
+def make_encoder(
+    tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool, declared: Collection[int] = ()
+) -> Encoder:
     """The exact way to find the assistant's tokens with this tokenizer.
 
     Args:
         chats: whether there are chats at all; other rows need no template.
+        declared: ids that the model itself says to end an answer.
 
     Raises:
         UserError: chats and no template, or one that does not compile (exit 2).
@@ -312,7 +317,10 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) ->
         raise UserError(Problem("the tokenizer has no tokenizer.json", "model.name"))
     backend.no_truncation()
     backend.no_padding()
-    known: dict[str, Any] = {"stops": frozenset(stop_ids(tokenizer)), "opening": _opening(backend)}
+    known: dict[str, Any] = {"opening": _opening(backend)}
+    # a config that names no token of its tokenizer's may still hold the defaults of its class
+    ends = {token for token in declared if token in tokenizer.added_tokens_decoder}
+    known["stops"] = frozenset(stop_ids(tokenizer) | ends)
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
     known["special"] = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
@@ -386,5 +394,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids that end a turn: the tokenizer's eos and the usual end-of-turn tokens it knows."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ids: set[Any] = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
+    if backend and backend.token_to_id("<|return|>") is not None:  # gpt-oss: it ends the turn, and
+        ids.discard(backend.token_to_id("<|end|>"))  # that one each message of it, the reasoning first
     eos: Any = tokenizer.eos_token_id
     return (ids | {eos}) - {None}
