@@ -269,11 +269,12 @@ def _commit(source: Source) -> str:
 
 def _hub(source: Source) -> Rows:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     options: dict[str, Any] = {"revision": _commit(source), "split": source.split}
     try:
         dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise _not_loaded(source, error) from error
     for index, value in enumerate(dataset):
         yield Row(without_nulls(value), f"{source.name}[{index}]")
