@@ -13,6 +13,7 @@ from test_shared_assets import ASSETS
 
 from finetune.data import bundled, chat
 from finetune.data.formats import BadRow, Example, Row, convert
+from finetune.data.prepare import prepare
 from finetune.errors import UserError
 from finetune.model import declared_ends, load_tokenizer
 from finetune.sections import Data, Model
@@ -161,7 +162,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         ("gemma", {"role": "system", "content": "Be brief."}, "System role not supported"),
         ("chatml", {"tool_calls": [{"name": "look"}]}, "leaves tool calls out"),
         ("phi3", {"role": "tool", "content": "Omar"}, "leaves tool results out"),
-        ("llama3", {"reasoning": "Two names."}, "leaves reasoning out"),
+        ("qwen2_5", {"reasoning": "Two names."}, "leaves reasoning out"),
     ],
 )
 def test_what_a_template_has_no_place_for_is_an_error_of_the_row(family: str, turn: Any, says: str) -> None:
@@ -281,10 +282,28 @@ def test_the_end_of_a_message_ends_no_turn_of_gpt_oss() -> None:
     assert trained(encoder_of(tokenizer), thought).endswith("Maria did.<|return|>")
 
 
+def test_a_template_that_makes_no_prompt_is_refused_before_anything_trains() -> None:
+    """Its marked twin names no BOS, which this tokenizer lacks."""
+    tokenizer = tokenizer_with(bundled.read_template("llama3"))
+    with pytest.raises(UserError, match=r"data.chat_template: .* no prompt(.|\n)*'bos_token' is undefined"):
+        encoder_of(tokenizer)
+
+
+def test_a_held_out_row_without_a_prompt_is_found_at_the_audit(tmp_path: Path) -> None:
+    """DeepSeek V3's own template joins a call's arguments as text; its marked twin takes them as they are."""
+    call = {"function": {"name": "look", "arguments": {"at": "door"}}}
+    turns = [TURNS[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Omar"}]
+    for name, messages in (("a", TURNS), ("b", [*turns, TURNS[3]])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    data = Data(name=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "b.jsonl"), cache=str(tmp_path))
+    with pytest.raises(UserError, match=r"no prompt can be made \(.*b.jsonl:1\)"):
+        prepare(data, tokenizer_with(bundled.read_template("deepseekv3")), 0, None)
+
+
 def test_equal_rows_in_one_batch_are_encoded_as_each_alone() -> None:
     for template in (
         None,
-        "{{ 'Rows: ' }}{% generation %}{{ messages[1].content }}<|im_end|>{% endgeneration %}",
+        "{{ 'Rows: ' }}{% generation %}{{ messages[-1].content }}<|im_end|>{% endgeneration %}",
     ):
         encoder = encoder_of(tokenizer_with(template))
         alone = one(encoder, example(TURNS[:2]))

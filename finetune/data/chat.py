@@ -130,26 +130,34 @@ class Encoder:
         return head, shared, encodings
 
     def prompts(self, examples: list[Example]) -> list[list[int]]:
-        """Token ids of all before each example's answer, ending where the model is to go on.
-
-        Chats are rendered by the template that is saved with the tokenizer, as any client will.
-        """
-        backend, special = self.tokenizer.backend_tokenizer, self.tokenizer.special_tokens_map
-        chats = [(example.messages[:-1], example.tools) for example in examples if example.messages]
-        own = self.tokenizer.get_chat_template() if chats else ""
-        rendered = render(own, special, "none", chats, prompt=True) if chats else []
-        texts = iter(rendered)
+        """Token ids of all before each example's answer, ending where the model is to go on."""
+        backend, texts = self.tokenizer.backend_tokenizer, iter(self.prompt_texts(examples))
         found = []
         for example in examples:
             if example.messages:
-                text = next(texts)
-                if text.error:
-                    raise UserError(Problem("no prompt can be made", where=example.where, found=text.error))
-                found.append(backend.encode(text.text, add_special_tokens=False).ids)
+                found.append(backend.encode(next(texts), add_special_tokens=False).ids)
             else:
                 ids = backend.encode(example.prompt or "", add_special_tokens=False).ids
                 found.append(self._opened(ids)[0])
         return found
+
+    def prompt_texts(self, examples: list[Example]) -> list[str]:
+        """All before the answer of each chat among the examples, ending where the model is to go on.
+
+        It is rendered by the template that is saved with the tokenizer, as any client will.
+
+        Raises:
+            UserError: a chat that this template refuses, though training's may take it (exit 2).
+        """
+        chats = [example for example in examples if example.messages]
+        asked = [((example.messages or [])[:-1], example.tools) for example in chats]
+        own, special = self.tokenizer.get_chat_template() if chats else "", self.tokenizer.special_tokens_map
+        texts = render(own, special, "none", asked, prompt=True) if chats else []
+        for example, text in zip(chats, texts, strict=True):
+            if text.error:
+                fix = "another data.chat_template"
+                raise UserError(Problem("no prompt can be made", "", example.where, text.error, fix=fix))
+        return [text.text for text in texts]
 
     def shortened(self, example: Example, limit: int) -> Encoded | None:
         """The example with the beginnings of its longest prompts cut off; `None` if that is not enough.
@@ -349,6 +357,9 @@ def _other_prompt(own: str, template: str, special: dict[str, Any]) -> tuple[str
     for count, which in ((1, "first"), (3, "second")):
         (prompt,) = render(own, special, "none", [(turns[:count], None)], prompt=True)
         (text,) = render(template, special, "none", [(turns[: count + 1], None)])
+        if prompt.error and not text.error:
+            what, fix = "the chat template makes no prompt to answer", "a tokenizer with the tokens it names"
+            raise UserError(Problem(what, "data.chat_template", found=prompt.error, fix=f"{fix}, or another"))
         if not (prompt.error or text.error or text.text.startswith(prompt.text)):
             notes.append(f"the prompt of the {which} answer is not at inference what it is in training")
     return tuple(notes)

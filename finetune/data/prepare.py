@@ -161,6 +161,19 @@ def audited_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> It
         yield from audited(rows, data, audit, name)
 
 
+def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list[str]:
+    """Whether the held-out rows are fit to evaluate on: encoded, and each with a prompt (exit 2 if not).
+
+    Returns:
+        file:line of each document.
+    """
+    rows = list(audited_held_out(data, drawn, seed, audit))
+    audit.check_held_out(data)
+    if any(row.messages for row, _ in rows):
+        audit.encoder_for(True).prompt_texts([row for row, _ in rows])
+    return [row.where for row, documents in rows for _ in documents]
+
+
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
     """What is trained on of one row, by `data.too_long`; or why nothing is."""
     if len(encoded.ids) > data.max_length:
@@ -246,10 +259,7 @@ def _build(
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     drawn = load.draw_held_out(data, seed)
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
-    held_places = []
-    for row, found in audited_held_out(data, drawn, seed, held):
-        held_places += [row.where] * len(found)
-    held.check_held_out(data)
+    held_places = audit_held_out(data, drawn, seed, held)
     documents = Documents(folder)
     times = []  # how often each document is used in an epoch
     with contextlib.closing(documents):

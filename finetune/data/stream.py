@@ -21,7 +21,7 @@ from finetune.data.audit import Audit
 from finetune.data.chat import IGNORED, make_encoder
 from finetune.data.formats import BadRow, Row
 from finetune.data.pack import best_fit
-from finetune.data.prepare import Prepared, audited, audited_held_out
+from finetune.data.prepare import Prepared, audit_held_out, audited
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -64,10 +64,7 @@ def stream(
     check(data)
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
-    held_places = []
-    for row, documents in audited_held_out(data, set(), seed, held):
-        held_places += [row.where] * len(documents)
-    held.check_held_out(data)
+    held_places = audit_held_out(data, set(), seed, held)
     shards = _shards(data, seed)
     places = []
     for shard in dict.fromkeys(shards):
