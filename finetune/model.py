@@ -61,8 +61,21 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         raise UserError(
             Problem("is a token already", "model.add_tokens", found=", ".join(known), fix="drop it")
         )
-    tokenizer.add_tokens(model.add_tokens)
+    _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, texts: list[str]) -> None:
+    """New tokens, each of which is seen wherever its text stands."""
+    from transformers import AddedToken
+
+    # found in the text as it stands: a normaliser, such as Llama 2's, may put a space before it
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    vocabulary = tokenizer.get_vocab()
+    lost = [t for t in texts if vocabulary.get(t) not in tokenizer.encode(f"0{t}0", add_special_tokens=False)]
+    if lost:
+        what, found = "the tokenizer does not see it inside of a text", ", ".join(map(repr, lost))
+        raise UserError(Problem(what, "model.add_tokens", found=found, fix="another text"))
 
 
 def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -99,7 +112,7 @@ def _small_file(model: Model, name: str) -> Path | None:
 
 
 def declared_ends(model: Model) -> set[int]:
-    """Ids that the model's own files say to end an answer: of the config, where there is none for generating."""
+    """Ids that the model's own files say to end an answer: the config's, without one of generation."""
     path = _small_file(model, "generation_config.json")
     said = json.loads(path.read_text(encoding="utf-8")) if path else read_config(model).to_dict()
     ends = said.get("eos_token_id")
