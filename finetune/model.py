@@ -82,24 +82,31 @@ def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[s
     """A note where chats are not rendered as the base's repository says: a template is a program, and a place
     to hide instructions."""
     own, used = own_template(model), tokenizer.chat_template
-    if used is None or used == own:
+    if used is None or (own and digest(used) == digest(own)):
         return []
     known = f"own ({digest(own)})" if own else "own: it has none"
-    return [f"the chat template ({digest(str(used))}) is not {model.name}'s {known}"]
+    return [f"the chat template ({digest(used)}) is not {model.name}'s {known}"]
 
 
-def own_template(model: Model) -> str | None:
-    """The chat template in the files of a base, which a recipe, or an adapter's tokenizer, may overrule."""
+def own_template(model: Model) -> str | dict[str, str] | None:
+    """The chat template in the files of a base, or those by name; a recipe, or an adapter's tokenizer, may
+    overrule it."""
     found = {name: _small_file(model, name) for name in ("chat_template.jinja", "tokenizer_config.json")}
     if path := found["chat_template.jinja"]:
-        return path.read_text(encoding="utf-8")
+        default = path.read_text(encoding="utf-8")
+        more = _small_file(model, "additional_chat_templates/tool_use.jinja")
+        return {"default": default, "tool_use": more.read_text(encoding="utf-8")} if more else default
     path = found["tokenizer_config.json"]
     said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
-    return said if isinstance(said, str) else None
+    return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def digest(template: str | dict[str, str]) -> str:
+    """Of a chat template; of several by name, of the two that transformers renders chats by."""
+    if isinstance(template, dict):
+        used = [template.get(name, "") for name in ("default", "tool_use")]
+        template = "\0".join(used) if used[1] else used[0]
+    return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
 def _small_file(model: Model, name: str) -> Path | None:

@@ -15,7 +15,7 @@ from finetune.data import bundled, chat
 from finetune.data.formats import BadRow, Example, Row, convert
 from finetune.data.prepare import prepare
 from finetune.errors import UserError
-from finetune.model import declared_ends, load_tokenizer
+from finetune.model import declared_ends, foreign_template, load_tokenizer
 from finetune.sections import Data, Model
 
 TURNS: list[dict[str, Any]] = [
@@ -280,6 +280,33 @@ def test_the_end_of_a_message_ends_no_turn_of_gpt_oss() -> None:
     assert end not in chat.stop_ids(tokenizer) and tokenizer.eos_token_id in chat.stop_ids(tokenizer)
     thought = [TURNS[0], {**TURNS[1], "thinking": "Who?"}]
     assert trained(encoder_of(tokenizer), thought).endswith("Maria did.<|return|>")
+
+
+def test_chats_with_tools_have_the_template_that_the_tokenizer_has_for_them(weightless: Path) -> None:
+    own = json.loads((weightless / "tokenizer_config.json").read_text())
+    turn = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    turn += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    named = {"default": turn, "tool_use": "{{ tools | tojson }}" + turn}
+    own["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (weightless / "tokenizer_config.json").write_text(json.dumps(own))
+    (weightless / "chat_template.jinja").unlink(missing_ok=True)
+    base = Model(name=str(weightless))
+    tokenizer: Any = load_tokenizer(base)
+    assert foreign_template(base, tokenizer) == []
+    encoder = encoder_of(tokenizer)
+    tools = [{"name": "look", "parameters": {}}]
+    chats = [convert(Row({"messages": TURNS, **more}, "a:1"), Data(name="-"), "messages")
+             for more in ({"tools": tools}, {}, {"tools": tools})]  # fmt: skip
+    for found, prompt, chosen in zip(encoder(chats), encoder.prompts(chats), chats, strict=True):
+        assert isinstance(found, chat.Encoded)
+        whole = tokenizer.apply_chat_template(chosen.messages, tools=chosen.tools, tokenize=False)
+        assert tokenizer.decode(found.ids) == whole and ("look" in whole) == bool(chosen.tools)
+        assert found.ids[: len(prompt)] == prompt and found.trained[-1][0] == len(prompt)
+    tokenizer.save_pretrained(weightless)  # in files of their own
+    assert foreign_template(base, load_tokenizer(base)) == []
+    tokenizer.chat_template = {"tool_use": turn}
+    with pytest.raises(UserError, match="no default among its chat templates"):
+        encoder_of(tokenizer)
 
 
 def test_a_template_that_makes_no_prompt_is_refused_before_anything_trains() -> None:
