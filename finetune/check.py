@@ -238,6 +238,7 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
 
     template = bundled.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = model.load_tokenizer(recipe.model, template)
+    adapter_source.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
     build = stream.stream if recipe.data.streaming else prepare.prepare
     rows, ends = model.vocabulary(recipe.model, tokenizer), model.declared_ends(recipe.model)
     return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)

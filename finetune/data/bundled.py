@@ -99,8 +99,8 @@ def look_at(template: str, special: dict[str, Any], ends: re.Pattern[str], tools
     told = [{"role": "system", "content": "qzsystem"}, user, answer]
     thought = [user, {**answer, "reasoning_content": "qzthought"}]
     chats: list[Any] = [(messages, tools) for messages in ([user, answer], told, called, thought)]
-    plain, system, tools, reasoning = render(template, special, "none", chats)
-    shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", tools), ("tool", "qzresult", tools)]
+    plain, system, calls, reasoning = render(template, special, "none", chats)
+    shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", calls), ("tool", "qzresult", calls)]
     shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
     tail = plain.text.rpartition(answer["content"])[2]
     end = ends.search(tail)
