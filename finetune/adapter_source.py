@@ -155,8 +155,7 @@ def check_tokens(adapter: Adapter, added: Sequence[str], tokenizer: Any) -> None
 
 def _source_files(source: str, names: Sequence[str]) -> list[Any] | None:
     """JSON files of a saved adapter; `None` where one is missing, or the adapter: who loads it says so."""
-    folder = None
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, OSError, ValueError):
         folder = _source_folder(source)
         if folder is None:
             repo, revision = hub.split(source)
