@@ -135,11 +135,48 @@ def _variant(options: Any) -> str:
     return " ".join(key for key in ("use_dora", "use_rslora") if options.get(key))
 
 
+def check_tokens(adapter: Adapter, added: Sequence[str], tokenizer: Any) -> None:
+    """Tokens that the base lacks and `adapter.from` trains rows of must be `model.add_tokens` (exit 2)."""
+    names = "adapter_config.json", "tokenizer.json"
+    found = _source_files(adapter.source, names) if adapter.source else None
+    if found is None:
+        return
+    saved, theirs = found
+    rows, known = _rows_of(saved), tokenizer.get_vocab()
+    its = {token["content"]: token["id"] for token in theirs["added_tokens"]}
+    needed = {t: its[t] for t in its if (t in added or t not in known) and (rows is None or its[t] in rows)}
+    have = {token: known[token] for token in added}
+    if needed != have:
+        what, fix = "the adapter to go on from was made with others, and has their rows", "drop it"
+        fix = f"model.add_tokens: {json.dumps(sorted(needed, key=needed.__getitem__))}" if needed else fix
+        expected, said = (str(tokens or "none") for tokens in (needed, have))
+        raise UserError(Problem(what, "model.add_tokens", found=said, expected=expected, fix=fix))
+
+
+def _source_files(source: str, names: Sequence[str]) -> list[Any] | None:
+    """JSON files of a saved adapter; `None` where one is missing, or the adapter: who loads it says so."""
+    with contextlib.suppress(UserError, OSError, ValueError):
+        folder = _source_folder(source)
+        if folder is None:
+            repo, revision = hub.split(source)
+            paths = [untrusted.from_hub(repo, revision or "main", name) for name in names]
+        else:
+            paths = [folder / name for name in names]
+        if all(path and Path(path).is_file() for path in paths):
+            return [json.loads(Path(str(path)).read_text(encoding="utf-8")) for path in paths]
+    return None
+
+
+def _rows_of(saved: dict[str, Any]) -> set[int] | None:
+    """Tokens whose rows an adapter trains, wherever they have any; `None`: all of them."""
+    if "embed_tokens" in (saved.get("modules_to_save") or ()):
+        return None
+    rows = saved.get("trainable_token_indices") or ()
+    return set.intersection(*map(set, rows.values())) if isinstance(rows, dict) else set(rows)
+
+
 def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger: Ledger) -> Any:
     """The adapter of `adapter.from`, to be trained further; every tensor of its file must be in the model."""
-    if added:
-        what, fix = "a saved adapter trains no rows for them", "add them where the first adapter is trained"
-        raise UserError(Problem(what, "model.add_tokens", found=f"{len(added)} new tokens", fix=fix))
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
@@ -152,6 +189,9 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     saved = PeftConfig.from_pretrained(str(folder)).to_dict()
     commit = getattr(model.config, "_commit_hash", None)
     problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
+    if (rows := _rows_of(saved)) is not None and (bare := len(set(added) - rows)):
+        what, fix = "this adapter trains no rows for them", "add them where the first adapter is trained"
+        problems.append(Problem(what, "model.add_tokens", found=f"{bare} new tokens", fix=fix))
     if problems:
         raise UserError(*problems)
     with refusals(f"the adapter of {source} does not go on this model"):

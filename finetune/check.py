@@ -238,15 +238,18 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
 
     template = bundled.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = model.load_tokenizer(recipe.model, template)
+    adapter_source.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
     build = stream.stream if recipe.data.streaming else prepare.prepare
-    return tokenizer, build(
-        recipe.data, tokenizer, recipe.train.seed, model.vocabulary(recipe.model, tokenizer)
-    )
+    rows, ends = model.vocabulary(recipe.model, tokenizer), model.declared_ends(recipe.model)
+    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
 
 
 def _model(recipe: Recipe) -> list[str]:
     model.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
+        if recipe.model.revision:
+            what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
+            raise UserError(Problem(what, "model.revision", found=found, fix="drop it"))
         return []
     return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
 
@@ -263,6 +266,7 @@ def _data(recipe: Recipe) -> list[str]:
             pin = "" if pinned else "; pin data.revision to a commit, or tomorrow's run may see other rows"
             notes.append(f"{key}: {source.name} is on the Hub; its rows are checked when it loads{pin}")
     load.check_disjoint(data)
+    load.check_of_the_hub(data)
     if data.chat_template:
         bundled.read_template(data.chat_template)
     return notes

@@ -173,6 +173,7 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
         The rows, and what is worth knowing of them.
     """
     kept, other = folder.path / run_folder.HELD_OUT, overridden(recipe)
+    ends = model.declared_ends(recipe.model)
     chosen = recipe.eval.every and recipe.eval.keep_best and "/" not in recipe.eval.best
     notes = [CHOSEN] if chosen and not other else []
     if kept.exists() and not other:
@@ -181,9 +182,9 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
         ) as lines:  # str.splitlines ends one at U+2028 too, which a text may hold
             kept_rows = [json.loads(line) for line in lines]
         examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept_rows]
-        return prepare.encode_held_out(examples, recipe.data, tokenizer), notes
+        return prepare.encode_held_out(examples, recipe.data, tokenizer, ends), notes
     notes += check_unchanged(load.fingerprints(recipe.data, held_out=True), folder, other)
-    rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed)
+    rows = prepare.held_out(recipe.data, tokenizer, recipe.train.seed, ends)
     if PartialState().is_main_process and not other:
         lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
         folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))

@@ -62,32 +62,52 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         raise UserError(
             Problem("is a token already", "model.add_tokens", found=", ".join(known), fix="drop it")
         )
-    tokenizer.add_tokens(model.add_tokens)
+    _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, texts: list[str]) -> None:
+    """New tokens, each of which is seen wherever its text stands."""
+    from transformers import AddedToken
+
+    # found in the text as it stands: a normaliser, such as Llama 2's, may put a space before it
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    vocabulary = tokenizer.get_vocab()
+    lost = [t for t in texts if vocabulary.get(t) not in tokenizer.encode(f"0{t}0", add_special_tokens=False)]
+    if lost:
+        what, found = "the tokenizer does not see it inside of a text", ", ".join(map(repr, lost))
+        raise UserError(Problem(what, "model.add_tokens", found=found, fix="another text"))
 
 
 def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A note where chats are not rendered as the base's repository says: a template is a program, and a place
     to hide instructions."""
     own, used = own_template(model), tokenizer.chat_template
-    if used is None or used == own:
+    if used is None or (own and digest(used) == digest(own)):
         return []
     known = f"own ({digest(own)})" if own else "own: it has none"
-    return [f"the chat template ({digest(str(used))}) is not {model.name}'s {known}"]
+    return [f"the chat template ({digest(used)}) is not {model.name}'s {known}"]
 
 
-def own_template(model: Model) -> str | None:
-    """The chat template in the files of a base, which a recipe, or an adapter's tokenizer, may overrule."""
+def own_template(model: Model) -> str | dict[str, str] | None:
+    """The chat template in the files of a base, or those by name; a recipe, or an adapter's tokenizer, may
+    overrule it."""
     found = {name: _small_file(model, name) for name in ("chat_template.jinja", "tokenizer_config.json")}
     if path := found["chat_template.jinja"]:
-        return path.read_text(encoding="utf-8")
+        default = path.read_text(encoding="utf-8")
+        more = _small_file(model, "additional_chat_templates/tool_use.jinja")
+        return {"default": default, "tool_use": more.read_text(encoding="utf-8")} if more else default
     path = found["tokenizer_config.json"]
     said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
-    return said if isinstance(said, str) else None
+    return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said
 
 
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def digest(template: str | dict[str, str]) -> str:
+    """Of a chat template; of several by name, of the two that transformers renders chats by."""
+    if isinstance(template, dict):
+        used = [template.get(name, "") for name in ("default", "tool_use")]
+        template = "\0".join(used) if used[1] else used[0]
+    return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
 def _small_file(model: Model, name: str) -> Path | None:
@@ -97,6 +117,14 @@ def _small_file(model: Model, name: str) -> Path | None:
         return path if path.is_file() else None
     found = untrusted.from_hub(model.name, _commit(model), name)
     return Path(found) if found else None
+
+
+def declared_ends(model: Model) -> set[int]:
+    """Ids that the model's own files say to end an answer: the config's, without one of generation."""
+    path = _small_file(model, "generation_config.json")
+    said = json.loads(path.read_text(encoding="utf-8")) if path else read_config(model).to_dict()
+    ends = said.get("eos_token_id")
+    return {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
 
 
 def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:

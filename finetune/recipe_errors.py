@@ -26,7 +26,7 @@ RIVALS = {  # an override of one displaces the other; both in one file is an err
     "data.validation_fraction": ("data.validation",),
 }
 # An override of one with another value leaves what the file says of the other no sense
-OF_ANOTHER = {"model.name": ("model.revision",)}
+OF_ANOTHER = {"model.name": ("model.revision",), "data.name": ("data.revision", "data.subset")}
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
 _EXPECTED = {  # pydantic's error types in a recipe writer's words

@@ -248,7 +248,7 @@ def add_template_receipt(section: Model, tokenizer: Any, screen: Screen, ledger:
         return
     own, used = (
         model.digest(text) if text else "none"
-        for text in (model.own_template(section), str(tokenizer.chat_template))
+        for text in (model.own_template(section), tokenizer.chat_template)
     )
     ledger.add(
         "chat template", own, used, "sha256 of the base repository's own, and of the one in use", ok=True

@@ -110,7 +110,6 @@ def run(
 def _run(
     recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
 ) -> RunFolder:
-    flat = recipe.data.packing or recipe.data.padding_free
     setup = check.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet), Ledger()
@@ -149,7 +148,8 @@ def _run(
             resume.begin(folder, found, contract, choices, screen)
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compile)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
-        validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, recipe.train.seed)
+        seed, ends = recipe.train.seed, model.declared_ends(recipe.model)
+        validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, seed, ends)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
         schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
         unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
@@ -160,7 +160,7 @@ def _run(
         again = stages.micro_batches(recipe, setup, batch, fast, screen, ledger)
         trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
         tracked.follow(trainer)
-        if flat and (compiled or te.used()) and rows is not None:
+        if (recipe.data.packing or recipe.data.padding_free) and (compiled or te.used()) and rows is not None:
             trainer.shape = stages.one_shape(batch, prepared.train, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
         add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)

@@ -14,6 +14,8 @@ from finetune.data.prepare import held_out
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from finetune.callbacks import Metrics
     from finetune.data.prepare import HeldOut
     from finetune.receipts import Ledger
@@ -141,12 +143,18 @@ class Validate(TrainerCallback):
 
 
 def asked(
-    data: Data, settings: Eval, tokenizer: Any, adapted: Any, metrics: Metrics, seed: int
+    data: Data,
+    settings: Eval,
+    tokenizer: Any,
+    adapted: Any,
+    metrics: Metrics,
+    seed: int,
+    declared: Collection[int] = (),
 ) -> list[Validate]:
     """The evaluation while training, if `eval.every` asks for one."""
     if settings.every is None:
         return []
-    rows = held_out(data, tokenizer, seed)
+    rows = held_out(data, tokenizer, seed, declared)
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     allocates: bool = config is not None and config.peft_type == "ADALORA"
     # before its budget is reached it has more ranks than were asked for

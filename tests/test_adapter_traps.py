@@ -8,7 +8,9 @@ import torch
 from conftest import MODEL, QUICKSTART, receipts
 from safetensors.torch import load_file
 
-from finetune import cli, recipe, run_folder
+from finetune import adapter_source, cli, model, recipe, run_folder
+from finetune.errors import UserError
+from finetune.sections import Model
 
 # PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings
 # (peft 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
@@ -121,6 +123,39 @@ def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lor
     config.write_text(json.dumps({**json.loads(config.read_text()), "kasa_config": {"beta": 0.1}}))
     assert cli.main(["check", str(QUICKSTART), f"adapter.from={saved_lora}", f"model.name={MODEL}"]) == 2
     assert "KaSA's loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rows", [{"trainable_token_indices": [4096, 4097]}, {"modules_to_save": ["embed_tokens"]}]
+)
+def test_the_tokens_of_an_adapter_that_is_gone_on_from_are_stated(rows, saved_lora) -> None:
+    config = saved_lora / "adapter_config.json"
+    made_with = model.load_tokenizer(Model(name=str(MODEL), add_tokens=["<b>", "<a>"]))
+    made_with.save_pretrained(saved_lora)
+    config.write_text(json.dumps({**json.loads(config.read_text()), **rows}))
+    source = recipe.load(QUICKSTART, [f"adapter.from={saved_lora}"]).adapter
+
+    def checked(*added: str) -> None:
+        tokenizer = model.load_tokenizer(Model(name=str(MODEL), add_tokens=list(added)))
+        adapter_source.check_tokens(source, added, tokenizer)
+
+    checked("<b>", "<a>")
+    for added in ((), ("<a>", "<b>"), ("<b>",), ("<b>", "<a>", "<c>")):
+        with pytest.raises(
+            UserError, match=r'model.add_tokens(.|\n)*try:.*model.add_tokens: \["<b>", "<a>"\]'
+        ):
+            checked(*added)
+    config.write_text(json.dumps({**json.loads(config.read_text()), **dict.fromkeys(rows)}))
+    checked()  # as one made elsewhere, whose tokenizer has a padding token more
+
+
+def test_training_goes_on_from_an_adapter_with_tokens_of_its_own(train, two_layers) -> None:
+    options = ("model.add_tokens=['<a>', '<b>']", f"model.name={two_layers}", "train.max_steps=1")
+    options += ("train.warmup_steps=0", "data.validation=null")
+    first = train(*options, name="first")
+    second = train(f"adapter.from={first.path}", *options, "adapter.r=16", name="second")
+    got = receipts(second)
+    assert got["model.add_tokens"]["got"] == "2 rows train" and all(one["ok"] for one in got.values())
 
 
 @pytest.mark.parametrize("broken", ["config", "weights", "width"])

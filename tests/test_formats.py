@@ -10,7 +10,7 @@ import pytest
 from test_shared_assets import ASSETS
 
 from finetune.data import load
-from finetune.data.formats import BadRow, Example, Row, convert, detect
+from finetune.data.formats import BadRow, Example, Row, convert, detect, unused
 from finetune.errors import UserError
 from finetune.sections import Data, Source
 
@@ -58,6 +58,24 @@ def bad_chat(*messages: Any, **data: Any) -> BadRow:
 )
 def test_the_format_is_seen_from_the_columns(value: dict[str, Any], format: str) -> None:
     assert detect(Row(value, "-"), Data(name="-")) == format
+
+
+@pytest.mark.parametrize(
+    ("value", "columns", "left"),
+    [
+        (
+            {"q": "a", "a": "b", "system": "c", "tools": []},
+            {"prompt": "q", "completion": "a"},
+            "system tools",
+        ),
+        ({"q": [USER], "a": [ANSWER], "system": "c"}, {"prompt": "q", "completion": "a"}, ""),
+        ({"prompt": "a", "messages": CHAT, "system": "c"}, {}, "prompt"),
+    ],
+)
+def test_a_column_is_said_to_be_unused_where_it_is(value: dict[str, Any], columns: Any, left: str) -> None:
+    data = Data(name="-", columns=columns)
+    found = Row(value, "-")
+    assert unused(found, data, detect(found, data)) == left.split()
 
 
 def test_the_recipe_may_name_the_format() -> None:

@@ -13,8 +13,9 @@ from test_shared_assets import ASSETS
 
 from finetune.data import bundled, chat
 from finetune.data.formats import BadRow, Example, Row, convert
+from finetune.data.prepare import prepare
 from finetune.errors import UserError
-from finetune.model import load_tokenizer
+from finetune.model import declared_ends, foreign_template, load_tokenizer
 from finetune.sections import Data, Model
 
 TURNS: list[dict[str, Any]] = [
@@ -161,7 +162,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         ("gemma", {"role": "system", "content": "Be brief."}, "System role not supported"),
         ("chatml", {"tool_calls": [{"name": "look"}]}, "leaves tool calls out"),
         ("phi3", {"role": "tool", "content": "Omar"}, "leaves tool results out"),
-        ("llama3", {"reasoning": "Two names."}, "leaves reasoning out"),
+        ("qwen2_5", {"reasoning": "Two names."}, "leaves reasoning out"),
     ],
 )
 def test_what_a_template_has_no_place_for_is_an_error_of_the_row(family: str, turn: Any, says: str) -> None:
@@ -251,10 +252,85 @@ def test_marks_that_begin_inside_of_the_prompt_leave_it_untrained() -> None:
     assert trained(encoder, TURNS) == "Maria did.<|im_end|>Omar.<|im_end|>"
 
 
+def test_what_ends_a_turn_is_what_the_model_declares_too(weightless: Path) -> None:
+    """GLM-4.5 declares <|user|>, which its template writes after each answer."""
+    tokenizer = tokenizer_with(bundled.read_template("glm4moe"))
+    tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
+    word, user = tokenizer.convert_tokens_to_ids(["the", "<|user|>"])
+    config = weightless / "generation_config.json"
+    config.write_text(json.dumps({"eos_token_id": [word, user]}))
+    declared = declared_ends(Model(name=str(weightless)))
+    assert declared == {word, user}
+    encoder = chat.make_encoder(tokenizer, Data(name="-"), True, declared)
+    last = one(encoder, example(TURNS)).labels()[-1]
+    assert last == user and user in encoder.stops and user not in encoder_of(tokenizer).stops
+    assert word not in encoder.stops, "a word of the text, as a config's defaults may name"
+    config.unlink()
+    own = json.loads((weightless / "config.json").read_text())
+    assert declared_ends(Model(name=str(weightless))) == {own["eos_token_id"]}
+
+
+def test_the_end_of_a_message_ends_no_turn_of_gpt_oss() -> None:
+    tokenizer = tokenizer_with(bundled.read_template("gptoss"))
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end in chat.stop_ids(tokenizer), "of Phi-3"
+    tokenizer.add_tokens(["<|return|>"], special_tokens=True)
+    tokenizer.eos_token = "<|return|>"
+    assert end not in chat.stop_ids(tokenizer) and tokenizer.eos_token_id in chat.stop_ids(tokenizer)
+    thought = [TURNS[0], {**TURNS[1], "thinking": "Who?"}]
+    assert trained(encoder_of(tokenizer), thought).endswith("Maria did.<|return|>")
+
+
+def test_chats_with_tools_have_the_template_that_the_tokenizer_has_for_them(weightless: Path) -> None:
+    own = json.loads((weightless / "tokenizer_config.json").read_text())
+    turn = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    turn += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    named = {"default": turn, "tool_use": "{{ tools | tojson }}" + turn}
+    own["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (weightless / "tokenizer_config.json").write_text(json.dumps(own))
+    (weightless / "chat_template.jinja").unlink(missing_ok=True)
+    base = Model(name=str(weightless))
+    tokenizer: Any = load_tokenizer(base)
+    assert foreign_template(base, tokenizer) == []
+    encoder = encoder_of(tokenizer)
+    tools = [{"name": "look", "parameters": {}}]
+    chats = [convert(Row({"messages": TURNS, **more}, "a:1"), Data(name="-"), "messages")
+             for more in ({"tools": tools}, {}, {"tools": tools})]  # fmt: skip
+    for found, prompt, chosen in zip(encoder(chats), encoder.prompts(chats), chats, strict=True):
+        assert isinstance(found, chat.Encoded)
+        whole = tokenizer.apply_chat_template(chosen.messages, tools=chosen.tools, tokenize=False)
+        assert tokenizer.decode(found.ids) == whole and ("look" in whole) == bool(chosen.tools)
+        assert found.ids[: len(prompt)] == prompt and found.trained[-1][0] == len(prompt)
+    tokenizer.save_pretrained(weightless)  # in files of their own
+    assert foreign_template(base, load_tokenizer(base)) == []
+    tokenizer.chat_template = {"tool_use": turn}
+    with pytest.raises(UserError, match="no default among its chat templates"):
+        encoder_of(tokenizer)
+
+
+def test_a_template_that_makes_no_prompt_is_refused_before_anything_trains() -> None:
+    """Its marked twin names no BOS, which this tokenizer lacks."""
+    tokenizer = tokenizer_with(bundled.read_template("llama3"))
+    with pytest.raises(UserError, match=r"data.chat_template: .* no prompt(.|\n)*'bos_token' is undefined"):
+        encoder_of(tokenizer)
+
+
+def test_a_held_out_row_without_a_prompt_is_found_at_the_audit(tmp_path: Path) -> None:
+    """DeepSeek V3's own template joins a call's arguments as text; its marked twin takes them as they are."""
+    call = {"function": {"name": "look", "arguments": {"at": "door"}}}
+    turns = [TURNS[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Omar"}]
+    for name, messages in (("a", TURNS), ("b", [*turns, TURNS[3]])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    data = Data(name=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "b.jsonl"), cache=str(tmp_path))
+    with pytest.raises(UserError, match=r"no prompt can be made \(.*b.jsonl:1\)"):
+        prepare(data, tokenizer_with(bundled.read_template("deepseekv3")), 0, None)
+
+
 def test_equal_rows_in_one_batch_are_encoded_as_each_alone() -> None:
     for template in (
         None,
-        "{{ 'Rows: ' }}{% generation %}{{ messages[1].content }}<|im_end|>{% endgeneration %}",
+        "{{ 'Rows: ' }}{% generation %}{{ messages[-1].content }}<|im_end|>{% endgeneration %}",
     ):
         encoder = encoder_of(tokenizer_with(template))
         alone = one(encoder, example(TURNS[:2]))

@@ -41,6 +41,24 @@ def test_two_exchanged_values_or_names_change_it_too() -> None:
     )
 
 
+def test_a_new_token_is_seen_wherever_it_stands(tmp_path) -> None:
+    """Llama 2's normaliser writes ▁ before every text, and would before the new token too."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {token: index for index, token in enumerate(["<unk>", "</s>", *"▁0<tol>use"])}
+    backend = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
+    tokenizer = model.load_tokenizer(Model(name=str(tmp_path), add_tokens=["<tool>", "<tool>e"]))
+    assert [tokenizer.tokenize(f"use{token}us")[4] for token in ("<tool>", "<tool>e")] == [
+        "<tool>",
+        "<tool>e",
+    ]
+    with pytest.raises(UserError, match=r"model.add_tokens: .* does not see it(.|\n)*''"):
+        model.load_tokenizer(Model(name=str(tmp_path), add_tokens=[""]))
+
+
 def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
     ledger = Ledger()
     ledger.add("a", 1, 1, "counted")

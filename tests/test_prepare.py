@@ -10,12 +10,12 @@ import pytest
 from conftest import MODEL, ROOT
 from pyarrow import parquet
 
-from finetune import cli
+from finetune import cli, recipe
 from finetune.data.bundled import read_template
 from finetune.data.prepare import prepare
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
-from finetune.sections import Data, Model
+from finetune.sections import Data, Model, Source
 
 ASSETS = Path(os.environ.get("FINETUNE_TEST_ASSETS", ROOT.parent / "shared" / "assets"))
 
@@ -188,3 +188,53 @@ def test_a_completion_has_no_space_of_the_tokenizer_s_own(tmp_path) -> None:
     said = [loaded.decode(row["input_ids"], skip_special_tokens=True).strip() for row in found.train]
     assert said == ["Q: 2+2=4", "Hello world"]
     assert all(row["labels"][0] == -100 and row["labels"][-1] != -100 for row in found.train)
+
+
+def test_parts_of_hub_data_sets_are_not_asked_of_files(tmp_path) -> None:
+    from finetune.data import load
+
+    name = write(tmp_path / "a.jsonl", "Maria.")
+    load.check_of_the_hub(Data(name=name))
+    load.check_of_the_hub(Data(name=[name, "org/rows"], split="test", subset="en", revision="v1"))
+    for key, value in (("split", "test"), ("subset", "en"), ("revision", "v1")):
+        with pytest.raises(UserError, match=rf"data.{key}: is for a Hub data set(.|\n)*{value}"):
+            load.check_of_the_hub(Data.model_validate({"name": name, key: value}))
+        with pytest.raises(UserError, match=rf"data.name: is for a Hub data set(.|\n)*{key}: {value} of "):
+            load.check_of_the_hub(Data(name=["org/rows", Source.model_validate({"name": name, key: value})]))
+
+
+def test_check_refuses_revisions_and_splits_of_what_is_here(tmp_path, capsys) -> None:
+    here = ["data.split=test", "model.revision=v1", f"model.name={MODEL}"]
+    assert cli.main(["check", "recipes/quickstart.yaml", *here]) == 2
+    said = capsys.readouterr().err
+    loaded = recipe.load("recipes/quickstart.yaml", ["data.subset=en", "data.name=org/rows"])
+    assert loaded.data.subset == "en", "overridden too"
+    assert "data.split: is for a Hub data set" in said and "model.revision: is for a model on the Hub" in said
+
+
+def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path, monkeypatch) -> None:
+    from finetune.data import load
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(load, "_commit", lambda _: None)
+    for name in ("en", "broken", "script"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "en" / "a.jsonl").write_text('{"text": "a"}\n')
+    configs = "".join(f"- config_name: {name}\n  data_files: a.jsonl\n" for name in ("en", "de"))
+    (tmp_path / "en" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    (tmp_path / "broken" / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "script" / "script.py").write_text("")
+    for name, asked, says in (
+        ("en", {}, "'en', 'de'"),
+        ("en", {"subset": "fr"}, "Available: ['en', 'de']"),
+        ("en", {"subset": "en", "split": "tset"}, "Should be one of ['train']"),
+        ("broken", {}, "JSON parse error"),
+        ("script", {}, "refs/convert/parquet"),
+    ):
+        source = Source(name=str(tmp_path / name), split=asked.pop("split", "train"), **asked)
+        with pytest.raises(UserError) as raised:
+            list(load._hub(source))
+        assert raised.value.code == 2 and says in str(raised.value)
+    with pytest.raises(UserError, match="can't be loaded") as raised:
+        list(load._hub(Source(name=str(tmp_path / "none"), split="train")))
+    assert raised.value.code == 3

@@ -1,4 +1,4 @@
-"""Chat templates by name, and their twins with the assistant's tokens marked."""
+"""Chat templates by name, their marked twins, and what one writes round a turn."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from finetune.data.formats import REASONING_KEYS
+from finetune.data.render import BROKEN, render
 from finetune.errors import Problem, UserError, nearest
+
+if TYPE_CHECKING:
+    import re
+
+    Tools = list[dict[str, Any]] | None
+A_TOOL = {"name": "qzlook", "description": "qz", "parameters": {"type": "object", "properties": {}}}
 
 
 @cache
@@ -53,3 +62,51 @@ def read_template(name: str) -> str:
         problem = Problem("no such template", "data.chat_template", found=name, expected=expected, fix=fix)
         raise UserError(problem)
     return known[name]
+
+
+def other_prompt(own: str, template: str, special: dict[str, Any], tools: Tools) -> tuple[str, ...]:
+    """A note if inference, which renders with `own`, will not begin as training's text does.
+
+    Qwen 3 writes no reasoning into earlier turns at inference; its marked twin writes it into all.
+    """
+    turns = [{"role": role, "content": f"qz{i}"} for i, role in enumerate(("user", "assistant") * 2)]
+    notes = []
+    for count, which in ((1, "first"), (3, "second")):
+        (prompt,) = render(own, special, "none", [(turns[:count], tools)], prompt=True)
+        (text,) = render(template, special, "none", [(turns[: count + 1], tools)])
+        if prompt.error and not text.error:
+            what, fix = "the chat template makes no prompt to answer", "a tokenizer with the tokens it names"
+            raise UserError(Problem(what, "data.chat_template", found=prompt.error, fix=f"{fix}, or another"))
+        if not (prompt.error or text.error or text.text.startswith(prompt.text)):
+            notes.append(f"the prompt of the {which} answer is not at inference what it is in training")
+    return tuple(notes)
+
+
+def look_at(template: str, special: dict[str, Any], ends: re.Pattern[str], tools: Tools) -> dict[str, Any]:
+    """What a template writes round a turn and what it has no place for, seen from chats made for it."""
+    user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
+    (asked,) = render(template, special, "none", [([user], tools)])
+    if asked.error.startswith(BROKEN):
+        raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
+    if not asked.error and user["content"] not in asked.text:
+        what = "the chat template leaves contents out; is it one for images?"
+        raise UserError(Problem(what, "data.chat_template", found=asked.text[:200]))
+    (with_prompt,) = render(template, special, "none", [([user], tools)], prompt=True)
+    function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
+    call = {"id": "callqz001", "type": "function", "function": function}
+    result = {"role": "tool", "content": "qzresult", "tool_call_id": call["id"]}
+    called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
+    told = [{"role": "system", "content": "qzsystem"}, user, answer]
+    thought = [user, {**answer, "reasoning_content": "qzthought"}]
+    chats: list[Any] = [(messages, tools) for messages in ([user, answer], told, called, thought)]
+    plain, system, calls, reasoning = render(template, special, "none", chats)
+    shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", calls), ("tool", "qzresult", calls)]
+    shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
+    tail = plain.text.rpartition(answer["content"])[2]
+    end = ends.search(tail)
+    added = asked.text and with_prompt.text.startswith(asked.text)
+    return {
+        "prompt_end": with_prompt.text.removeprefix(asked.text) if added else "",
+        "after_turn": tail[end.end() :] if end else "",
+        "leaves_out": frozenset(kind for kind, word, at in shown if not at.error and word not in at.text),
+    }

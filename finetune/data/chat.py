@@ -13,12 +13,14 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.bundled import bundled, marked_twin
+from finetune.data.bundled import A_TOOL, bundled, look_at, marked_twin, other_prompt
 from finetune.data.formats import REASONING_KEYS, THINKING, BadRow, Example
-from finetune.data.render import BROKEN, Rendered, joined, render
+from finetune.data.render import Rendered, joined, render
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from transformers import PreTrainedTokenizerBase
 
     from finetune.sections import Data
@@ -62,7 +64,8 @@ class Encoder:
 
     tokenizer: Any
     train_on: str  # assistant | last_turn | completion | all
-    template: str = ""  # as training renders it: the tokenizer's own, or its marked twin
+    own: str = ""  # the tokenizer's template, as inference renders it
+    template: str = ""  # as training renders it: the same, or its marked twin
     way: str = "none"  # marks | turns: how the assistant's turns are found
     prompt_end: str = ""  # what the template writes before an answer
     after_turn: str = ""  # what it writes at the end of a chat, after the end of the last turn
@@ -73,6 +76,8 @@ class Encoder:
     """What is to be known of the template."""
     special: re.Pattern[str] = re.compile("(?!)")
     """Any of the tokenizer's special tokens."""
+    with_tools: Encoder | None = None
+    """For chats with tools, where the tokenizer has a template of their own."""
 
     def __call__(self, examples: list[Example]) -> list[Encoded | BadRow]:
         """Tokens of each example, in order."""
@@ -80,13 +85,25 @@ class Encoder:
 
     def render(self, examples: list[Example]) -> list[Rendered | None]:
         """The text of each chat; `None` for examples that are none."""
-        chats = [(example.messages, example.tools) for example in examples if example.messages]
-        special = self.tokenizer.special_tokens_map
-        rendered = (
-            render(self.template, special, self.way, chats, after_turn=self.after_turn) if chats else []
-        )
-        texts = iter(rendered)
-        return [next(texts) if example.messages else None for example in examples]
+        special, found = self.tokenizer.special_tokens_map, dict[int, Rendered]()
+        for encoder, chosen in self._by_template(examples):
+            chats = [(examples[index].messages, examples[index].tools) for index in chosen]
+            texts = render(encoder.template, special, encoder.way, chats, after_turn=encoder.after_turn)
+            found |= zip(chosen, texts, strict=True)
+        return [found.get(index) for index in range(len(examples))]
+
+    def _by_template(self, examples: list[Example]) -> list[tuple[Encoder, list[int]]]:
+        """Indices of the chats that each template renders."""
+        of = [self._of(example) if example.messages else None for example in examples]
+        found = [
+            (encoder, [i for i, its in enumerate(of) if its is encoder])
+            for encoder in (self, self.with_tools)
+            if encoder
+        ]
+        return [(encoder, chosen) for encoder, chosen in found if chosen]
+
+    def _of(self, example: Example) -> Encoder:
+        return self.with_tools if self.with_tools and example.tools else self
 
     def tokenise(self, examples: list[Example], rendered: list[Rendered | None]) -> list[Encoded | BadRow]:
         """Tokens of examples whose chats have been rendered, all in one call of the tokenizer."""
@@ -104,7 +121,7 @@ class Encoder:
                 continue
             encoding = next(chats)
             try:
-                found.append(self._chat(example, text, head, shared, encoding))
+                found.append(self._of(example)._chat(example, text, head, shared, encoding))
             except BadRow as bad:
                 found.append(bad)
         return found
@@ -128,26 +145,35 @@ class Encoder:
         return head, shared, encodings
 
     def prompts(self, examples: list[Example]) -> list[list[int]]:
-        """Token ids of all before each example's answer, ending where the model is to go on.
-
-        Chats are rendered by the template that is saved with the tokenizer, as any client will.
-        """
-        backend, special = self.tokenizer.backend_tokenizer, self.tokenizer.special_tokens_map
-        chats = [(example.messages[:-1], example.tools) for example in examples if example.messages]
-        own = self.tokenizer.get_chat_template() if chats else ""
-        rendered = render(own, special, "none", chats, prompt=True) if chats else []
-        texts = iter(rendered)
+        """Token ids of all before each example's answer, ending where the model is to go on."""
+        backend, texts = self.tokenizer.backend_tokenizer, iter(self.prompt_texts(examples))
         found = []
         for example in examples:
             if example.messages:
-                text = next(texts)
-                if text.error:
-                    raise UserError(Problem("no prompt can be made", where=example.where, found=text.error))
-                found.append(backend.encode(text.text, add_special_tokens=False).ids)
+                found.append(backend.encode(next(texts), add_special_tokens=False).ids)
             else:
                 ids = backend.encode(example.prompt or "", add_special_tokens=False).ids
                 found.append(self._opened(ids)[0])
         return found
+
+    def prompt_texts(self, examples: list[Example]) -> list[str]:
+        """All before the answer of each chat among the examples, ending where the model is to go on.
+
+        It is rendered by the template that is saved with the tokenizer, as any client will.
+
+        Raises:
+            UserError: a chat that this template refuses, though training's may take it (exit 2).
+        """
+        special, found = self.tokenizer.special_tokens_map, dict[int, str]()
+        for encoder, chosen in self._by_template(examples):
+            asked = [((examples[index].messages or [])[:-1], examples[index].tools) for index in chosen]
+            texts = render(encoder.own, special, "none", asked, prompt=True)
+            for index, text in zip(chosen, texts, strict=True):
+                if text.error:
+                    where, fix = examples[index].where, "another data.chat_template"
+                    raise UserError(Problem("no prompt can be made", "", where, text.error, fix=fix))
+                found[index] = text.text
+        return [found[index] for index in sorted(found)]
 
     def shortened(self, example: Example, limit: int) -> Encoded | None:
         """The example with the beginnings of its longest prompts cut off; `None` if that is not enough.
@@ -298,11 +324,14 @@ class Encoder:
         return first, high, merged
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) -> Encoder:
+def make_encoder(
+    tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool, declared: Collection[int] = ()
+) -> Encoder:
     """The exact way to find the assistant's tokens with this tokenizer.
 
     Args:
         chats: whether there are chats at all; other rows need no template.
+        declared: ids that the model itself says to end an answer.
 
     Raises:
         UserError: chats and no template, or one that does not compile (exit 2).
@@ -312,7 +341,10 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) ->
         raise UserError(Problem("the tokenizer has no tokenizer.json", "model.name"))
     backend.no_truncation()
     backend.no_padding()
-    known: dict[str, Any] = {"stops": frozenset(stop_ids(tokenizer)), "opening": _opening(backend)}
+    known: dict[str, Any] = {"opening": _opening(backend)}
+    # a config that names no token of its tokenizer's may still hold the defaults of its class
+    ends = {token for token in declared if token in tokenizer.added_tokens_decoder}
+    known["stops"] = frozenset(stop_ids(tokenizer) | ends)
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
     known["special"] = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
@@ -321,59 +353,29 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool) ->
     if not tokenizer.chat_template:
         fix = f"chat_template: {' | '.join(['chatml', *bundled()][:8])} ..., or a Jinja file"
         raise UserError(Problem("the tokenizer has no chat template", "data.chat_template", fix=fix))
-    own = str(tokenizer.get_chat_template())
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if named and "default" not in named:
+        what, fix = "the tokenizer has no default among its chat templates", "one of them, as a Jinja file"
+        raise UserError(Problem(what, "data.chat_template", found=", ".join(sorted(named)), fix=fix))
+    encoder = _of_template(tokenizer, str(tokenizer.get_chat_template()), data, known, None)
+    if "tool_use" not in named:
+        return encoder
+    with_tools = _of_template(
+        tokenizer, named["tool_use"], data, known, [{"type": "function", "function": A_TOOL}]
+    )
+    notes = tuple(dict.fromkeys([*encoder.notes, *with_tools.notes]))
+    return replace(encoder, with_tools=with_tools, notes=notes)
+
+
+def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], tools: Any) -> Encoder:
+    """The encoder of chats that one template renders, with these tools."""
     marked = own if MARKS.search(own) else marked_twin(own)
     way = "none" if data.train_on == "all" else "marks" if marked else "turns"
-    template = marked or own
-    ends = [re.escape(backend.id_to_token(stop)) for stop in sorted(known["stops"])]
-    known |= _look_at(template, tokenizer.special_tokens_map, re.compile("|".join(ends) or "(?!)"))
-    known["notes"] = _other_prompt(own, template, tokenizer.special_tokens_map)
-    return Encoder(tokenizer, data.train_on, template, way, **known)
-
-
-def _other_prompt(own: str, template: str, special: dict[str, Any]) -> tuple[str, ...]:
-    """A note if inference, which renders with `own`, will not begin as training's text does.
-
-    Qwen 3 writes no reasoning into earlier turns at inference; its marked twin writes it into all.
-    """
-    turns = [{"role": role, "content": f"qz{i}"} for i, role in enumerate(("user", "assistant") * 2)]
-    notes = []
-    for count, which in ((1, "first"), (3, "second")):
-        (prompt,) = render(own, special, "none", [(turns[:count], None)], prompt=True)
-        (text,) = render(template, special, "none", [(turns[: count + 1], None)])
-        if not (prompt.error or text.error or text.text.startswith(prompt.text)):
-            notes.append(f"the prompt of the {which} answer is not at inference what it is in training")
-    return tuple(notes)
-
-
-def _look_at(template: str, special: dict[str, Any], ends: re.Pattern[str]) -> dict[str, Any]:
-    """What a template writes round a turn and what it has no place for, seen from chats made for it."""
-    user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
-    (asked,) = render(template, special, "none", [([user], None)])
-    if asked.error.startswith(BROKEN):
-        raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
-    if not asked.error and user["content"] not in asked.text:
-        what = "the chat template leaves contents out; is it one for images?"
-        raise UserError(Problem(what, "data.chat_template", found=asked.text[:200]))
-    (with_prompt,) = render(template, special, "none", [([user], None)], prompt=True)
-    function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
-    call = {"id": "callqz001", "type": "function", "function": function}
-    result = {"role": "tool", "content": "qzresult", "tool_call_id": call["id"]}
-    called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
-    told = [{"role": "system", "content": "qzsystem"}, user, answer]
-    thought = [user, {**answer, "reasoning_content": "qzthought"}]
-    chats: list[Any] = [(messages, None) for messages in ([user, answer], told, called, thought)]
-    plain, system, tools, reasoning = render(template, special, "none", chats)
-    shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", tools), ("tool", "qzresult", tools)]
-    shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
-    tail = plain.text.rpartition(answer["content"])[2]
-    end = ends.search(tail)
-    added = asked.text and with_prompt.text.startswith(asked.text)
-    return {
-        "prompt_end": with_prompt.text.removeprefix(asked.text) if added else "",
-        "after_turn": tail[end.end() :] if end else "",
-        "leaves_out": frozenset(kind for kind, word, at in shown if not at.error and word not in at.text),
-    }
+    template, special = marked or own, tokenizer.special_tokens_map
+    ends = [re.escape(tokenizer.backend_tokenizer.id_to_token(stop)) for stop in sorted(known["stops"])]
+    seen = look_at(template, special, re.compile("|".join(ends) or "(?!)"), tools)
+    notes = other_prompt(own, template, special, tools)
+    return Encoder(tokenizer, data.train_on, own, template, way, notes=notes, **known, **seen)
 
 
 def _opening(backend: Any) -> tuple[int, ...]:
@@ -386,6 +388,8 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids that end a turn: the tokenizer's eos and the usual end-of-turn tokens it knows."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ids: set[Any] = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
+    if backend and backend.token_to_id("<|return|>") is not None:  # gpt-oss: it ends the turn, and
+        ids.discard(backend.token_to_id("<|end|>"))  # that one each message of it, the reasoning first
     eos: Any = tokenizer.eos_token_id
     return (ids | {eos}) - {None}
 

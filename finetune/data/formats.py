@@ -153,10 +153,16 @@ def of_another_format(bad: BadRow, row: Row, data: Data, format: str) -> BadRow:
 
 def unused(row: Row, data: Data, format: str) -> list[str]:
     """Columns of a row that nothing is made of."""
-    plain = format == "text" or isinstance(row.value.get("prompt"), str)
+    value = _renamed(row, data)
+    plain = format == "text" or _asked_plainly(value, format)
     optional = () if plain else ("system", "tools", *(("input",) if format == "alpaca" else ()))
     either = ("messages", "conversations") if format in ("messages", "sharegpt") else ()
-    return sorted(set(map(str, _renamed(row, data))) - {*COLUMNS[format], *optional, *either})
+    return sorted(set(map(str, value)) - {*COLUMNS[format], *optional, *either})
+
+
+def _asked_plainly(value: dict[str, Any], format: str) -> bool:
+    """Whether prompt and completion are texts, with no place for a system message or tools."""
+    return format == "prompt_completion" and isinstance(value.get("prompt"), str)
 
 
 def convert(row: Row, data: Data, format: str) -> Example:
@@ -168,7 +174,7 @@ def convert(row: Row, data: Data, format: str) -> Example:
     value = _renamed(row, data)
     if format == "text":
         return Example(row.where, completion=_text(value, "text", row))
-    if format == "prompt_completion" and isinstance(value.get("prompt"), str):
+    if _asked_plainly(value, format):
         prompt = _text(value, "prompt", row, empty=True)
         return Example(row.where, prompt=prompt, completion=_text(value, "completion", row))
     roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}

@@ -17,14 +17,13 @@ from finetune.data.readers import READERS, without_nulls
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
-from finetune.sections import Source
+from finetune.sections import Data, Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from finetune.data.formats import Example
     from finetune.data.readers import Rows
-    from finetune.sections import Data
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
@@ -49,6 +48,22 @@ def named(data: Data) -> list[tuple[Source, str]]:
     return named + (
         [(Source(name=data.validation), "data.validation")] if data.validation is not None else []
     )
+
+
+def check_of_the_hub(data: Data) -> None:
+    """Revision, subset and split choose rows of a Hub data set only; files have none (exit 2)."""
+    split = data.split if data.split != Data.model_fields["split"].default else None
+    asked = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
+    items = data.name if isinstance(data.name, list) else [data.name]
+    files_only = [files(source.name, "data.name") is not None for source in sources(data)]
+    wrong = [(key, value) for key, value in asked.items() if value and all(files_only)]
+    for item, is_file in zip(items, files_only, strict=True):
+        if isinstance(item, Source) and is_file:
+            more = {"revision": item.revision, "subset": item.subset, "split": item.split}
+            wrong += [("data.name", f"{key}: {value} of {item.name}") for key, value in more.items() if value]
+    if wrong:
+        what = "is for a Hub data set: files have no such parts"
+        raise UserError(*(Problem(what, key, found=found, fix="drop it") for key, found in wrong))
 
 
 def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
@@ -110,11 +125,10 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     Args:
         held_out: only of the files that the held-out rows are read from.
     """
-    found = {}
-    named = [(Source(name=data.validation), "data.validation")] if data.validation else []
-    if not (held_out and (data.validation or data.validation_fraction is None)):
-        named += [(source, "data.name") for source in sources(data)]
-    for source, key in named:
+    found, read_from = {}, named(data)
+    if held_out and (data.validation is not None or data.validation_fraction is None):
+        read_from = [(source, key) for source, key in read_from if key == "data.validation"]
+    for source, key in read_from:
         paths = files(source.name, key)
         if paths is None:
             found[hub_name(source)] = _commit(source)
@@ -255,15 +269,28 @@ def _commit(source: Source) -> str:
 
 def _hub(source: Source) -> Rows:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     options: dict[str, Any] = {"revision": _commit(source), "split": source.split}
     try:
         dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
-    except (ConnectionError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        fix = "check name, subset, split and network; without one: pin data.revision to a commit, and prepare"
-        fix += " it elsewhere with finetune data RECIPE --prepare DIR"
-        problem = Problem("the data set can't be loaded from the Hub", "data.name", found=reason, fix=fix)
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise _not_loaded(source, error) from error
     for index, value in enumerate(dataset):
         yield Row(without_nulls(value), f"{source.name}[{index}]")
+
+
+def _not_loaded(source: Source, error: Exception) -> UserError:
+    """What keeps a Hub data set from being loaded: the network (exit 3), or what was asked for (exit 2)."""
+    # `datasets` says of a row that it can't read only that there is one
+    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+    said = " ".join(str(cause).split())[:300]  # the choices stand on the lines after the first
+    if isinstance(cause, OSError) or "Couldn't find cache" in said:
+        code, fix = Exit.ENVIRONMENT, "check name, revision and network; without one: pin data.revision to a"
+        fix += " commit, and prepare it elsewhere with finetune data RECIPE --prepare DIR"
+    else:
+        code, fix = Exit.INPUT, "subset and split as the data set has them, or files of it"
+        if "scripts" in said:
+            fix = "revision: refs/convert/parquet, where the Hub has made one; or files of it"
+    what = "the data set can't be loaded from the Hub"
+    return UserError(Problem(what, "data.name", found=f"{hub_name(source)}: {said}", fix=fix), code=code)

@@ -34,7 +34,7 @@ from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,13 @@ class Prepared:
     """Of rows that are read while training: how many so far, and how many were left out [workers, 2]."""
 
 
-def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabulary: int | None) -> Prepared:
+def prepare(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+    declared: Collection[int] = (),
+) -> Prepared:
     """Prepare the data of a recipe, or find it prepared.
 
     Args:
@@ -67,6 +73,7 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
         tokenizer: with the chat template that is to be used.
         seed: draws held-out rows and shares of sources.
         vocabulary: rows of the model's embedding; every token id must be below it.
+        declared: ids that the model itself says to end an answer.
 
     Raises:
         UserError: rows that can't be read or trained on, more than `data.expect` allows (exit 2).
@@ -74,13 +81,13 @@ def prepare(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, vocabular
     from datasets import Dataset
 
     sources = load.fingerprints(data)
-    folder = cache_folder(data) / _key(data, tokenizer, seed, vocabulary, sources)
+    folder = cache_folder(data) / _key(data, tokenizer, seed, [vocabulary, sorted(declared)], sources)
     cached = (folder / "report.json").exists()
     if not cached:
         building = _building(folder.parent)
         gc.disable()  # millions of small lists come and go, without one cycle
         try:
-            _build(building, data, tokenizer, seed, vocabulary, sources)
+            _build(building, data, tokenizer, seed, vocabulary, declared, sources)
             os.replace(building, folder)
         except OSError:
             if not (folder / "report.json").exists():  # else another process was faster
@@ -126,16 +133,20 @@ class HeldOut(NamedTuple):
         return last.ids[start:end]
 
 
-def held_out(data: Data, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[HeldOut]:
+def held_out(
+    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, declared: Collection[int] = ()
+) -> list[HeldOut]:
     """The held-out rows to evaluate on: those that would be kept for training."""
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit = Audit(encoder_for, data.train_on, None)
     return [HeldOut(*pair) for pair in audited_held_out(data, load.draw_held_out(data, seed), seed, audit)]
 
 
-def encode_held_out(kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
+def encode_held_out(
+    kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int] = ()
+) -> list[HeldOut]:
     """Held-out rows that a run folder has kept, as the model sees them."""
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     rows = []
     for example, encoded in encode(kept, encoder_for):
         documents = fit(encoded, example, data, encoder_for(bool(example.messages)))
@@ -148,6 +159,19 @@ def audited_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> It
     """(example, tokens of its documents) of each held-out row that is kept."""
     for name, rows in load.validation(data, drawn, seed):
         yield from audited(rows, data, audit, name)
+
+
+def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list[str]:
+    """Whether the held-out rows are fit to evaluate on: encoded, and each with a prompt (exit 2 if not).
+
+    Returns:
+        file:line of each document.
+    """
+    rows = list(audited_held_out(data, drawn, seed, audit))
+    audit.check_held_out(data)
+    if any(row.messages for row, _ in rows):
+        audit.encoder_for(True).prompt_texts([row for row, _ in rows])
+    return [row.where for row, documents in rows for _ in documents]
 
 
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
@@ -227,17 +251,15 @@ def _build(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     vocabulary: int | None,
+    declared: Collection[int],
     sources: dict[str, str],
 ) -> None:
     """Write rows.arrow and report.json."""
     started = time.perf_counter()
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     drawn = load.draw_held_out(data, seed)
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
-    held_places = []
-    for row, found in audited_held_out(data, drawn, seed, held):
-        held_places += [row.where] * len(found)
-    held.check_held_out(data)
+    held_places = audit_held_out(data, drawn, seed, held)
     documents = Documents(folder)
     times = []  # how often each document is used in an epoch
     with contextlib.closing(documents):
@@ -277,7 +299,7 @@ def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
     return int(weight) + once_more.astype(np.int64)
 
 
-def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources: dict[str, str]) -> str:
+def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[str, str]) -> str:
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
     here = Path(__file__).parent
@@ -293,7 +315,7 @@ def _key(data: Data, tokenizer: Any, seed: int, vocabulary: int | None, sources:
         "special": tokenizer.special_tokens_map,
         "template": tokenizer.chat_template,
         "seed": seed if random else None,
-        "vocabulary": vocabulary,
+        "model": model,
         "versions": [version("tokenizers"), version("transformers"), version("trl")],
         "code": hashlib.sha256(code).hexdigest(),
     }

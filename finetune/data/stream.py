@@ -21,11 +21,11 @@ from finetune.data.audit import Audit
 from finetune.data.chat import IGNORED, make_encoder
 from finetune.data.formats import BadRow, Row
 from finetune.data.pack import best_fit
-from finetune.data.prepare import Prepared, audited, audited_held_out
+from finetune.data.prepare import Prepared, audit_held_out, audited
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +45,13 @@ def stream(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     vocabulary: int | None,
+    declared: Collection[int] = (),
     passes: int | None = None,
 ) -> Prepared:
     """The training data as an iterable data set, and an audit of its first rows and of the held-out ones.
 
     Args:
+        declared: ids that the model itself says to end an answer.
         passes: how often each rank reads its rows; `None`: without end. Ranks have different numbers of rows,
             and one that came to an end before the others would keep them waiting for ever.
 
@@ -60,12 +62,9 @@ def stream(
     from datasets import IterableDataset
 
     check(data)
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
-    held_places = []
-    for row, documents in audited_held_out(data, set(), seed, held):
-        held_places += [row.where] * len(documents)
-    held.check_held_out(data)
+    held_places = audit_held_out(data, set(), seed, held)
     shards = _shards(data, seed)
     places = []
     for shard in dict.fromkeys(shards):
@@ -83,7 +82,8 @@ def stream(
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
     read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
-    block = partial(encode_block, read=read, data=data, tokenizer=tokenizer, seed=seed, vocabulary=vocabulary)
+    how = {"data": data, "tokenizer": tokenizer, "seed": seed, "vocabulary": vocabulary, "declared": declared}
+    block = partial(encode_block, read=read, **how)
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "source"]}
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
     read.zero_()
@@ -139,6 +139,7 @@ def encode_block(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     vocabulary: int | None,
+    declared: Collection[int] = (),
 ) -> dict[str, list[Any]]:
     """Rows to token ids: shuffled within their block, packed if asked for.
 
@@ -154,7 +155,7 @@ def encode_block(
 
     if worker := get_worker_info():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of before the fork are not there any more
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats))
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit = Audit(encoder_for, data.train_on, vocabulary)
     documents: list[tuple[str, Encoded]] = []
     given = zip(batch["source"], batch["value"], batch["where"], strict=True)
