@@ -242,7 +242,8 @@ def train(
         zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
-    exchange.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
+    if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
+        exchange.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
         trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again

@@ -304,13 +304,14 @@ def _ranks(words: list[str]) -> None:
     state.digest = digest
     exits.append(cli.main([*words, "train.output_dir=resumed", "--quiet"]))
     exits.append(cli.main([*words, "train.output_dir=resumed", "--resume", "--until=4", "--quiet"]))
-    assert exits == [75, 75, 75], exits
+    exits.append(cli.main([*words, "train.output_dir=straight", "--resume", "--quiet"]))  # no step is left
+    assert exits == [75, 75, 75, 0], exits
 
 
 @pytest.mark.usefixtures("the_only_launch")
 def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, capsys) -> None:
     """A signal to one of them; what each rank draws is its own. One rank alone can't go on with it."""
-    given = [*SHORT, "train.effective_batch_size=4", f"model.name={two_layers}", *small]
+    given = [*SHORT, "train.max_steps=4", "train.effective_batch_size=4", f"model.name={two_layers}", *small]
     words = ["train", str(QUICKSTART), *given]
     said = two_ranks.run(_ranks, words, cwd=tmp_path)
     assert "stopped by SIGUSR1 after step 2" in said  # which rank 1 alone has heard
