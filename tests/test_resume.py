@@ -89,9 +89,14 @@ def differing(one: Path, other: Path, step: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_goes_on_bit_for_bit(kind: str, straight, stopped_after, train, tmp_path) -> None:
-    """From the middle to the end; AdaLoRA while it prunes."""
+def test_every_kind_goes_on_bit_for_bit(
+    kind: str, straight, stopped_after, train, tmp_path, monkeypatch
+) -> None:
+    """From the middle to the end; AdaLoRA while it prunes. What goes on saves from the live tensors."""
     begin = 7  # within the second epoch
+    straight(kind)
+    # no memory for a copy, where `save` asks; enough to read a checkpoint
+    monkeypatch.setattr(state, "available", lambda *groups: 2**50 if groups else 0)
     train(*stopped_after(kind, begin), f"--until={STEPS}", code=75)
     assert not differing(straight(kind).path, tmp_path / f"{kind}-{begin}", STEPS)
 
