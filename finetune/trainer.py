@@ -255,6 +255,8 @@ class Trainer(SFTTrainer):
         for name in metrics.keys() & {"orthogonality"}:
             metrics[name] = torch.stack(metrics[name]).tolist()
         super().log(logs, start_time)
+        if "loss" in logs:  # upstream takes from the sum what it has logged, which leaves NaN as NaN
+            self._tr_loss.zero_()
 
     def remembers(
         self, schedule: Schedule, contract: dict[str, Any], again: rescue.MicroBatches, *callbacks: Any
