@@ -152,6 +152,19 @@ def test_the_proof_sees_a_lost_place_in_the_data(
     assert "batches" in differing(straight("mixed").path, tmp_path / "mixed-7", STEPS)
 
 
+def test_a_loader_draws_nothing_from_the_generator_of_training(monkeypatch) -> None:
+    """Nor does one whose workers persist then draw once more in each life of a run."""
+    import torch
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from finetune.trainer import Trainer
+
+    made: Any = torch.utils.data.DataLoader([1, 2])  # pyright: ignore[reportArgumentType]  (a list is one)
+    monkeypatch.setattr(SFTTrainer, "get_train_dataloader", lambda self: made)
+    loader, before = Trainer.get_train_dataloader(object.__new__(Trainer)), torch.get_rng_state()
+    assert len(list(loader)) == 2 and torch.equal(torch.get_rng_state(), before)
+
+
 def test_fp16_s_scaler_is_kept() -> None:
     """The CPU trains without one; a part that is lost differs all the same."""
     import torch
