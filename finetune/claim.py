@@ -60,7 +60,9 @@ def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
     """Keep a run folder from other runs on this or another machine for as long as this one lasts.
 
     The lock is the system's, so it ends with the process, however that ends; the file says whose it is. Where
-    a network's disk knows no locks, the file is touched every BEAT seconds in its place.
+    a network's disk knows no locks, the file is touched every BEAT seconds in its place. It is not to be
+    opened meanwhile: the lock is POSIX's, which processes that were forked do not hold on to, and which ends
+    when this one closes any handle of the file.
 
     Args:
         output_dir: the folder; `None`: a new one, called by `name` and the time.

@@ -344,7 +344,7 @@ def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
         UserError: not all processes see it (exit 3).
     """
     folder = RunFolder(Path(ranks.from_main(lambda: where)))
-    ranks.on_one_disk(folder.path / claim.LOCK)
+    ranks.on_one_disk(folder.path)
     arguments.output_dir = str(folder.staging)
     arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder
