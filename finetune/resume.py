@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import platform
+import shutil
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,9 +77,11 @@ OURS = {  # what a run that was stopped early may have left in its folder
         "held_out.jsonl",
     ),
     *("log.txt", "metrics.jsonl", "model", "model.unverified", "receipts.json", "recipe.resolved.yaml"),
-    *("report.html", "tensorboard", "wandb"),
+    *("report.html", "tensorboard", "wandb", claim.LOCK),
 }
-MARKS = {"recipe.resolved.yaml", "receipts.json"}  # of these, what no one else would have called so
+BESIDE = (".*.tmp", "nonfinite-step-*")  # and files that were being written, and steps that were kept
+# Of these, what no one else would have called so; a lock's file stays where its run is killed
+MARKS = {"recipe.resolved.yaml", "receipts.json", claim.LOCK}
 
 
 def contract(
@@ -192,7 +196,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
             fix += "; if rank 0 has one: a train.output_dir on a disk that all machines share"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
     held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
-    held -= {claim.LOCK, *(name for name in held if name.startswith(".") and name.endswith(".tmp"))}
+    held = {name for name in held if not any(fnmatch(name, kind) for kind in BESIDE)}
     if not held <= OURS or (held and not held & MARKS):
         claim.check_free(output_dir)
     return False
