@@ -230,12 +230,24 @@ def begin(
     differing = chosen_anew(found.contract, contract) if found else []
     folder.write(f"checkpoints/{checkpoint.CONTRACT}", contract)
     if not found:
+        forget(folder, screen)
         return
     screen.say(f"goes on after step {step}, from {found.path}")
     notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
     notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
     for note in notes:
         screen.say(f"note: {note}")
+
+
+def forget(folder: RunFolder, screen: Screen) -> None:
+    """Remove what an earlier start left here, perhaps by another recipe, and this run would take for its own.
+
+    The folder is ours: `nothing_to_do` has looked.
+    """
+    for path in (folder.path / run_folder.HELD_OUT, folder.adapter, folder.model):
+        if path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            screen.say(f"note: {path.name} of an earlier start was removed")
 
 
 def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from finetune import (
     arguments,
     checkpoint,
+    claim,
     cli,
     evaluate,
     hardware,
@@ -29,6 +30,7 @@ from finetune import (
     prove,
     publish,
     recipe,
+    resume,
     signals,
     state,
     stopping,
@@ -211,12 +213,22 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     assert "thesis.txt" in capsys.readouterr().err
     (tmp_path / "run" / "thesis.txt").unlink()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "run" / "model").mkdir()  # names that anyone may have given
+    (tmp_path / "run" / "log.txt").write_text("")
+    (tmp_path / "run" / "held_out.jsonl").write_text("")
+    for name in ("model", "nonfinite-step-1"):  # names that anyone may have given
+        (tmp_path / "run" / name).mkdir()
     train("--resume=auto", code=2)
-    (tmp_path / "run" / "model").rmdir()
-    (tmp_path / "run" / "recipe.resolved.yaml").write_text("")  # of a run that got no further
+    for mark in resume.MARKS:  # of a run that got no further
+        (tmp_path / "run" / mark).write_text(f"process {2**22 + 1} on here, since then")
+        assert not resume.nothing_to_do(str(tmp_path / "run"), "auto", {})
+        (tmp_path / "run" / mark).rename(tmp_path / "run" / claim.LOCK)
+    train(code=2)
+    said = capsys.readouterr().err
+    assert "left by process" in said and "in use" not in said
     run = train("--resume=auto", "--until=1", code=75)
     assert [line["step"] for line in metrics(run)] == [1] and "loss" in metrics(run)[0]
+    assert not run.model.exists() and not (run.path / "held_out.jsonl").exists(), "another recipe's, perhaps"
+    assert "note: model of an earlier start was removed" in (run.path / "log.txt").read_text()
 
 
 def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
