@@ -168,6 +168,8 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
 
 def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
     asked = ["data.streaming=true", "train.max_steps=null", "train.num_train_epochs=1"]
+    train("data.streaming=true", "train.save_strategy=epoch", code=2)
+    assert "train.save_strategy: streamed data has no known end of an epoch" in capsys.readouterr().err
     train(*asked, code=2)
     said = capsys.readouterr().err
     assert "train.max_steps: streamed data has no known number of rows" in said
