@@ -382,23 +382,25 @@ def recording(
     """Keep log.txt from here on, and leave receipts.json behind however the run ends."""
     if setup.launch.main:
         screen.log_to(folder.path / "log.txt", again=found is not None)
+    ended = ""  # why, where it does not come to its end
     try:
         yield
     except Stopped as stopped:
-        stopped.folder = str(folder.path)
-        screen.log(str(stopped))
+        stopped.folder, ended = str(folder.path), str(stopped)
         if folder.weights.exists():
-            saved = f"{stopped}; what was trained is saved: finetune evaluate {folder.path}"
-            stopped.args = (saved,)
+            stopped.args = (f"{ended}; what was trained is saved: finetune evaluate {folder.path}",)
         raise
     except UserError as error:
-        screen.log(str(error))
+        ended = str(error)
         raise
     except Exception as error:  # of whatever kind: the page tells a crash from a run that goes on
-        screen.log(f"error: {type(error).__name__}: {error}")
+        ended = f"error: {type(error).__name__}: {error}"
         raise
     finally:
-        if setup.launch.main:
-            folder.write("receipts.json", ledger.as_json())
-            report.after(folder.path, screen)
-        screen.close()
+        # On a disk that is full nothing more can be left, and why is on its way already
+        with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
+            if ended:
+                screen.log(ended)
+            if setup.launch.main:
+                folder.write("receipts.json", ledger.as_json())
+                report.after(folder.path, screen)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from finetune import cli, evaluate, recipe, scoring
 from finetune import train as train_module
+from finetune.errors import Problem, UserError
+from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
+from finetune.screen import Screen
 from finetune.speed import apply, offload
 
 FILES = {
@@ -317,6 +321,36 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
     assert not run.adapter.exists() and (run.path / "adapter.unverified").exists()
     assert cli.main(["evaluate", str(run.path)]) == 2
     assert "saved tensors" in (run.path / "log.txt").read_text()
+
+
+def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) -> None:
+    """With what they scored; as in an earlier life of the run."""
+    folder, ledger, setup = (
+        RunFolder(tmp_path),
+        Ledger(),
+        SimpleNamespace(launch=SimpleNamespace(processes=1)),
+    )
+    (tmp_path / "adapter.unverified" / "eval.json").mkdir(parents=True)
+    folder.adapter.mkdir()
+    folder.write("eval.json", {})
+    monkeypatch.setattr(evaluate, "run", lambda *given, **more: {"tuned": {"loss": 2.0}})
+    best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
+    given: Any = (folder, None, [best], ledger, None, setup)
+    with pytest.raises(UserError, match="best weights kept"):
+        train_module.reopen_and_evaluate(*given)
+    assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()
+
+
+def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
+    """Not that log and receipts can't be written either."""
+    for name in ("log.txt", ".receipts.json.tmp"):
+        (tmp_path / name).symlink_to("/dev/full")
+    setup: Any = SimpleNamespace(launch=SimpleNamespace(main=True))
+    given = Screen(quiet=True), Ledger(), RunFolder(tmp_path), setup, None
+    with pytest.raises(UserError, match="no checkpoint"), train_module.recording(*given):
+        raise UserError(Problem("no checkpoint"))
+    with pytest.raises(OSError, match="No space left"), train_module.recording(*given):
+        pass
 
 
 def test_reasoning_before_an_answer_is_not_compared() -> None:
