@@ -300,7 +300,7 @@ def reopen_and_evaluate(
     result = evaluate.run(folder.path, inspect=same_as_live)
     for validation in validating:
         validation.add_receipt(result["tuned"]["loss"], ledger)
-    ledger.check()
+    verify.check(folder, ledger)
     return result
 
 
