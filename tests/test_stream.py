@@ -118,6 +118,17 @@ def test_weights_repeat_a_source(files, tokenizer) -> None:
     assert Counter(found.values()) == {2: 40, 1: 20}
 
 
+def test_what_is_streamed_is_known_by_name_size_and_both_ends(files, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK", 64)
+    path = Path(files[0])
+    whole, ends = path.read_bytes(), stream._ends(path)
+    content = stream.stream(Data(name=files, streaming=True), tokenizer, 0, None, passes=1).content
+    assert ends in json.dumps(content)
+    for at, same in ((0, False), (63, False), (len(whole) // 2, True), (len(whole) - 1, False)):
+        path.write_bytes(whole[:at] + b"-" + whole[at + 1 :])
+        assert (stream._ends(path) == ends) == same
+
+
 def test_a_bad_row_beyond_the_audit_stops_the_run(files, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(stream, "AUDITED", 5)
     with Path(files[0]).open("a") as file:
