@@ -133,8 +133,10 @@ def structure(path: Path) -> dict[str, Any]:
 
 
 def put_back(trainer: Any, *names: str) -> None:
+    """Parts that are large are let go of: a process would hold them until training ends."""
     for name in names:
-        PARTS[name][1](trainer, trainer.resumed[name])
+        kept = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
+        PARTS[name][1](trainer, kept)
 
 
 def random_state() -> dict[str, Any]:

@@ -208,6 +208,7 @@ def test_an_offloaded_optimizer_goes_on_as_it_was() -> None:
     again: Any = SimpleNamespace(optimizer=offloaded(copies))
     again.resumed = {"optimizer": nested.restore(kept, tensors)}
     state.put_back(again, "optimizer")
+    assert not again.resumed, "held once, not until training ends"
     for found in gradients[2:]:
         step(trainer, found)
         step(again, found)
