@@ -156,12 +156,19 @@ def compare(
     ]
 
 
-def check_base(kept: dict[str, Any], fingerprint: str, path: Path) -> None:
-    """The frozen weights must be those that were trained on (exit 4)."""
+def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
+    """The frozen weights must be those that were trained on (exit 4).
+
+    Args:
+        decomposed: whether the first adapter was taken out of them, which sums in as many parts as threads.
+    """
     if kept["base"] != fingerprint:
         found, what = f"{fingerprint} (a hash of every frozen tensor)", "the base is not the checkpoint's"
         then = kept["recipe"].get("model.revision")
         fix = f"model.revision={then}, as it was" if then else ""
+        if decomposed:
+            why = "OMP_NUM_THREADS and the hardware as they were: the base is what adapter.init_lora_weights"
+            fix = f"{why} leaves of it, to the last bit{f'; or {fix}' if fix else ''}"
         problem = Problem(what, "model.name", str(path), found, kept["base"], fix)
         raise UserError(problem, code=Exit.ARTEFACT)
 

@@ -344,6 +344,11 @@ def test_another_base_is_refused_before_anything_is_changed(
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+def test_a_base_that_was_decomposed_is_not_said_to_be_another_model() -> None:
+    with pytest.raises(UserError, match="OMP_NUM_THREADS"):
+        resume.check_base({"base": "a", "recipe": {}}, "b", Path("step-3"), decomposed=True)
+
+
 def test_memory_is_the_container_s(tmp_path) -> None:
     free = state.available(tmp_path)
     (tmp_path / "memory.current").write_text("1000\n")
