@@ -64,8 +64,11 @@ def steps_of_stream(train: Train) -> int:
     """Optimizer steps of a run whose rows are read while training.
 
     Raises:
-        UserError: the recipe does not say (exit 2).
+        UserError: the recipe does not say, or goes by the ends of epochs (exit 2).
     """
+    if train.save_strategy == "epoch":
+        what, fix = "streamed data has no known end of an epoch", "train.save_strategy: steps, or auto"
+        raise UserError(Problem(what, "train.save_strategy", found="epoch", fix=fix))
     if train.max_steps is None:
         what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
         raise UserError(Problem(what, "train.max_steps", fix=fix))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOCK = ".lock"
+HELD = (errno.EAGAIN, errno.EACCES)  # what is said of a lock that another process holds
 BEAT, SILENT = 15.0, 60.0  # seconds between touches of a lock's file where a disk knows no locks; without one
 
 
@@ -34,10 +35,22 @@ def check_free(output_dir: str | None) -> None:
     held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"
     fix = "a new name: train.output_dir=..., or none for a dated one; nothing was deleted"
     if (path / LOCK).is_file():
-        held += f"; in use by {(path / LOCK).read_text(encoding='utf-8').strip()}"
+        held += _user(path / LOCK)
     if any(path.glob("checkpoints/step-*")):
         fix = f"--resume, to go on with it; or {fix}"
     raise UserError(Problem(f"{path} is not empty", "train.output_dir", found=held, fix=fix))
+
+
+def _user(path: Path) -> str:
+    """Whose a lock's file is, and whether that one goes on. Not to be asked by who holds it."""
+    with path.open(encoding="utf-8") as file:
+        held = file.read().strip()
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD or _alive(file, held):
+                return f"; in use by {held}"
+    return f"; left by {held}, which is gone"
 
 
 def dated(name: str) -> str:
@@ -60,7 +73,9 @@ def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
     """Keep a run folder from other runs on this or another machine for as long as this one lasts.
 
     The lock is the system's, so it ends with the process, however that ends; the file says whose it is. Where
-    a network's disk knows no locks, the file is touched every BEAT seconds in its place.
+    a network's disk knows no locks, the file is touched every BEAT seconds in its place. It is not to be
+    opened meanwhile: the lock is POSIX's, which processes that were forked do not hold on to, and which ends
+    when this one closes any handle of the file.
 
     Args:
         output_dir: the folder; `None`: a new one, called by `name` and the time.
@@ -107,7 +122,7 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
-            held, unknown = file.read().strip(), error.errno not in (errno.EAGAIN, errno.EACCES)
+            held, unknown = file.read().strip(), error.errno not in HELD
             if unknown and not _alive(file, held):
                 said = f"no locks on this file system ({error.strerror}): a file is touched instead"
                 print(f"note: {path.parent}: {said}", file=sys.stderr)

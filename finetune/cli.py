@@ -116,7 +116,7 @@ def train(options: argparse.Namespace) -> None:
         except Stopped as stopped:
             again = shlex.join(["finetune", *arguments.go_on(options, stopped.folder)])
             raise Stopped(f"{stopped}\n  go on with: {again}") from None
-        if main and not finished:
+        if main and not (finished and (folder.path / "publish.json").exists()):
             publish_run.after_training(recipe, folder, Screen(quiet=options.quiet))
 
 

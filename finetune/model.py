@@ -53,6 +53,10 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     if tokenizer.eos_token is None:
         fix = "name one in its tokenizer_config.json: the token that ends a turn"
         raise UserError(Problem("the tokenizer has no eos token", "model.name", found=model.name, fix=fix))
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # what tokenizer.json says of it: rows are cut by us, and padded by the collator
+        backend.no_truncation()
+        backend.no_padding()
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
     if chat_template is not None:

@@ -347,6 +347,7 @@ def spike(losses: list[float]) -> float:
     if len(losses) < WINDOW + IN_A_ROW:
         return 0.0
     before, last = losses[-WINDOW - IN_A_ROW : -IN_A_ROW], losses[-IN_A_ROW:]
-    median = max(SMALL, statistics.median(before))
+    before = [value for value in before if not math.isnan(value)]  # of steps that were left out
+    median = max(SMALL, statistics.median(before or [SMALL]))
     least = min(math.inf if math.isnan(value) else value for value in last)
     return least / median

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 NEARLY = 0.9  # of the time that one waits for another
 NEW_FILE_SECONDS = 60  # NFS may tell another machine so much later that a file is there
+SEEN = ".seen.tmp"  # what rank 0 writes to ask who sees it
 GLOO = "GLOO_SOCKET_IFNAME"
 ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737)
 AGREEMENT_SECONDS = 60  # that a process whose run failed waits for the others to say so too
@@ -235,22 +236,29 @@ def agree(facts: dict[str, str]) -> None:
         raise UserError(*problems)
 
 
-def on_one_disk(path: Path) -> None:
-    """All processes must see a file that rank 0 holds: each reads what rank 0 saves.
+def on_one_disk(folder: Path) -> None:
+    """All processes must see a file that rank 0 writes there: each reads what rank 0 saves.
+
+    Not the file of the folder's lock, which ends when rank 0 closes it again (`claim`).
 
     Raises:
         UserError: on all of them, with the machines that don't see it (exit 3).
     """
     if PartialState().num_processes == 1:
         return
-    seen = appears(path, from_main(path.read_text))
+    path, text = folder / SEEN, from_main(lambda: f"{os.getpid()} {time.time_ns()}")
+    if main():
+        path.write_text(text, encoding="utf-8")
+    seen = appears(path, text)
     blind = sorted(set(gathered("" if seen else platform.node())) - {""})
+    if main():
+        path.unlink()
     if blind:
         what, fix = (
             "not all machines of this launch see the run's folder",
             "a folder on a disk that all share",
         )
-        found = f"{path.parent.absolute()} of rank 0 is not there on {', '.join(blind)}"
+        found = f"{folder.absolute()} of rank 0 is not there on {', '.join(blind)}"
         raise UserError(Problem(what, "train.output_dir", found=found, fix=fix), code=Exit.ENVIRONMENT)
 
 

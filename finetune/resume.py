@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import platform
+import shutil
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,9 +77,11 @@ OURS = {  # what a run that was stopped early may have left in its folder
         "held_out.jsonl",
     ),
     *("log.txt", "metrics.jsonl", "model", "model.unverified", "receipts.json", "recipe.resolved.yaml"),
-    *("report.html", "tensorboard", "wandb"),
+    *("report.html", "tensorboard", "wandb", claim.LOCK),
 }
-MARKS = {"recipe.resolved.yaml", "receipts.json"}  # of these, what no one else would have called so
+BESIDE = (".*.tmp", "nonfinite-step-*")  # and files that were being written, and steps that were kept
+# Of these, what no one else would have called so; a lock's file stays where its run is killed
+MARKS = {"recipe.resolved.yaml", "receipts.json", claim.LOCK}
 
 
 def contract(
@@ -152,12 +156,19 @@ def compare(
     ]
 
 
-def check_base(kept: dict[str, Any], fingerprint: str, path: Path) -> None:
-    """The frozen weights must be those that were trained on (exit 4)."""
+def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
+    """The frozen weights must be those that were trained on (exit 4).
+
+    Args:
+        decomposed: whether the first adapter was taken out of them, which sums in as many parts as threads.
+    """
     if kept["base"] != fingerprint:
         found, what = f"{fingerprint} (a hash of every frozen tensor)", "the base is not the checkpoint's"
         then = kept["recipe"].get("model.revision")
         fix = f"model.revision={then}, as it was" if then else ""
+        if decomposed:
+            why = "OMP_NUM_THREADS and the hardware as they were: the base is what adapter.init_lora_weights"
+            fix = f"{why} leaves of it, to the last bit{f'; or {fix}' if fix else ''}"
         problem = Problem(what, "model.name", str(path), found, kept["base"], fix)
         raise UserError(problem, code=Exit.ARTEFACT)
 
@@ -192,7 +203,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
             fix += "; if rank 0 has one: a train.output_dir on a disk that all machines share"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
     held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
-    held -= {claim.LOCK, *(name for name in held if name.startswith(".") and name.endswith(".tmp"))}
+    held = {name for name in held if not any(fnmatch(name, kind) for kind in BESIDE)}
     if not held <= OURS or (held and not held & MARKS):
         claim.check_free(output_dir)
     return False
@@ -226,12 +237,24 @@ def begin(
     differing = chosen_anew(found.contract, contract) if found else []
     folder.write(f"checkpoints/{checkpoint.CONTRACT}", contract)
     if not found:
+        forget(folder, screen)
         return
     screen.say(f"goes on after step {step}, from {found.path}")
     notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
     notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
     for note in notes:
         screen.say(f"note: {note}")
+
+
+def forget(folder: RunFolder, screen: Screen) -> None:
+    """Remove what an earlier start left here, perhaps by another recipe, and this run would take for its own.
+
+    The folder is ours: `nothing_to_do` has looked.
+    """
+    for path in (folder.path / run_folder.HELD_OUT, folder.adapter, folder.model):
+        if path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            screen.say(f"note: {path.name} of an earlier start was removed")
 
 
 def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:

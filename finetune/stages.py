@@ -237,7 +237,8 @@ def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
         ranks.agree({"weights of the base": frozen})
     if found:
         ledger.check()
-        resume.check_base(found.contract, frozen, found.path)
+        rebased = adapter_init.rebases(adapted)
+        resume.check_base(found.contract, frozen, found.path, decomposed=rebased)
         state.structure(found.path)
     return frozen
 

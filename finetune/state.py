@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,9 +52,10 @@ def save(trainer: Trainer) -> None:
     content[checkpoint.CONTRACT] = trainer.contract
     content |= {"ranks.safetensors": held} if held else {}
     untensored: dict[str, Any] = {"ranks": structures}
+    kept = partial(_as_it_is, set()) if here or split else _copy
     for name, value in shared.items():
         tensors: dict[str, torch.Tensor] = {}
-        untensored[name] = nested.flatten(value, tensors, name, _as_it_is if here or split else _copy)
+        untensored[name] = nested.flatten(value, tensors, name, kept)
         if tensors:
             content[f"{name}.safetensors"] = tensors
     content["state.json"] = untensored
@@ -131,8 +133,10 @@ def structure(path: Path) -> dict[str, Any]:
 
 
 def put_back(trainer: Any, *names: str) -> None:
+    """Parts that are large are let go of: a process would hold them until training ends."""
     for name in names:
-        PARTS[name][1](trainer, trainer.resumed[name])
+        kept = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
+        PARTS[name][1](trainer, kept)
 
 
 def random_state() -> dict[str, Any]:
@@ -284,8 +288,15 @@ def _trainer_state(trainer: Trainer) -> dict[str, Any]:
     return {**dataclasses.asdict(trainer.state), "log_history": []}
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
+def _as_it_is(places: set[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Live; a copy where another one, in `places`, has the same memory, as the maps of bitsandbytes' moments
+    have: safetensors refuses two such."""
+    kept = tensor.detach().contiguous()
+    place = kept.untyped_storage().data_ptr()
+    if place in places:
+        return kept.clone()
+    places.add(place)
+    return kept
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,7 @@ def write_start(
     arguments: Any,
 ) -> None:
     """recipe.resolved.yaml, data_report.json and environment.json."""
-    folder.recipe.write_text(run_folder.resolved_yaml(recipe, chosen), encoding="utf-8")
+    folder.write_text(folder.recipe.name, run_folder.resolved_yaml(recipe, chosen))
     load_recipe(folder.recipe)  # what later commands read must load: better to know now
     folder.write("data_report.json", {name: asdict(split) for name, split in data.items()})
     environment = run_folder.environment(setup.hardware, setup.launch)

@@ -243,7 +243,8 @@ def train(
         zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
-    exchange.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
+    if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
+        exchange.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
     if trainer.chunked:
         trainer.chunked.undo()
         trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again
@@ -306,7 +307,7 @@ def reopen_and_evaluate(
     result = evaluate.run(folder.path, inspect=same_as_live)
     for validation in validating:
         validation.add_receipt(result["tuned"]["loss"], ledger)
-    ledger.check()
+    verify.check(folder, ledger)
     return result
 
 
@@ -350,7 +351,7 @@ def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
         UserError: not all processes see it (exit 3).
     """
     folder = RunFolder(Path(ranks.from_main(lambda: where)))
-    ranks.on_one_disk(folder.path / claim.LOCK)
+    ranks.on_one_disk(folder.path)
     arguments.output_dir = str(folder.staging)
     arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder
@@ -388,23 +389,25 @@ def recording(
     """Keep log.txt from here on, and leave receipts.json behind however the run ends."""
     if setup.launch.main:
         screen.log_to(folder.path / "log.txt", again=found is not None)
+    ended = ""  # why, where it does not come to its end
     try:
         yield
     except Stopped as stopped:
-        stopped.folder = str(folder.path)
-        screen.log(str(stopped))
+        stopped.folder, ended = str(folder.path), str(stopped)
         if folder.weights.exists():
-            saved = f"{stopped}; what was trained is saved: finetune evaluate {folder.path}"
-            stopped.args = (saved,)
+            stopped.args = (f"{ended}; what was trained is saved: finetune evaluate {folder.path}",)
         raise
     except UserError as error:
-        screen.log(str(error))
+        ended = str(error)
         raise
     except Exception as error:  # of whatever kind: the page tells a crash from a run that goes on
-        screen.log(f"error: {type(error).__name__}: {error}")
+        ended = f"error: {type(error).__name__}: {error}"
         raise
     finally:
-        if setup.launch.main:
-            folder.write("receipts.json", ledger.as_json())
-            report.after(folder.path, screen)
-        screen.close()
+        # On a disk that is full nothing more can be left, and why is on its way already
+        with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
+            if ended:
+                screen.log(ended)
+            if setup.launch.main:
+                folder.write("receipts.json", ledger.as_json())
+                report.after(folder.path, screen)

@@ -255,6 +255,8 @@ class Trainer(SFTTrainer):
         for name in metrics.keys() & {"orthogonality"}:
             metrics[name] = torch.stack(metrics[name]).tolist()
         super().log(logs, start_time)
+        if "loss" in logs:  # upstream takes from the sum what it has logged, which leaves NaN as NaN
+            self._tr_loss.zero_()
 
     def remembers(
         self, schedule: Schedule, contract: dict[str, Any], again: rescue.MicroBatches, *callbacks: Any
@@ -312,6 +314,9 @@ class Trainer(SFTTrainer):
         loader: Any = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
         inner.worker_init_fn = stopping.keep_workers(inner.worker_init_fn)
+        # torch draws a seed for workers when they begin, in each life of a run where they persist: from this
+        # one, that the generator which decides on the order of rows is where it would be without a stop
+        inner.generator = torch.Generator()
         self.loader = inner  # not left to the garbage: there queues are closed first, and torch waits 20 s
         return loader
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune import adapter_init, adapters, model, scoring, shards
+from finetune import adapter_init, adapters, model, run_folder, scoring, shards
 from finetune.errors import Exit, UserError
 from finetune.speed import fp8_base
 
@@ -172,10 +173,7 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: Ledger) -> None:
 
 
 def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger) -> None:
-    """What was saved must be what was trained: the same tensors, and the same logits.
-
-    Weights that do not verify are moved aside, so that nothing takes them for a finished run.
-    """
+    """What was saved must be what was trained: the same tensors, and the same logits."""
     code = Exit.ARTEFACT
     same = hashes(reopened, live.shapes)
     equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
@@ -187,9 +185,19 @@ def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger)
     asked = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
     how = f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows"
     ledger.add("saved weights", asked, f"{difference:g}", how, ok=difference <= bound, code=code)
+    check(folder, ledger)
+
+
+def check(folder: RunFolder, ledger: Ledger) -> None:
+    """The ledger's, once weights are saved: if they do not verify, they are moved aside with their scores, so
+    that nothing takes them for a finished run."""
     try:
         ledger.check()
     except UserError:
         if PartialState().is_main_process:
-            folder.weights.rename(folder.path / f"{folder.weights.name}.unverified")
+            aside = folder.path / f"{folder.weights.name}.unverified"
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier life of this run
+            folder.weights.rename(aside)
+            if (scores := folder.path / run_folder.EVALUATED).exists():
+                scores.rename(aside / scores.name)
         raise

@@ -11,6 +11,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import checkpoint, claim, hub, nested, run_folder
+from finetune import checkpoint, claim, hub, nested, run_folder, state
 from finetune.errors import Problem, UserError
 
 TREE: dict[str, Any] = {
@@ -150,6 +151,21 @@ def test_a_newer_format_is_refused_not_passed_over(tmp_path) -> None:
             ask()
         assert raised.value.code == 4
     assert checkpoint.begin(tmp_path, 1) == ["step-2: now unverified-step-2"]
+
+
+def test_moments_that_share_memory_are_written_from_where_they_are(tmp_path) -> None:
+    """bitsandbytes' of 8 bits have one map for all parameters."""
+    import bitsandbytes as bnb
+
+    weights = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+    optimizer, tensors = bnb.optim.AdamW8bit(weights), dict[str, torch.Tensor]()
+    for parameter in weights:
+        parameter.grad = torch.randn(64, 64)
+    optimizer.step()
+    nested.flatten(optimizer.state_dict(), tensors, "optimizer", partial(state._as_it_is, set()))
+    assert any("qmap" in name for name in tensors)
+    checkpoint.write(tmp_path, 1, {"optimizer.safetensors": tensors}, None)
+    checkpoint.verify(tmp_path / "step-1")
 
 
 def test_a_file_that_can_t_be_read_is_damage(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def test_a_new_token_is_seen_wherever_it_stands(tmp_path) -> None:
     ]
     with pytest.raises(UserError, match=r"model.add_tokens: .* does not see it(.|\n)*''"):
         model.load_tokenizer(Model(name=str(tmp_path), add_tokens=[""]))
+
+
+def test_a_tokenizer_cuts_and_pads_nothing_by_itself(weightless: Path) -> None:
+    """Whether rows were encoded or found in the cache, or a resumed run had another than its checkpoint."""
+    path = weightless / "tokenizer.json"
+    cuts = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    pads = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    pads |= {"pad_type_id": 0, "pad_token": "<pad>"}
+    content = json.loads(path.read_text()) | {"truncation": cuts, "padding": pads}
+    path.write_text(json.dumps(content))
+    backend: Any = getattr(model.load_tokenizer(Model(name=str(weightless))), "backend_tokenizer")  # noqa: B009
+    assert (backend.truncation, backend.padding) == (None, None)
 
 
 def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:

@@ -16,7 +16,7 @@ import torch
 import two_ranks
 from conftest import QUICKSTART, ROOT, metrics
 
-from finetune import checkpoint, cli, faults, launch, launch_env, prove, ranks, report
+from finetune import checkpoint, claim, cli, faults, launch, launch_env, prove, ranks, report
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
@@ -121,6 +121,23 @@ def test_a_rank_that_is_killed_begins_again_by_max_restarts(small, two_layers, t
         stderr = process.communicate(timeout=200)[1]
     assert process.returncode == 0, stderr
     assert [line["step"] for line in metrics(RunFolder(run))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_asking_who_sees_the_folder_does_not_let_go_of_its_lock(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ranks, "PartialState", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
+    monkeypatch.setattr(ranks, "from_main", lambda value: value())
+    monkeypatch.setattr(ranks, "gathered", lambda value: [value, value])
+    with claim.claimed(str(tmp_path / "run")) as folder:
+        ranks.on_one_disk(Path(str(folder)))
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [claim.LOCK]
+        child = os.fork()
+        if not child:  # another process
+            try:
+                claim.claimed(folder).__enter__()
+            except UserError:
+                os._exit(2)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
 GONE = f"error: {launch_env.GONE}"

@@ -89,9 +89,14 @@ def differing(one: Path, other: Path, step: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_goes_on_bit_for_bit(kind: str, straight, stopped_after, train, tmp_path) -> None:
-    """From the middle to the end; AdaLoRA while it prunes."""
+def test_every_kind_goes_on_bit_for_bit(
+    kind: str, straight, stopped_after, train, tmp_path, monkeypatch
+) -> None:
+    """From the middle to the end; AdaLoRA while it prunes. What goes on saves from the live tensors."""
     begin = 7  # within the second epoch
+    straight(kind)
+    # no memory for a copy, where `save` asks; enough to read a checkpoint
+    monkeypatch.setattr(state, "available", lambda *groups: 2**50 if groups else 0)
     train(*stopped_after(kind, begin), f"--until={STEPS}", code=75)
     assert not differing(straight(kind).path, tmp_path / f"{kind}-{begin}", STEPS)
 
@@ -147,6 +152,19 @@ def test_the_proof_sees_a_lost_place_in_the_data(
     assert "batches" in differing(straight("mixed").path, tmp_path / "mixed-7", STEPS)
 
 
+def test_a_loader_draws_nothing_from_the_generator_of_training(monkeypatch) -> None:
+    """Nor does one whose workers persist then draw once more in each life of a run."""
+    import torch
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from finetune.trainer import Trainer
+
+    made: Any = torch.utils.data.DataLoader([1, 2])  # pyright: ignore[reportArgumentType]  (a list is one)
+    monkeypatch.setattr(SFTTrainer, "get_train_dataloader", lambda self: made)
+    loader, before = Trainer.get_train_dataloader(object.__new__(Trainer)), torch.get_rng_state()
+    assert len(list(loader)) == 2 and torch.equal(torch.get_rng_state(), before)
+
+
 def test_fp16_s_scaler_is_kept() -> None:
     """The CPU trains without one; a part that is lost differs all the same."""
     import torch
@@ -190,6 +208,7 @@ def test_an_offloaded_optimizer_goes_on_as_it_was() -> None:
     again: Any = SimpleNamespace(optimizer=offloaded(copies))
     again.resumed = {"optimizer": nested.restore(kept, tensors)}
     state.put_back(again, "optimizer")
+    assert not again.resumed, "held once, not until training ends"
     for found in gradients[2:]:
         step(trainer, found)
         step(again, found)
@@ -323,6 +342,11 @@ def test_another_base_is_refused_before_anything_is_changed(
     train(*given[:-1], "--resume=step-3", f"model.name={untied}", code=4)
     assert "the base is not the checkpoint's" in capsys.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_base_that_was_decomposed_is_not_said_to_be_another_model() -> None:
+    with pytest.raises(UserError, match="OMP_NUM_THREADS"):
+        resume.check_base({"base": "a", "recipe": {}}, "b", Path("step-3"), decomposed=True)
 
 
 def test_memory_is_the_container_s(tmp_path) -> None:

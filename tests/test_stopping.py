@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from finetune import (
     arguments,
     checkpoint,
+    claim,
     cli,
     evaluate,
     hardware,
@@ -29,6 +30,7 @@ from finetune import (
     prove,
     publish,
     recipe,
+    resume,
     signals,
     state,
     stopping,
@@ -211,12 +213,22 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     assert "thesis.txt" in capsys.readouterr().err
     (tmp_path / "run" / "thesis.txt").unlink()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "run" / "model").mkdir()  # names that anyone may have given
+    (tmp_path / "run" / "log.txt").write_text("")
+    (tmp_path / "run" / "held_out.jsonl").write_text("")
+    for name in ("model", "nonfinite-step-1"):  # names that anyone may have given
+        (tmp_path / "run" / name).mkdir()
     train("--resume=auto", code=2)
-    (tmp_path / "run" / "model").rmdir()
-    (tmp_path / "run" / "recipe.resolved.yaml").write_text("")  # of a run that got no further
+    for mark in resume.MARKS:  # of a run that got no further
+        (tmp_path / "run" / mark).write_text(f"process {2**22 + 1} on here, since then")
+        assert not resume.nothing_to_do(str(tmp_path / "run"), "auto", {})
+        (tmp_path / "run" / mark).rename(tmp_path / "run" / claim.LOCK)
+    train(code=2)
+    said = capsys.readouterr().err
+    assert "left by process" in said and "in use" not in said
     run = train("--resume=auto", "--until=1", code=75)
     assert [line["step"] for line in metrics(run)] == [1] and "loss" in metrics(run)[0]
+    assert not run.model.exists() and not (run.path / "held_out.jsonl").exists(), "another recipe's, perhaps"
+    assert "note: model of an earlier start was removed" in (run.path / "log.txt").read_text()
 
 
 def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
@@ -232,7 +244,8 @@ def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
     assert said(tmp_path)[-1] == "--resume"
 
 
-def test_a_run_that_is_finished_is_not_published_again(tmp_path, monkeypatch) -> None:
+def test_a_run_that_is_finished_is_published_once(tmp_path, monkeypatch) -> None:
+    """Also where its process was ended while it did that."""
     told: list[Any] = []
     monkeypatch.setattr(publish, "check", lambda *given: [])
     monkeypatch.setattr(publish, "after_training", lambda *given: told.append(given))
@@ -240,7 +253,10 @@ def test_a_run_that_is_finished_is_not_published_again(tmp_path, monkeypatch) ->
     (tmp_path / "eval.json").write_text("{}")
     words = ["train", str(QUICKSTART), f"train.output_dir={tmp_path}", "publish.repo=a/b", "--resume"]
     assert cli.main([*words, "--quiet"]) == 0
-    assert not told
+    assert len(told) == 1
+    (tmp_path / "publish.json").write_text("{}")
+    assert cli.main([*words, "--quiet"]) == 0
+    assert len(told) == 1
 
 
 def test_the_first_step_does_not_say_how_long_one_takes(monkeypatch) -> None:
@@ -304,13 +320,14 @@ def _ranks(words: list[str]) -> None:
     state.digest = digest
     exits.append(cli.main([*words, "train.output_dir=resumed", "--quiet"]))
     exits.append(cli.main([*words, "train.output_dir=resumed", "--resume", "--until=4", "--quiet"]))
-    assert exits == [75, 75, 75], exits
+    exits.append(cli.main([*words, "train.output_dir=straight", "--resume", "--quiet"]))  # no step is left
+    assert exits == [75, 75, 75, 0], exits
 
 
 @pytest.mark.usefixtures("the_only_launch")
 def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, capsys) -> None:
     """A signal to one of them; what each rank draws is its own. One rank alone can't go on with it."""
-    given = [*SHORT, "train.effective_batch_size=4", f"model.name={two_layers}", *small]
+    given = [*SHORT, "train.max_steps=4", "train.effective_batch_size=4", f"model.name={two_layers}", *small]
     words = ["train", str(QUICKSTART), *given]
     said = two_ranks.run(_ranks, words, cwd=tmp_path)
     assert "stopped by SIGUSR1 after step 2" in said  # which rank 1 alone has heard

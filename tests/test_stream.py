@@ -118,6 +118,17 @@ def test_weights_repeat_a_source(files, tokenizer) -> None:
     assert Counter(found.values()) == {2: 40, 1: 20}
 
 
+def test_what_is_streamed_is_known_by_name_size_and_both_ends(files, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "BLOCK", 64)
+    path = Path(files[0])
+    whole, ends = path.read_bytes(), stream._ends(path)
+    content = stream.stream(Data(name=files, streaming=True), tokenizer, 0, None, passes=1).content
+    assert ends in json.dumps(content)
+    for at, same in ((0, False), (63, False), (len(whole) // 2, True), (len(whole) - 1, False)):
+        path.write_bytes(whole[:at] + b"-" + whole[at + 1 :])
+        assert (stream._ends(path) == ends) == same
+
+
 def test_a_bad_row_beyond_the_audit_stops_the_run(files, tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(stream, "AUDITED", 5)
     with Path(files[0]).open("a") as file:
@@ -168,6 +179,8 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
 
 def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
     asked = ["data.streaming=true", "train.max_steps=null", "train.num_train_epochs=1"]
+    train("data.streaming=true", "train.save_strategy=epoch", code=2)
+    assert "train.save_strategy: streamed data has no known end of an epoch" in capsys.readouterr().err
     train(*asked, code=2)
     said = capsys.readouterr().err
     assert "train.max_steps: streamed data has no known number of rows" in said

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from finetune import cli, evaluate, recipe
 from finetune import train as train_module
+from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
+from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
 from finetune.sections import Model
@@ -334,6 +337,33 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
     assert "eos_token_id [1, 3], not the base's 1" in said
     saved = LlamaForCausalLM.from_pretrained(run.model).generation_config
     assert saved.temperature == 0.9 and saved.eos_token_id == [1, 3]
+
+
+def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) -> None:
+    """With what they scored; as in an earlier life of the run."""
+    folder, ledger = RunFolder(tmp_path), Ledger()
+    setup = SimpleNamespace(launch=SimpleNamespace(processes=1))
+    (tmp_path / "adapter.unverified" / "eval.json").mkdir(parents=True)
+    folder.adapter.mkdir()
+    folder.write("eval.json", {})
+    monkeypatch.setattr(evaluate, "run", lambda *given, **more: {"tuned": {"loss": 2.0}})
+    best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
+    given: Any = (folder, None, [best], ledger, None, setup)
+    with pytest.raises(UserError, match="best weights kept"):
+        train_module.reopen_and_evaluate(*given)
+    assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()
+
+
+def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
+    """Not that log and receipts can't be written either."""
+    for name in ("log.txt", ".receipts.json.tmp"):
+        (tmp_path / name).symlink_to("/dev/full")
+    setup: Any = SimpleNamespace(launch=SimpleNamespace(main=True))
+    given = Screen(quiet=True), Ledger(), RunFolder(tmp_path), setup, None
+    with pytest.raises(UserError, match="no checkpoint"), train_module.recording(*given):
+        raise UserError(Problem("no checkpoint"))
+    with pytest.raises(OSError, match="No space left"), train_module.recording(*given):
+        pass
 
 
 def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None:

@@ -8,6 +8,7 @@ resumes it exactly.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 from functools import cache, partial
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
 WORKERS = 64  # of a loader that count what they read apart from each other
+BLOCK = 2**20  # bytes at each end of a file that are hashed
 AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
 
 Shard = tuple[str, int, int]  # path, first and last byte (JSONL)
@@ -76,7 +78,10 @@ def stream(
     report = audit.finish(places.__getitem__, held)
     audit.check(data, held.report.kept)
     report.sources = load.fingerprints(data, held_out=True)
-    report.sources |= {path: f"streamed, {Path(path).stat().st_size:,} bytes" for path, _, _ in shards}
+    paths = {path: Path(path) for path, _, _ in shards}
+    report.sources |= {
+        name: f"streamed, {path.stat().st_size:,} bytes, {_ends(path)}" for name, path in paths.items()
+    }
     report.passed_by = load.passed_by(data)
     report.seen = AUDITED if report.rows == AUDITED else 0
 
@@ -88,7 +93,7 @@ def stream(
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
     read.zero_()
     train: Any = rows.map(block, batched=True, **options).repeat(passes)
-    content = [shards, sorted(report.sources.items())]  # contents are not read: files go by name and size
+    content = [shards, sorted(report.sources.items())]  # of a file: its name, size and ends
     reports = {"train": report, "validation": held.finish(held_places.__getitem__)}
     return Prepared(train, reports, None, False, content, read)
 
@@ -193,6 +198,15 @@ def _shards(data: Data, seed: int) -> list[Shard]:
             found += [(str(path), a, b) for a, b in ranges] * int(source.weight)
     random.Random(seed).shuffle(found)
     return found
+
+
+def _ends(path: Path) -> str:
+    """What a file that is not read before training is known by, beside its name and size."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(BLOCK))
+        file.seek(max(0, path.stat().st_size - BLOCK))
+        digest.update(file.read(BLOCK))
+    return f"sha256 of the first and last MiB {digest.hexdigest()[:16]}"
 
 
 def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
