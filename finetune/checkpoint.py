@@ -9,7 +9,6 @@ when a newer one has its name. Tensors are safetensors and all else is JSON: non
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import faults, hub
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import FULL, Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +35,6 @@ MANIFEST, CONTRACT = "manifest.json", "contract.json"
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"aside-(step-\d+)")  # newer ones of a run that was resumed before them
 _FAILED: set[faults.Fault] = set()
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
 
 
@@ -163,7 +161,7 @@ def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content)
     needed = size(content)
     told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # safetensors' own
     number = int(told[1]) if isinstance(told, re.Match) else told
-    full = number in _FULL or (free is not None and free < needed)
+    full = number in FULL or (free is not None and free < needed)
     found = f"{error}; {free or 0:,} bytes are free, {needed:,} are needed" if full else str(error)
     fix = f"{'room on the disk' if full else 'mend that'}, then --resume; what was saved before is as it was"
     what = f"the checkpoint of step {step} can't be written"

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import arguments, launch_env, privacy
-from finetune.errors import Exit, Problem, Stopped, UserError
+from finetune.errors import FULL, Exit, Problem, Stopped, UserError
 from finetune.given import load, located, opened, writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from finetune.hardware import Start
-    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
 
 
@@ -58,6 +57,14 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         else:
             time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
         return Exit.STOPPED
+    except OSError as error:
+        if options.debug or error.errno not in FULL:
+            raise
+        fix = "room on it, then the same command again; a run goes on with --resume=auto"
+        full = Problem(
+            "there is no room on the disk", where=str(error.filename or ""), found=str(error), fix=fix
+        )
+        return failed(str(full), Exit.ENVIRONMENT)
     except RuntimeError as error:
         said = launch_env.lost(error)
         if options.debug or not said:
@@ -93,7 +100,9 @@ def train(options: argparse.Namespace) -> None:
     with located(recipe):
         notes = checks.run(recipe)
         if options.dry_run:
-            return rehearse(options, recipe, notes) if main else None
+            from finetune import dry_run
+
+            return dry_run.run(options, recipe, notes) if main else None
         if options.accelerate:
             checks.pinned(recipe)  # for the processes of the launch; without a config the plan does it
         again = arguments.train_again(options) + flags(options)
@@ -118,27 +127,6 @@ def train(options: argparse.Namespace) -> None:
             raise Stopped(f"{stopped}\n  go on with: {again}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             publish_run.after_training(recipe, folder, Screen(quiet=options.quiet))
-
-
-def rehearse(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
-    """What `train` would do: its data read and encoded, its plan on this machine; nothing is trained."""
-    from finetune import check as checks
-    from finetune import claim, plan_changes
-    from finetune.data import view
-    from finetune.screen import Screen, quieten_libraries
-
-    if not options.resume:
-        claim.check_free(recipe.train.output_dir)
-    quieten_libraries()
-    checks.setup_of(recipe)
-    screen = Screen(quiet=options.quiet)
-    screen.say(*(f"note: {note}" for note in notes))
-    view.summary(screen, checks.prepare_data(recipe)[1])
-    asked = plan_changes.Asked(None, None, None, options.accelerate)
-    plan_changes.run(recipe, options.overrides, screen, asked)
-    launched = ["--accelerate", options.accelerate] if options.accelerate else []
-    again = shlex.join(["finetune", *arguments.train_again(options), *launched])
-    screen.say("", f"dry run: nothing was trained; next: {again}")
 
 
 def check(options: argparse.Namespace) -> None:

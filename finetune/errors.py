@@ -8,6 +8,7 @@ error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Set
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from finetune.privacy import masked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
 
 
 class Exit(IntEnum):

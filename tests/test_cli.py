@@ -1,5 +1,7 @@
 """The surface of the command line, and how fast it answers."""
 
+import argparse
+import errno
 import os
 import subprocess
 import sys
@@ -235,3 +237,14 @@ def test_a_wrong_value_is_said_in_words(words: list[str], said: str, capsys) -> 
     with pytest.raises(SystemExit) as raised:
         cli.main([words[0], "recipe.yaml", *words[1:]])
     assert raised.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_message(capsys) -> None:
+    def fills(options: argparse.Namespace) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
+
+    assert cli.guarded(fills, argparse.Namespace(debug=False)) == 3
+    said = capsys.readouterr().err
+    assert "there is no room on the disk (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
+    with pytest.raises(OSError, match="No space left"):
+        cli.guarded(fills, argparse.Namespace(debug=True))

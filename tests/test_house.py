@@ -83,7 +83,7 @@ LAYERS = (
     ("operations",),
     ("levers",),
     ("plan_changes", "profile", "warm", "preflight", "ablate", "ab_test"),
-    ("compare",),
+    ("compare", "dry_run"),
     ("tune_command",),
     ("cli",),
     ("__main__",),

@@ -214,3 +214,10 @@ def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:
     said = plan_changes.headline(recipe.load(large, ["model.name=8b"]), made)
     said = said.replace("on 8b,", "on models/8b,")
     assert said in (ROOT / "README.md").read_text()
+
+
+def test_a_dry_run_looks_for_what_it_would_go_on_from(tmp_path: Path, capsys) -> None:
+    for asked, code, said in (("step-999", 2, "no checkpoint"), ("auto", 0, "--resume=auto")):
+        words = [str(QUICKSTART), f"train.output_dir={tmp_path}/none", f"--resume={asked}", "--dry-run"]
+        assert cli.main(["train", *words]) == code
+        assert said in " ".join("".join(capsys.readouterr()).split()) and not (tmp_path / "none").exists()

@@ -1,0 +1,43 @@
+"""`finetune train --dry-run`: what would be done, with the data read and encoded; nothing is trained."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune import arguments, check, launch, plan_changes, resume
+from finetune.data import view
+from finetune.run_folder import RunFolder
+from finetune.screen import Screen, quieten_libraries
+
+if TYPE_CHECKING:
+    import argparse
+
+    from finetune.recipe import Recipe
+
+
+def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
+    """Its data, its plan on this machine, and what it would go on from.
+
+    Raises:
+        UserError: what `train` refuses before it loads a weight: a launch, a folder, a checkpoint, rows.
+    """
+    screen, where = Screen(quiet=options.quiet), recipe.train.output_dir
+    if resume.nothing_to_do(where, options.resume, recipe.model_dump(mode="json")):
+        return screen.say(f"{where} is finished: nothing to do")
+    if options.accelerate and not launch.launched():
+        config = launch.find(options.accelerate)
+        launch.check(config)
+        launch.check_count(config, [], arguments.train_again(options))
+    quieten_libraries()
+    check.setup_of(recipe)
+    found = resume.find(RunFolder(Path(where)), options.resume) if where else None
+    screen.say(*(f"note: {note}" for note in notes))
+    view.summary(screen, check.prepare_data(recipe)[1])
+    asked = plan_changes.Asked(None, None, None, options.accelerate)
+    plan_changes.run(recipe, options.overrides, screen, asked)
+    launched = ["--accelerate", options.accelerate] if options.accelerate else []
+    again = shlex.join(["finetune", *arguments.train_again(options), *launched])
+    then = f"it would go on after step {found.step}; " if found else ""
+    screen.say("", f"dry run: nothing was trained; {then}next: {again}")
