@@ -137,12 +137,11 @@ def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, st
 def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
     compile, reason = choose_compile(speed.compile, None, machine)
     state = "active" if compile == "on" else "off"
-    recompute = "off" if speed.recompute == "none" or machine.device == "cpu" else "active"
-    if speed.recompute == "auto" and machine.device == "cuda":
+    asked, gpu = speed.recompute != "auto", machine.device == "cuda"
+    recompute = "active" if speed.recompute != "none" and (asked or gpu) else "off"
+    why = "asked for" if asked else "auto: on the CPU memory is not what is short"
+    if gpu and not asked:
         why = "auto: decided when the model is loaded, from its size and this GPU's memory"
-    else:
-        why = "asked for" if speed.recompute != "auto" else "auto: on the CPU memory is not what is short"
-        recompute = "off" if speed.recompute in ("auto", "none") else "active"
     meant = find(recipe.adapter.type).storage if recipe else ""
     four_bit = (speed.base if speed.base in QUANTISED else meant) in FOUR_BIT
     bnb = "bitsandbytes is installed" if installed("bitsandbytes") else "pip install 'finetune-toolkit[bnb]'"

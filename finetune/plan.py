@@ -297,11 +297,8 @@ def at_once(
         longest=length, usable=usable,
     )  # fmt: skip
     gone = phases.get(plan_memory.HOST, {})
-    step = _step(recipe, rows, batch, memory, recompute, by.sharing)._replace(
-        storage=base.value, processes=processes, by=by, stepped="optimizer" in gone,
-        base=(gathered(full=False, layers=memory.layers) + outside) * estimate.GIB,
-    )  # fmt: skip
-    step = step._replace(leaving=gone.get("activations", 0.0) * estimate.GIB * step.tokens / tokens)
+    every = (gathered(full=False, layers=memory.layers) + outside) * estimate.GIB
+    step = _step(recipe, rows, batch, memory, recompute.value, base.value, by, processes, every, gone)
     parts, source, link = _parts(found, has, kept, step, machine, attends, cpu_rate)
     sections = recipe.data, recipe.train, recipe.eval
     notes = plan_notes.of_recipe(
@@ -334,18 +331,43 @@ def at_once(
 
 
 def _step(
-    recipe: Recipe, rows: Rows | None, batch: Batch, memory: estimate.Memory, recompute: Choice, sharing: int
+    recipe: Recipe,
+    rows: Rows | None,
+    batch: Batch,
+    memory: estimate.Memory,
+    recompute: str,
+    storage: str,
+    by: Sharding,
+    processes: int,
+    base: float,
+    gone: dict[str, float],
 ) -> plan_time.Step:
-    """What a process computes in a pass, and the share of the layers that it computes again."""
+    """What a process computes in a pass, computes again, and sends away.
+
+    Args:
+        base: bytes of all weights as they are gathered.
+        gone: GiB that leave the GPU, of full rows.
+    """
     length = recipe.data.max_length
-    whole, mlps = estimate.split(recompute.value, memory.layers)
-    again, halves = whole / memory.layers, (mlps if memory.mlps else 0) / memory.layers
-    tokens = batch.per_device * (max(1, round(rows.padded)) if rows else length) // sharing
-    spans, full = max(1, round(rows.attended)) if rows else length, recipe.adapter.type == "full"
-    flat = recipe.data.packing or recipe.data.padding_free
-    rounded = (1 - halves) * recompute.value.startswith("int8")
-    parts = tokens, spans, batch.accumulation, "", full, again, halves, 1, flat
-    return plan_time.Step(*parts, rounded=rounded)
+    row = max(1, round(rows.padded)) if rows else length
+    whole, mlps = estimate.split(recompute, memory.layers)
+    halves = (mlps if memory.mlps else 0) / memory.layers
+    return plan_time.Step(
+        tokens=batch.per_device * row // by.sharing,
+        length=max(1, round(rows.attended)) if rows else length,
+        passes=batch.accumulation,
+        storage=storage,
+        full=recipe.adapter.type == "full",
+        recomputed=whole / memory.layers,
+        halves=halves,
+        processes=processes,
+        flat=recipe.data.packing or recipe.data.padding_free,
+        by=by,
+        base=base,
+        leaving=gone.get("activations", 0.0) * estimate.GIB * row / length,
+        stepped="optimizer" in gone,
+        rounded=(1 - halves) * recompute.startswith("int8"),
+    )
 
 
 def _parts(

@@ -149,6 +149,7 @@ def test_only_train_and_what_drives_it_sees_the_whole_recipe() -> None:
         "check",
         "doctor",
         "cli",
+        "dry_run",
         "plan",
         "plan_changes",
         "plan_choices",

@@ -133,7 +133,7 @@ def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:2]))
     data, model = Data(name=str(tmp_path / "t.jsonl"), format="text", train_on="all"), Model(name=str(MODEL))
     path = tmp_path / "t.jsonl"
-    exact, how = plan_tokens.lengths(data, model, [path])
+    exact, how = plan_tokens.lengths(data, model, {path: plan_tokens.SAMPLED})
     loaded = recipe.load(
         QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
     )
@@ -141,7 +141,7 @@ def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
     assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how
     with path.open("a") as file:
         file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")
-    more, how = plan_tokens.lengths(data, model, [path])
+    more, how = plan_tokens.lengths(data, model, {path: plan_tokens.SAMPLED})
     assert more[:2] == exact and more[3] == 0 and "from 2 of them" in how
     assert more[2] == pytest.approx(len(texts[2]) * sum(exact) / sum(map(len, texts[:2])))
 
@@ -160,5 +160,5 @@ def test_without_a_tokenizer_or_template_characters_are_counted(tmp_path) -> Non
         ("nowhere/model", "the model's tokenizer is not here"),
         (str(tmp_path / "bare"), "there is no chat template"),
     ):
-        found, how = plan_tokens.lengths(data, Model(name=name), [path])
+        found, how = plan_tokens.lengths(data, Model(name=name), {path: plan_tokens.SAMPLED})
         assert found == [sum(map(len, ("user", "abcd", "assistant", "efgh"))) / 4] and how.endswith(why)
