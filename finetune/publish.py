@@ -49,6 +49,7 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
+TEMPLATES = "additional_chat_templates/*.jinja"  # by name, of a tokenizer that has several
 CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
 NAMES_BASE = ("base_model_name_or_path", "tokenizer_name_or_path", "_name_or_path", "name_or_path")
 _PATH = re.compile(r"(?<![\w:/.<~])~?/(?:[^\s/\"',;:()<>]+/)+(?=[^\s/])")  # the `/home/a/` of `/home/a/b`
@@ -179,9 +180,12 @@ def stage(
     patterns = (*(ADAPTER if kind == "adapter" else MODEL), *TOKENIZER)
     names = [name for name in run_folder.PUBLISHED if (folder.path / name).exists()]
     sent = [file for file in sorted(weights.iterdir()) if any(fnmatch(file.name, one) for one in patterns)]
+    sent += sorted(weights.glob(TEMPLATES))
     untrusted.check_links([*sent, *(folder.path / name for name in names)], "")
     for file in sent:
-        (staged / file.name).symlink_to(file.resolve())
+        place = staged / file.relative_to(weights)
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(file.resolve())
     for name in CONFIGS:
         if (staged / name).exists():
             content = json.loads((weights / name).read_text(encoding="utf-8"))
@@ -203,7 +207,7 @@ def stage(
     load_recipe(staged / folder.recipe.name)  # what others will open must load
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
         raise UserError(Problem("no safetensors to publish", where=str(weights)), code=Exit.ARTEFACT)
-    return {path.name: path for path in sorted(staged.iterdir())}
+    return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 
 def write_json(path: Path, content: Any, *, indent: int) -> None:

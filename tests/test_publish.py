@@ -33,6 +33,7 @@ FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
 }
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 def publish(run: RunFolder, *options: str, code: int = 0) -> None:
@@ -57,12 +58,14 @@ def test_a_run_goes_up_privately_and_plain_peft_loads_it(hub: Hub, trained, caps
     from transformers import AutoModelForCausalLM
 
     folder = trained()
+    (folder.adapter / "additional_chat_templates").mkdir()
+    (folder.adapter / TEMPLATE).write_text("{{ tools }}")  # as transformers saves one of several
     before = contents(folder.path)
     publish(folder, "--repo", "me/notes", "publish.base_model=org/base")
     said = capsys.readouterr()
     repo = hub.repos["me/notes"]
     assert repo.private and repo.log == ["initial commit", f"finetune: {folder.path.name}"]
-    assert repo.files.keys() == FILES | {".gitattributes"}
+    assert repo.files.keys() == FILES | {".gitattributes", TEMPLATE}
     assert repo.files["adapter_model.safetensors"] == before["adapter/adapter_model.safetensors"]
     assert {name: old for name, old in contents(folder.path).items() if name != "publish.json"} == before
 
