@@ -61,9 +61,8 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         if options.debug or error.errno not in FULL:
             raise
         fix = "room on it, then the same command again; a run goes on with --resume=auto"
-        full = Problem(
-            "there is no room on the disk", where=str(error.filename or ""), found=str(error), fix=fix
-        )
+        what, where = "there is no room on the disk", str(error.filename or "")
+        full = Problem(what, where=where, found=str(error.strerror), fix=fix)
         return failed(str(full), Exit.ENVIRONMENT)
     except RuntimeError as error:
         said = launch_env.lost(error)

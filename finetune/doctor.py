@@ -121,15 +121,19 @@ def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
 
 
 def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
-    """For the recipe's model and rows; without a recipe for a model like Llama."""
-    rows, attends = Rows(packed=False, longest=1024), None
+    """For the recipe's model and rows; like Llama's where there is no recipe, or no config here."""
+    rows, attends, unread = Rows(packed=False, longest=1024), None, ""
     dtype = hw.DTYPES[hw.launch(machine).precision]
-    try:
-        if recipe:
-            rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+    if recipe:
+        rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+        try:
             attends = attention_choice.read(architecture.read(recipe.model).config)
+        except UserError:
+            unread = f"; of a model like Llama, for no config of {recipe.model.name} can be read"
+    try:
         asked = recipe.model.attention if recipe else "auto"
-        return hw.Choice(*attention_choice.choose(asked, machine, dtype, attends, rows))
+        name, reason = attention_choice.choose(asked, machine, dtype, attends, rows)
+        return hw.Choice(name, f"{reason}{unread}")
     except UserError as error:
         return "-", error.problems[0].found or ""
 

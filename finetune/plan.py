@@ -159,29 +159,38 @@ def make(
         alone = under(recipe, machine, 1, ONE, cpu_rate)
         return replace(alone, choices={"launch": Choice("single_gpu", fewer), **alone.choices})
     whole = under(recipe, machine, processes, DDP, cpu_rate)
-    split = None if whole.fits else _split(recipe, machine, processes, cpu_rate)
-    made, parts = whole, split if isinstance(split, str) or not split else split.peak
+    split, refused = (None, "") if whole.fits else _split(recipe, machine, processes, cpu_rate)
     # of codes, whose layers are not fused, a part may take more than the whole
-    if isinstance(split, Plan) and (split.fits or split.peak < whole.peak):
-        made = split
+    made = split if split and (split.fits or split.peak < whole.peak) else whole
+    parts = split.peak if split else None
     storage, fp8 = made.choices["base"].value, not hardware.fp8_missing(machine, "bf16")
     reason = plan_launch.reason(
-        processes, machine.memory_gib, whole.peak, parts, made.usable, storage, recipe.adapter.type, fp8=fp8
+        processes,
+        machine.memory_gib,
+        whole.peak,
+        parts,
+        made.usable,
+        storage,
+        recipe.adapter.type,
+        fp8=fp8,
+        refused=refused,
     )
     reason = f"{fewer}; {reason}" if fewer else reason
     launch = Choice(plan_launch.config_name(made.by, storage), reason)
     return replace(made, choices={"launch": launch, **made.choices})
 
 
-def _split(recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | None) -> Plan | str:
+def _split(
+    recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | None
+) -> tuple[Plan | None, str]:
     """The plan under FSDP2 as `auto` would start it, or why it is refused there."""
     try:
         made = under(recipe, machine, processes, FSDP2, cpu_rate)
         storage = made.choices["base"].value
         refuse(recipe, machine, processes, plan_launch.split_config(FSDP2, storage, processes))
     except UserError as error:
-        return error.problems[0].what
-    return made
+        return None, error.problems[0].what
+    return made, ""
 
 
 def launch_of(recipe: Recipe, machine: Hardware) -> Start:

@@ -199,12 +199,13 @@ def reason(
     count: int,
     memory: float,
     whole: float,
-    split: float | str | None,
+    split: float | None,
     usable: float,
     storage: str,
     kind: str,
     *,
     fp8: bool,
+    refused: str = "",
 ) -> str:
     """Why each GPU holds the whole base, or a part of it.
 
@@ -214,16 +215,17 @@ def reason(
     Args:
         memory: GiB of a GPU; `usable` of it.
         whole: GiB that training takes with the base whole on each GPU.
-        split: with a part of it on each; `None`: not asked; or why that is refused.
+        split: with a part of it on each; `None`: not asked, or refused.
         storage: of the base, where it is split.
         kind: `adapter.type`.
         fp8: whether the GPUs have fp8 GEMMs.
+        refused: why it can't be split.
     """
     text = f"{count} GPUs: training needs about {whole:.0f} GiB of a GPU's {memory:.0f}"
+    if refused:
+        return f"{text}: each holds the whole base (DDP), which may not fit, for FSDP2 is refused: {refused}"
     if split is None:
         return f"{text}, so each holds the whole base (DDP)"
-    if isinstance(split, str):
-        return f"{text}: each holds the whole base (DDP), which may not fit, for FSDP2 is refused: {split}"
     if split > usable and split >= whole:
         text += f", and split (FSDP2) {split:.0f}: each holds the whole base (DDP), which may not fit"
     else:

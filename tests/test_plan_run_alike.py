@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
 
-from finetune import adapters, architecture, cli, plan, plan_adapter, plan_changes, plan_launch, recipe
+from finetune import (
+    adapters,
+    architecture,
+    cli,
+    doctor,
+    plan,
+    plan_adapter,
+    plan_changes,
+    plan_launch,
+    recipe,
+)
 from finetune.errors import Exit, UserError
 from finetune.receipts import Ledger
 from finetune.speed import apply, fuse
@@ -196,6 +206,9 @@ def test_doctor_names_the_model_s_own_attention(large: Path, capsys) -> None:
     (large.parent / "8b" / "config.json").write_text(json.dumps(config))
     assert cli.main(["doctor", str(large)]) == 0
     assert "which gemma2 needs" in capsys.readouterr().out.replace("\n", " ")
+    (large.parent / "8b" / "config.json").write_text("no json")
+    chosen = doctor._chosen_attention(recipe.load(large), plan.planned_machine("h100-80gb", None)[0])
+    assert chosen[0] == "cudnn" and "no config of" in chosen[1], "doctor answers without the model, too"
 
 
 def test_a_cache_that_can_t_be_written_is_said_before_anything_is_measured(monkeypatch, capsys) -> None:
