@@ -160,7 +160,7 @@ def hold(asked: Asked, now: dict[str, str]) -> None:
     """
     place = asked.folder / stem(asked)
     there = (place / "ladder.json").exists()
-    began = RunFolder(place).read("ladder.json").get("values", now) if there else now
+    began = RunFolder(place).read("ladder.json")["values"] if there else now
     other = [key for key in {**began, **now} if began.get(key) != now.get(key)]
     if other:
         found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))

@@ -58,8 +58,8 @@ def judge(scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs) -> dic
         gate: whose losses are the measure.
     """
     failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
-    if failed or not runs or not before:
-        return {"verdict": "error", "why": failed or "what it stands on was not measured"}
+    if failed:
+        return {"verdict": "error", "why": failed}
     found = measured.summary(runs) | {"against": measured.summary(before)}
     ratio, memory = (found[key] / found["against"][key] for key in (scale.rate, "memory_gib"))
     sure, less = (scale.sure(key, runs, before) for key in (scale.rate, "memory_gib"))

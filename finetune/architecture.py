@@ -33,7 +33,7 @@ FROM_CONFIG = "config.json"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # A checkpoint's experts, which are one weight in transformers' model, and what chooses among them: no linear
 # layer is either there
-NOT_LINEAR = re.compile(r"\.experts\.|\.(gate|router)$")
+STACKED = re.compile(r"\.experts\.|\.(gate|router)$")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Architecture:
     @cached_property
     def stored(self) -> dict[str, tuple[int, int]]:
         """The same of all linear layers, those of a multimodal model's towers too."""
-        names = [n for n in modules.of_tensors(self.tensors).linear if not NOT_LINEAR.search(n)]
+        names = [n for n in modules.of_tensors(self.tensors).linear if not STACKED.search(n)]
         sizes = {name: self.tensors[f"{name}.weight"] for name in names}
         return {name: (size[0], size[1]) for name, size in sizes.items()}
 

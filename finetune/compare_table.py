@@ -85,7 +85,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "train_seconds": steps * (medians["step_seconds"] or 0.0),
         "memory_gib": max(gpu) if gpu else max(host, 0.0),
         "bytes": sum(file.stat().st_size for file in folder.weights.glob("*.safetensors")),
-        "forgetting": general["value"] if isinstance(general, dict) else general,
+        "forgetting": general and general["value"],
         "whole_seconds": mark["seconds"],
     }
 

@@ -23,7 +23,7 @@ GIB = 2**30
 SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
 MARGIN_GIB = 0.25
 GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes that record CUDA graphs
-COMPILE_SECONDS = 120  # of a run's products from which compiling, which takes about 20 s, pays
+PAYS_FROM = 120  # of a run's products from which compiling, which takes about 20 s, pays
 PRODUCTS = 0.4  # of the peak: how fast they are taken to run for that, by runs and plans alike
 # Of one chunk of the loss and its copies: rows enough for the products to run at full speed, little beside
 # what training holds.
@@ -36,6 +36,9 @@ ROUNDING = 0.16 * 4096
 COPIED = 7700
 IN_FLIGHT = 3  # layers of those that leave the GPU: one that computes, one that leaves and one that comes
 AVERAGES = 12  # bytes of AdaLoRA's averages of a number's importance, in fp32
+MAX_RANK = 256  # of the adapters in one fused product
+EVALUATED_TOKENS = 16384  # in one forward without gradients: logits of 128k words take 4 GiB in bf16
+LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
 WHOLE_TILES = 256  # rows of a chunk are a multiple of it: the products' tiles are full
 
 
@@ -165,14 +168,14 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
     if hardware.device == "cpu":
         return Choice("off", "auto: on the CPU it does not pay")
     if work is None:
-        text = f"auto: for more than {COMPILE_SECONDS} s of products at {PRODUCTS:.0%} of the peak"
+        text = f"auto: for more than {PAYS_FROM} s of products at {PRODUCTS:.0%} of the peak"
         return Choice("on", f"{text}, decided when the model is loaded")
     if work.eager:
         return Choice("off", f"auto: {work.eager}")
     seconds = work.flops / (PRODUCTS * (hardware.peak_flops or 100e12))
     text = f"auto: about {seconds:,.0f} s of products at {PRODUCTS:.0%} of the peak"
-    if seconds < COMPILE_SECONDS:
-        return Choice("off", f"{text}, it pays from {COMPILE_SECONDS} s up")
+    if seconds < PAYS_FROM:
+        return Choice("off", f"{text}, it pays from {PAYS_FROM} s up")
     return Choice("on", text)
 
 

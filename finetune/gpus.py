@@ -77,8 +77,7 @@ def named(name: str) -> Gpu:
     family = [known for known in GPUS if known.startswith(f"{plain}-")]
     if len(family) == 1 or plain == "h100":
         return GPUS["h100-80gb" if plain == "h100" else family[0]]
-    printed = {" ".join(gpu.device).lower(): gpu for gpu in GPUS.values()}
-    if not family and (known := printed.get(plain.replace("-", " ")) or of_device(name)):
+    if not family and " " in name and (known := of_device(name)):
         return known
     fix = " or ".join(family) or nearest(plain, GPUS)
     raise UserError(Problem("no such GPU", "--gpu", found=name, expected=", ".join(GPUS), fix=fix))
@@ -87,7 +86,9 @@ def named(name: str) -> Gpu:
 def of_device(name: str) -> Gpu | None:
     """The GPU with the name that torch gives it; `None` if it is not in the table, as laptops' and a
     part of one (MIG), which are slower than what they are named after."""
-    words = f" {name.replace('-', ' ')} "
-    if " Laptop " in words or " MIG " in words:
+    words = f" {name.replace('-', ' ')} ".lower()
+    if " laptop " in words or " mig " in words:
         return None
-    return next((gpu for gpu in GPUS.values() if all(f" {part} " in words for part in gpu.device)), None)
+    return next(
+        (gpu for gpu in GPUS.values() if all(f" {part.lower()} " in words for part in gpu.device)), None
+    )

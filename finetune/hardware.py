@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
+FP8_MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it
 # Of computation, by precision; of what is not in fp8
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 

@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from finetune import hardware, paired, scoring, task_files, tasks
 from finetune.data.render import render
 from finetune.errors import Exit, Problem, UserError
+from finetune.estimate import LARGEST_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -113,7 +114,7 @@ def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> d
         several = (
             PartialState().num_processes > 1
         )  # ranks that don't all run out of memory would wait for ever
-        size = scoring.LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
+        size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
         results |= scoring.fitting(evaluate, size)
     return results
 

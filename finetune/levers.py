@@ -94,8 +94,9 @@ def loader(whole: Recipe, machine: Hardware) -> str:
     if whole.data.streaming:
         return "a stream is read while training: data.streaming: false"
     key, given = "dataloader_num_workers", whole.train.passed_on()
-    has = given.get(key, hardware.loader(machine, processes())[key])
-    most = max(2, machine.cpu_cores // processes())
+    here = int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
+    has = given.get(key, hardware.loader(machine, here)[key])
+    most = max(2, machine.cpu_cores // here)
     if has < most:
         return f"train.{key}: {min(most, max(2, 2 * has))}" + (f" (now {has})" if has else "")
     return f"a machine with more CPU cores: {has} workers have those of this one"
@@ -104,8 +105,9 @@ def loader(whole: Recipe, machine: Hardware) -> str:
 def more_rows(whole: Recipe, gpu: bool) -> str:
     """More rows at once: of the step's own where it takes them in turns, else a larger step. Packing makes
     rows full too, which a CPU is slower with (docs/optimizations.md)."""
-    batch = split_batch(whole.train, processes())
-    share = batch.effective // processes()
+    apart = processes() // launch_env.parallel("CP")  # of which each has rows of its own
+    batch = split_batch(whole.train, apart)
+    share = batch.effective // apart
     more = [size for size in range(batch.per_device + 1, share + 1) if share % size == 0]
     packed = "; or data.packing: true" if gpu and not whole.data.packing else ""
     if more and whole.train.per_device_train_batch_size != "auto":  # which has taken all that fit
@@ -113,10 +115,8 @@ def more_rows(whole: Recipe, gpu: bool) -> str:
         return f"train.per_device_train_batch_size: {rows}, more rows at once{packed}"
     rows = max(ROWS, 2 * share)
     if whole.train.per_device_train_batch_size == "auto":
-        return (
-            f"train.effective_batch_size: {rows * processes()}, more rows at once if memory has room{packed}"
-        )
-    both = f"train.effective_batch_size: {rows * processes()} and train.per_device_train_batch_size: {rows}"
+        return f"train.effective_batch_size: {rows * apart}, more rows at once if memory has room{packed}"
+    both = f"train.effective_batch_size: {rows * apart} and train.per_device_train_batch_size: {rows}"
     return f"{both}, more rows at once{packed}"
 
 

@@ -41,25 +41,25 @@ NEEDED = ("product", "forward", "backward", "bandwidth")  # in every file; a CPU
 ALIKE = 2.0  # times wider or narrower, at most, is a model whose products run at about the rates measured
 
 
-def file_of(device: str, one: Widths | None = None) -> Path:
+def file_of(device: str, one: Widths) -> Path:
     """Where the rates of a device at a model's widths are kept: by its kind, which `--gpu` names too, else by
-    its own name. Without widths: where an older version kept those of every model."""
+    its own name."""
     cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
     known = gpus.of_device(device)
     kind = next((name for name, gpu in gpus.GPUS.items() if gpu is known), device)
-    widths = f"-{one.hidden}x{one.intermediate}" if one else ""
-    return cache / "ceilings" / f"{re.sub('[^a-z0-9]+', '-', kind.lower()).strip('-')}{widths}.json"
+    name = re.sub("[^a-z0-9]+", "-", kind.lower()).strip("-")
+    return cache / "ceilings" / f"{name}-{one.hidden}x{one.intermediate}.json"
 
 
 def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
     """The rates that were measured on a device at the shapes most like a model's; else `None`, and why those
     that are there are not taken, the empty string if there are none."""
-    older = file_of(device)
-    at_widths = re.compile(rf"{re.escape(older.stem)}-\d+x\d+\.json")
-    paths = sorted(path for path in older.parent.glob("*.json") if at_widths.fullmatch(path.name))
+    own = file_of(device, one)
+    at_widths = re.compile(rf"{re.escape(own.stem.rpartition('-')[0])}-\d+x\d+\.json")
+    paths = sorted(path for path in own.parent.glob("*.json") if at_widths.fullmatch(path.name))
     there: list[tuple[float, dict[str, Any], Path]] = []
     wrong: list[str] = []
-    for path in [*paths, older]:
+    for path in paths:
         found, problem = _content(path)
         if problem:
             wrong.append(f"{path} is not used: {problem}")
@@ -251,8 +251,8 @@ def layer(one: Widths, seconds: float = 0.5) -> float:
     import torch
 
     scale = min(1.0, LARGEST / one.hidden)
-    hidden, wide = (max(16, int(size * scale) // 16 * 16) for size in (one.hidden, one.intermediate))
-    heads, tokens = max(1, hidden // 64), TOKENS["cpu"]
+    hidden, wide = (max(64, round(size * scale) // 64 * 64) for size in (one.hidden, one.intermediate))
+    heads, tokens = hidden // 64, TOKENS["cpu"]
     square = [torch.randn(hidden, hidden) * 0.02 for _ in range(4)]
     gate, up, down = (
         torch.randn(wide, hidden) * 0.02,

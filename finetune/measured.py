@@ -297,7 +297,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         **middle,
         "first_step_seconds": lines[0]["step_seconds"],
         "memory_gib": max(line[held] for line in lines),
-        "losses": [line["loss"] for line in lines],
+        "losses": [float(line["loss"]) for line in lines],  # one that is not finite is written as text
         "held_out": evaluation(place).get("tuned", {}).get("loss"),
         "tokens": lines[-1]["tokens"] / len(lines),
         "tokens_per_cpu_second": statistics.median(rates) if rates else None,

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import adapter_types, adapters, modules, shapes, upstream
 from finetune.errors import Problem, UserError
+from finetune.estimate import MAX_RANK
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.sections import Adapter, Model
 
-MAX_RANK = 256  # of adapters that run fused (speed/fuse.py)
 RANK = 16  # of adapters whose numbers are not counted: an `r` of their own means another thing
 FUSED_TYPES = ("lora", "adalora", "ia3")
+MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Gate, up and down of an expert by the pattern of its family: layers in transformers 4, in 5 two stacked
 # weights, which PEFT adapts where it is asked for these names (peft/utils/transformers_weight_conversion.py)
@@ -33,7 +34,9 @@ class Adapted(NamedTuple):
     dropout: bool
     columns: bool
     fusable: bool
-    """Its layers can run fused, each MLP as a whole."""
+    """Its layers can run fused."""
+    mlps: bool = False
+    """It changes a layer of each MLP, so that all run fused as a whole."""
     allocates: bool = False
     """AdaLoRA's: averages of each number's importance, in fp32."""
     unknown: str = ""
@@ -91,6 +94,8 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not shapes.experts(text)
     fits &= not dropout or not any("down_proj" in name for name in names)
+    fits &= not getattr(text, "mlp_bias", False)
+    inside = {name.rpartition(".")[0] for name in names if modules.short(name) in MLP}
     return Adapted(
         names,
         trained + saved + rows + experts,
@@ -98,6 +103,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         dropout,
         columns=dora or kind.peft == "ia3",
         fusable=fits and not obstacle,
+        mlps=len(inside) == text.num_hidden_layers,
         allocates=kind.peft == "adalora",
         unknown="" if counted and not experts else unknown,
         obstacle=obstacle,

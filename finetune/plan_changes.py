@@ -167,8 +167,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less.append(("speed.offload=optimizer", "steps on the CPU"))
     elif now.choices["base"].value not in adapter_types.QUANTISED:
         less.append(("speed.base=fp8", "weights and products rounded to fp8"))
-        quantised = f"q{kind}" if f"q{kind}" in adapter_types.all_types() else ""
-        if quantised:
+        if (quantised := f"q{kind}") in adapter_types.all_types():
             less.append((f"adapter.type={quantised}", "the base rounded to 4 bits"))
     elif now.choices["base"].value == "fp8" and speed.base == "fp8":
         less.append(("speed.base=nf4", "the base rounded to 4 bits"))
@@ -229,7 +228,7 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
         yield "speed.offload=auto", BY_AUTO
     if not recipe.data.packing and not recipe.data.streaming and now.machine.device == "cuda":
         yield "data.packing=true", "several rows in one"
-    if _may_split(recipe, now) and now.batch.effective // now.processes % (2 * per_device) == 0:
+    if _may_split(recipe, now) and now.batch.accumulation % 2 == 0:
         yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
     if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
         yield f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}", "no trained magnitudes"
@@ -289,7 +288,7 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
         yield "seconds a step", f"{now.step_seconds:.3f} ({shares})"
         yield "tokens/s", f"{now.tokens_per_second:,.0f}"
     size, link = now.sent
-    if now.processes > 1 and link:
+    if link:
         waits = now.parts.get("communication", 0.0)
         text = f"{size / 1e9:,.3g} GB a step from each, {size / link:.3f} s at {link / 1e9:,.0f} GB/s"
         name = now.by.name + (f", {now.by.sharing} share each row" if now.by.sharing > 1 else "")
@@ -331,10 +330,8 @@ def _device(machine: Hardware) -> str:
     return f"{machine.name.removeprefix('NVIDIA ')} {machine.memory_gib:.0f} GiB"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """90 s, 12 min, 3 h 20 min."""
-    if seconds is None:
-        return "not known"
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune import (
     adapter_types,
@@ -140,14 +140,18 @@ def room(
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
     extra = 8 * whole / estimate.GIB if recipe.speed.qat else 0.0
     state = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed) + 4 * share.half
-    given: dict[str, Any] = {
-        "free": free,
-        "trained": has.trained // share.states,
-        "offload": recipe.speed.offload,
-        # as stages.work_of: the gradient, DDP's copy of it, what the optimizer and AdaLoRA keep
-        "each": 4 + 4 * share.buckets + state + (estimate.AVERAGES if has.allocates else 0),
-    }
-    memory = estimate.activations(found.config, tokens, kept, **given, extra=extra)
+    # as stages.work_of: the gradient, DDP's copy of it, what the optimizer and AdaLoRA keep
+    each = 4 + 4 * share.buckets + state + (estimate.AVERAGES if has.allocates else 0)
+    memory = estimate.activations(
+        found.config,
+        tokens,
+        kept,
+        free=free,
+        trained=has.trained // share.states,
+        offload=recipe.speed.offload,
+        each=each,
+        extra=extra,
+    )
     if not kept.adapted and share.states == 1 and precision != "no":  # as stages.work_of: autocast's copies
         one = estimate.widths(found.config)
         copied = 2 * (whole + one.vocabulary * one.hidden) / estimate.GIB

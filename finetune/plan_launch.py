@@ -239,8 +239,10 @@ def reason(
 def _smaller(storage: str, kind: str, *, fp8: bool) -> str:
     """What takes less memory than a split base."""
     offload, quantised = "--accelerate fsdp2_8_offload", f"q{kind}"
-    if kind == "full" or (storage not in CODED and fp8):
-        return offload if kind == "full" else f"speed.base=fp8, or {offload}"
+    if kind == "full":
+        return offload
+    if storage not in CODED and fp8:
+        return f"speed.base=fp8, or {offload}"
     if storage not in FOUR_BIT and quantised in adapter_types.all_types():
         return f"adapter.type={quantised}"
     return "a smaller train.per_device_train_batch_size or data.max_length"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import estimate, optimizers
 from finetune.adapter_types import FOUR_BIT, QUANTISED
-from finetune.estimate import GIB, Keeps
-from finetune.hardware import DTYPES, STORED
+from finetune.estimate import EVALUATED_TOKENS, GIB, LARGEST_BATCH, Keeps
+from finetune.hardware import DTYPES, FP8_MULTIPLE, STORED
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 HOST = "CPU memory"  # what leaves the GPU, beside the phases
-FP8_MULTIPLE = 16  # sides of a weight that is stored in fp8 (speed/fp8.py)
-EVALUATED_TOKENS, LARGEST_BATCH = 16384, 64  # of one forward (scoring.py)
 
 
 def weights(found: Architecture, storage: str, precision: str) -> float:
@@ -76,7 +74,8 @@ def keeps(
     dropped = sum(linear[name][1] for name in has.names) // layers if has.dropout else 0
     repeated = attention in ("sdpa", "eager")
     return Keeps(
-        fused and has.fusable,
+        # an MLP without adapters runs fused for the sake of rounding to fp8 alone
+        fused and has.fusable and (has.mlps or storage == "fp8"),
         compiled,
         not full,
         has.columns,

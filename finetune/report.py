@@ -328,8 +328,15 @@ def reproduce(run: Run) -> tuple[str, list[str]]:
     processes, needs = launch.get("processes", 1), []
     command = f"finetune {train}"
     if processes > 1:
-        command = f"accelerate launch --num_processes {processes} -m finetune {train}"
-        needs.append(f"{processes} processes, precision {launch.get('precision')}")
+        given = launch.get("environment") or {}
+        precision = given.get(
+            "ACCELERATE_MIXED_PRECISION", launch.get("precision")
+        )  # Accelerate's own is none
+        command = (
+            f"accelerate launch --num_processes {processes} --mixed_precision {precision} -m finetune {train}"
+        )
+        split = f", the base split by {launch['splitter']}" if launch.get("splitter") else ""
+        needs.append(f"{processes} processes, precision {precision}{split}")
     git = run.environment.get("git")
     if git:
         dirty = ", with changes that were not committed" if git.get("dirty") else ""

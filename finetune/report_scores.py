@@ -1,4 +1,4 @@
-"""What eval.json says of a run, as a page shows it; parts that an older one lacks are left out."""
+"""What eval.json says of a run, as a page shows it; what a run was not asked is left out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NAMES = {"loss": "held-out loss", "exact_match": "exact match", "ended": "stopped by itself"}
 SHARES = {"exact_match", "ended", "acc", "acc_norm", "f1", "em"}  # shown in percent, where they are 1 at most
+NAMES = {"loss": "held-out loss", "exact_match": "exact match", "ended": "stopped by itself"}
 TITLES = {
     "better": ("good", "It worked: better than its base"),
     "same": ("same", "No different from its base"),
@@ -15,7 +15,6 @@ TITLES = {
     "mixed": ("mixed", "Better in some, worse in other ways"),
     "unknown": ("unknown", "Not known whether it is better"),
 }
-LEAST = 0.01  # a change of the loss, as a share, that is worth a word where no interval was computed
 
 
 class Verdict(NamedTuple):
@@ -41,7 +40,7 @@ class Row(NamedTuple):
 
 
 def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, float] | None) -> Verdict:
-    """The verdict of eval.json; without one, what base and tuned loss say, and no more than that.
+    """The verdict of eval.json; without one, whether there was something to measure.
 
     Args:
         held_out: rows that were held out, if that is known.
@@ -57,30 +56,9 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
             kind, title = "mixed", "Better than its base, but it forgot something"
         more = f".{learnt}" if kind == "unknown" and learnt else ""
         return Verdict(kind, title, str(said.get("why", "")) + more, doubts)
-    base, tuned = found.get("base") or {}, found.get("tuned") or {}
-    if base and tuned:
-        return _from_loss(base, tuned)
     if held_out:
         return Verdict("unknown", TITLES["unknown"][1], f"It was trained, but not evaluated.{learnt}", [])
     return Verdict("unknown", TITLES["unknown"][1], f"No rows were held out to measure it on.{learnt}", [])
-
-
-def _from_loss(base: dict[str, Any], tuned: dict[str, Any]) -> Verdict:
-    before, after = base["loss"], tuned["loss"]
-    why = f"Held-out loss went from {number(before)} to {number(after)}"
-    hits, hits_after = base.get("exact_match"), tuned.get("exact_match")
-    if hits is not None and hits_after is not None:
-        why += f", exact match from {share(hits)} to {share(hits_after)}"
-    doubts = ["no interval was computed: finetune evaluate on this folder adds one"]
-    if not math.isfinite(after):
-        return Verdict("bad", TITLES["worse"][1], f"{why}.", [])
-    if abs(after - before) <= LEAST * abs(before):
-        return Verdict("same", "About the same as its base", f"{why}.", doubts)
-    if after > before:
-        return Verdict("bad", "Higher loss than its base", f"{why}.", doubts)
-    if hits is not None and hits_after is not None and hits_after < hits:
-        return Verdict("mixed", "Lower loss, but fewer exact answers", f"{why}.", doubts)
-    return Verdict("good", "Lower loss than its base", f"{why}.", doubts)
 
 
 def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -138,7 +116,7 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
 
 
 def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | None, note: str) -> Row:
-    text, by = (share, points) if _is_share(key, base, tuned) else (number, number)
+    text, by = (share, points) if is_share(key, base, tuned) else (number, number)
 
     def side(scores: Any) -> str:
         error = scores.get(f"{key}_stderr")
@@ -154,9 +132,9 @@ def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | No
     return Row(name, side(base), side(tuned), value, "", "", note)
 
 
-def _is_share(key: str, base: dict[str, Any], tuned: dict[str, Any]) -> bool:
+def is_share(key: str, *scores: dict[str, Any]) -> bool:
     """Of `exact_match,strict-match` the filter does not matter; some tasks give f1 from 0 to 100."""
-    values = [scores[key] for scores in (base, tuned) if scores.get(key) is not None]
+    values = [one[key] for one in scores if one.get(key) is not None]
     return key.partition(",")[0] in SHARES and all(value <= 1 for value in values)
 
 

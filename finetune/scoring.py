@@ -23,6 +23,7 @@ from finetune.data import chat
 from finetune.data.chat import Encoded
 from finetune.data.prepare import HeldOut
 from finetune.errors import Exit, Problem, UserError, first_line
+from finetune.estimate import EVALUATED_TOKENS, LARGEST_BATCH
 from finetune.model import declared_stops
 from finetune.speed import attention
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from finetune.sections import Data, Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
-MAX_TOKENS = 16384  # in one forward: logits of 128k words take 4 GiB in bf16
-LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
 PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 """Of `generate`: the likeliest tokens as they are, whatever the model's own generation_config holds."""
 LESS_MEMORY = (
@@ -253,12 +252,12 @@ def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int
 
 
 def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices of rows of similar length together: at most `batch_size` of them, and MAX_TOKENS tokens."""
+    """Indices of rows of similar length together: at most `batch_size`, of EVALUATED_TOKENS tokens."""
     order = sorted(
         range(len(lengths)), key=lambda index: -lengths[index]
     )  # the longest first: it fits or it fails
     while order:
-        size = max(1, min(batch_size, MAX_TOKENS // max(1, lengths[order[0]])))
+        size = max(1, min(batch_size, EVALUATED_TOKENS // max(1, lengths[order[0]])))
         yield order[:size]
         order = order[size:]
 

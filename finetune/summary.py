@@ -13,6 +13,7 @@ from rich.text import Text
 from finetune import adapter_types, adapters, optimizers, run_folder
 from finetune.batch import short_of_peak
 from finetune.recipe import load as load_recipe
+from finetune.report_scores import is_share
 from finetune.sections import Source
 
 if TYPE_CHECKING:
@@ -173,19 +174,19 @@ def show_scores(screen: Screen, result: dict[str, Any]) -> None:
         screen.table("", ("", ""), rows)
 
 
-def number(metric: str, value: float) -> str:
+def number(value: float, *, share: bool) -> str:
     """A score as it is said: a share in per cent, all else (losses, perplexities, BLEU) as it is."""
-    share = metric.partition(",")[0] in ("exact_match", "ended", "acc", "acc_norm", "f1")
     return f"{value:.1%}" if share else f"{value:.4f}"
 
 
 def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
     """A metric's base, tuned and difference."""
-    base, tuned = (number(key, scores[side][key]) for side in ("base", "tuned"))
+    share = is_share(key, scores["base"], scores["tuned"])
+    base, tuned = (number(scores[side][key], share=share) for side in ("base", "tuned"))
     found = scores["difference"].get(key)
     if found is None:
         return name, base, tuned, "", ""
-    low, value, high = (number(key, found[part]) for part in ("low", "value", "high"))
+    low, value, high = (number(found[part], share=share) for part in ("low", "value", "high"))
     return name, base, tuned, f"{value} ({low} to {high})", found["verdict"]
 
 

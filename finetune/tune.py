@@ -11,6 +11,7 @@ on one machine or many, share a study by its storage and its name, which is DIR'
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import shlex
@@ -167,8 +168,6 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
         UserError: it is of another recipe or space (exit 2).
     """
     began = study.user_attrs.get("identity", own)
-    if tune_space.ROWS not in began:  # of an older version
-        own = {key: value for key, value in own.items() if key != tune_space.ROWS}
     other = [key for key in {**began, **own} if began.get(key) != own.get(key)]
     if other:
         what = f"{folder.name} was begun with another {', '.join(other[:5])}"
@@ -307,7 +306,7 @@ def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
     recipe, space, best = job.recipe, job.space, job.recipe.eval.best
 
     def judge(evaluation: trial.Evaluation) -> str:
-        if evaluation.value != evaluation.value or abs(evaluation.value) == float("inf"):
+        if not math.isfinite(evaluation.value):
             return f"{best} is {evaluation.value} at step {evaluation.step}"
         drawn.report(evaluation.value, evaluation.place)
         last = not recipe.eval.every and evaluation.place >= space.search.evaluations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -378,7 +379,7 @@ def test_tokens_of_a_cpu_second_are_each_step_s_own(tmp_path) -> None:
     """Steps have other numbers of tokens, the first one most of all."""
     place, tokens, seconds = RunFolder(tmp_path), (100, 200, 400, 500), (50.0, 60.0, 80.0, 95.0)
     place.write(measured.MARK, {"failed": "", "date": "2026-01-01", "seconds": 1.0})
-    one = {"loss": 1.0, "gpu_memory_gib": None, "host_memory_gib": 1.0, "mfu": None}
+    one = {"loss": "nan", "gpu_memory_gib": None, "host_memory_gib": 1.0, "mfu": None}
     one |= {"tokens_per_second": 1.0, "step_seconds": 1.0}
     lines = [
         {"step": at, "tokens": have, "cpu_seconds": took, **one}
@@ -390,6 +391,7 @@ def test_tokens_of_a_cpu_second_are_each_step_s_own(tmp_path) -> None:
         for warm_up in (0, 1):
             found = measured.figures(tmp_path, warm_up)
             assert (found["tokens_per_cpu_second"], found["tokens"]) == (10.0, 125.0)
+            assert all(map(math.isnan, found["losses"])), "what is not finite is written as text"
 
 
 def test_cores_are_those_that_may_be_used(monkeypatch) -> None:

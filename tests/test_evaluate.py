@@ -13,7 +13,7 @@ import torch
 from conftest import DATA, MODEL, ROOT, metrics, receipts
 from small_tasks import CHOICE, QUESTIONS, write_task
 
-from finetune import cli, evaluate, recipe, results, scoring
+from finetune import cli, evaluate, recipe, results, scoring, summary
 from finetune.run_folder import RunFolder
 
 
@@ -65,6 +65,25 @@ def test_a_verdict_is_of_what_was_asked() -> None:
     assert results.verdict({**loss, "tasks": {"a": task(few)}})["word"] == "better"
     forgot = results.verdict({**loss, "tasks": {"a": task("worse", forgetting=True)}})
     assert forgot["word"] == "better" and forgot["forgot"] == ["a"]
+
+
+def test_what_is_over_1_is_no_share() -> None:
+    """Some tasks give f1 from 0 to 100."""
+    change = {"f1": {"low": 0.1, "value": 0.7, "high": 1.2, "verdict": "better"}}
+    task = {
+        "base": {"f1": 84.6},
+        "tuned": {"f1": 85.3},
+        "difference": change,
+        "main": "f1",
+        "forgetting": False,
+    }
+    nothing: dict[str, Any] = {"difference": {}}
+    assert (
+        results.verdict({**nothing, "tasks": {"squad": task}})["why"]
+        == "squad f1 84.6000 -> 85.3000 (better)"
+    )
+    row = summary._score_row("squad f1", "f1", task)
+    assert row[1:4] == ("84.6000", "85.3000", "0.7000 (0.1000 to 1.2000)")
 
 
 def test_too_few_rows_are_not_called_the_same(train, two_layers, tmp_path) -> None:

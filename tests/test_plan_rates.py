@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ MEASURED = {
     "product": 300e12, "fp8": 600e12, "forward": 2e14, "backward": 2e14, "bandwidth": 2e12,
 }  # fmt: skip
 
+WIDTHS = estimate.Widths(4096, 14336, 4096, 6144, 32, 128256)  # an 8B Llama's
+
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch, tmp_path) -> None:
@@ -23,8 +26,10 @@ def nothing_measured(monkeypatch, tmp_path) -> None:
 
 
 def keep(device: str, content: Any) -> None:
-    """Write a file of rates."""
-    path = measure.file_of(device)
+    """Write a file of rates, under the widths that it names."""
+    named = re.findall(r"\d+", content.get("shapes", "") if isinstance(content, dict) else "")
+    hidden, wide = map(int, named or (WIDTHS.hidden, WIDTHS.intermediate))
+    path = measure.file_of(device, WIDTHS._replace(hidden=hidden, intermediate=wide))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
 
@@ -40,10 +45,12 @@ def test_ceilings_of_a_gpu_are_used_and_said(large) -> None:
 def test_a_gpu_is_found_by_its_kind() -> None:
     """What torch calls the device, and what --gpu names."""
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100", plan.planned_machine("h100", 1)[0].name)
-    assert {measure.file_of(name).name for name in names} == {"h100-80gb.json"}
-    assert measure.file_of("NVIDIA H100 PCIe").name == "h100-pcie.json"
-    assert measure.file_of("CPU").name == "cpu.json"
-    assert measure.file_of("NVIDIA GeForce GTX 1080").name == "nvidia-geforce-gtx-1080.json"
+    assert {measure.file_of(name, WIDTHS).name for name in names} == {"h100-80gb-4096x14336.json"}
+    assert measure.file_of("NVIDIA H100 PCIe", WIDTHS).name == "h100-pcie-4096x14336.json"
+    assert measure.file_of("CPU", WIDTHS).name == "cpu-4096x14336.json"
+    assert (
+        measure.file_of("NVIDIA GeForce GTX 1080", WIDTHS).name == "nvidia-geforce-gtx-1080-4096x14336.json"
+    )
 
 
 def test_rates_of_another_shape_are_not_taken(large) -> None:
@@ -61,7 +68,7 @@ def test_rates_of_another_shape_are_not_taken(large) -> None:
 
 
 def test_what_was_measured_at_other_widths_is_kept(large) -> None:
-    """The nearest is taken; what an older version measured, without widths in its name, is one of them."""
+    """The nearest is taken."""
     one = estimate.widths(architecture.read(recipe.load(large).model).config)
     own, small = measure.file_of("NVIDIA H200", one), one._replace(hidden=256, intermediate=688)
     assert own.name == "h200-4096x14336.json"
@@ -110,6 +117,11 @@ def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys)
     file.write_text(json.dumps({name: value for name, value in found.items() if name != "layer"}))
     assert plan.cpu_rate(recipe.load(QUICKSTART)) > 1e8  # timed anew
     assert plan_time.of_cpu(one).startswith(f"a layer timed here; {file} is not used: no layer")
+
+
+@pytest.mark.parametrize("hidden", [48, 224, 576, 720, 3136, 5120])
+def test_a_layer_of_any_width_can_be_timed(hidden: int) -> None:
+    assert measure.layer(estimate.Widths(hidden, 4 * hidden, hidden, 3 * hidden, 2, 1000), 0.001) > 0
 
 
 def test_an_adapters_rank_takes_time(large) -> None:

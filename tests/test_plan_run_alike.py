@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
+from conftest import LLAMA_8B, MODEL, QUICKSTART, ROOT, planned
 
 from finetune import (
     adapters,
@@ -19,6 +19,7 @@ from finetune import (
     plan_adapter,
     plan_changes,
     plan_launch,
+    plan_memory,
     recipe,
 )
 from finetune.errors import Exit, UserError
@@ -130,6 +131,34 @@ def test_what_can_t_run_fused_is_not_planned_so(large: Path, given: list[str], g
         assert caught.value.code == Exit.ENVIRONMENT
         offered = plan_changes.changes(recipe.load(large, given), given, made)
         assert not [one for one in offered if "speed.compile=true" in one.overrides]
+
+
+@pytest.mark.parametrize(
+    ("targets", "bias", "whole"),
+    [
+        ("all-linear", False, 6),
+        ("[q_proj, v_proj]", False, 0),
+        ("all-linear", True, 0),
+        ("[up_proj]", False, 6),
+    ],
+)
+def test_mlps_are_whole_in_a_plan_where_they_are_in_a_run(
+    targets: str, bias: bool, whole: int, tmp_path: Path
+) -> None:
+    """Half of an MLP can be recomputed only where one forward of ours makes all of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(MODEL)
+    config.mlp_bias = bias
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    loaded = recipe.load(QUICKSTART, [f"model.name={tmp_path}", f"adapter.target_modules={targets}"])
+    real = AutoModelForCausalLM.from_config(config)
+    adapted = adapters.attach(real, loaded.adapter, 9, Ledger())
+    assert fuse.Fused(adapted, real.model.layers).mlps == whole
+    found = architecture.read(loaded.model)
+    has = plan_adapter.adapted(loaded.adapter, loaded.model, found, 9)
+    given: dict[str, Any] = {"full": False, "fused": True, "compiled": True, "attention": "sdpa"}
+    assert plan_memory.keeps(found, has, **given, storage="bf16").fused == bool(whole)
 
 
 def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:

@@ -229,6 +229,18 @@ def test_a_lever_is_not_what_is_so_already() -> None:
         split_batch(recipe.load(QUICKSTART, list(more)).train, 1)
         return said
 
+    with (
+        pytest.MonkeyPatch.context() as launched
+    ):  # as a run counts: workers by machine, rows by who has his own
+        for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+            launched.setenv(name, value)
+        assert lever(data) == "train.dataloader_num_workers: 4 (now 2)"
+        shared = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}
+        for name, value in shared.items():
+            launched.setenv(name, value)
+        assert "more rows at once" in levers.more_rows(
+            recipe.load(QUICKSTART, ["train.effective_batch_size=2"]), True
+        )
     assert lever(data, machine=CPU) == "train.dataloader_num_workers: 2"
     assert lever(data) == "train.dataloader_num_workers: 4 (now 2)"
     assert lever(data, "train.dataloader_num_workers=12") == "train.dataloader_num_workers: 16 (now 12)"

@@ -231,26 +231,22 @@ def test_verdicts(word: str, forgot: list, kind: str, title: str, folder: RunFol
     assert title in page_of(folder).said()
 
 
-@pytest.mark.parametrize(
-    ("base", "tuned", "kind"),
-    [
-        ({"loss": 2.0}, {"loss": 1.0}, "good"),
-        ({"loss": 2.0}, {"loss": 2.001}, "same"),
-        ({"loss": 2.0}, {"loss": 3.0}, "bad"),
-        ({"loss": 2.0}, {"loss": float("nan")}, "bad"),
-        ({"loss": 2.0, "exact_match": 0.5}, {"loss": 1.0, "exact_match": 0.4}, "mixed"),
-        ({"loss": 2.0, "exact_match": None}, {"loss": 1.0, "exact_match": None}, "good"),
-        ({}, {}, "unknown"),
-    ],
-)
-def test_an_older_eval_json_says_no_more_than_it_knows(
-    base: dict, tuned: dict, kind: str, folder: RunFolder
-) -> None:
-    folder.write("eval.json", {"base": base, "tuned": tuned, "samples": []})
+def test_without_a_verdict_nothing_is_claimed(folder: RunFolder) -> None:
+    folder.write("eval.json", {})
     found = report.judge(report.read(folder.path))
-    assert found.kind == kind and "worked" not in found.title
-    assert "no interval" in " ".join(found.doubts) or kind == "unknown" or "nan" in found.why
-    assert page_of(folder).open == []
+    assert found.kind == "unknown" and "not evaluated" in found.why and page_of(folder).open == []
+
+
+@pytest.mark.parametrize("splitter", ["", "FSDP"])
+def test_the_command_that_makes_it_again_has_the_launch_s_precision(splitter: str, folder: RunFolder) -> None:
+    """Accelerate's own, without a config, is none."""
+    environment = folder.read("environment.json")
+    environment["launch"] |= {"processes": 8, "precision": "bf16", "splitter": splitter}
+    folder.write("environment.json", environment)
+    command, needs = report.reproduce(report.read(folder.path))
+    assert command.startswith("accelerate launch --num_processes 8 --mixed_precision bf16 -m finetune train ")
+    split = ", the base split by FSDP" if splitter else ""
+    assert needs[0] == f"8 processes, precision bf16{split}"
 
 
 def test_a_receipt_that_does_not_match_comes_first_and_spoils_the_verdict(folder: RunFolder) -> None:

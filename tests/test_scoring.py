@@ -95,4 +95,6 @@ def test_batches_hold_each_row_once_and_stay_small() -> None:
     lengths = [5, 20000, 300, 300, 1, 7000]
     batches = list(scoring.batches(lengths, 2))
     assert sorted(index for batch in batches for index in batch) == list(range(6))
-    assert all(len(b) * max(lengths[i] for i in b) <= scoring.MAX_TOKENS or len(b) == 1 for b in batches)
+    assert all(
+        len(b) * max(lengths[i] for i in b) <= scoring.EVALUATED_TOKENS or len(b) == 1 for b in batches
+    )

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -125,10 +124,6 @@ def test_a_study_is_not_gone_on_with_by_another_recipe(study) -> None:
         tune.hold(begun, study, own)
         with pytest.raises(UserError) as raised:
             tune.hold(begun, study, own | {"train.max_steps": "5"})
-        older: Any = SimpleNamespace(
-            user_attrs={"identity": {key: value for key, value in own.items() if key != tune_space.ROWS}}
-        )
-        tune.hold(older, study, own)
         with pytest.raises(UserError, match="another rows of the data"):
             tune.hold(begun, study, own | {"rows of the data": "0" * len(own["rows of the data"])})
     said = str(raised.value)

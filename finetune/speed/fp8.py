@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from finetune.hardware import FP8_CAPABILITY
+from finetune.hardware import FP8_CAPABILITY, FP8_MULTIPLE
 from finetune.speed.ops import E4M3, quantise_rows, transpose
-
-MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it
 
 
 def product(
@@ -218,5 +216,5 @@ class Fp8Linear(torch.nn.Linear):
 def fits(layer: torch.nn.Module) -> bool:
     """Whether a layer can be stored in fp8: a plain linear layer with both sides divisible by 16."""
     return type(layer) is torch.nn.Linear and not (
-        layer.in_features % MULTIPLE or layer.out_features % MULTIPLE
+        layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE
     )

@@ -21,7 +21,8 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.errors import Problem, UserError
-from finetune.speed.fp8 import E4M3, MULTIPLE, Fp8Linear, fits, quantise_rows
+from finetune.hardware import FP8_MULTIPLE
+from finetune.speed.fp8 import E4M3, Fp8Linear, fits, quantise_rows
 
 if TYPE_CHECKING:
     from finetune.receipts import Ledger
@@ -170,12 +171,12 @@ def add_receipt(base: Any, ledger: Ledger) -> None:
     head = base.get_output_embeddings()
     linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     layers = [m for m in linear if isinstance(m, Fp8Linear)]
-    narrow = sum(bool(m.in_features % MULTIPLE or m.out_features % MULTIPLE) for m in linear)
+    narrow = sum(bool(m.in_features % FP8_MULTIPLE or m.out_features % FP8_MULTIPLE) for m in linear)
     plain = len(linear) - len(layers) - narrow
     coded = sum(t.nbytes for m in layers for t in (*m.parameters(), *m.buffers()))
     whole = base.get_memory_footprint()
     got = f"{len(layers)} of {len(linear)} linear layers, {_size(coded)} of {_size(whole)}"
-    got += f"; {narrow} stay: sides not divisible by {MULTIPLE}" if narrow else ""
+    got += f"; {narrow} stay: sides not divisible by {FP8_MULTIPLE}" if narrow else ""
     got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
     stacked = sum(p.nbytes for p in base.parameters() if p.dim() == 3)
     got += f"; {_size(stacked)} of experts stay: they are no linear layers" if stacked else ""

@@ -18,6 +18,7 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from finetune.estimate import MAX_RANK
 from finetune.speed import dora, four_bit, fp8
 from finetune.speed.lora import Stack, base_of, gated_mlp, project
 
@@ -34,7 +35,6 @@ ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
 }
-MAX_RANK = 256  # of the adapters in one product
 TOKENS = 64  # on which a fused module is compared with its own forward
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # its relative difference; of fewer bits, 2e-2
 
