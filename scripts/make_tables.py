@@ -40,7 +40,7 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "tuning": ("tuning:table", "tuning"),
 }
 SPEED = {  # rows of gpu.json
-    "lora-fp8-fa4": "LoRA, fp8 base",
+    "lora-fp8": "LoRA, fp8 base",
     "lora-bf16": "LoRA, bf16 base",
     "dora-fp8": "DoRA, fp8 base",
     "qlora": "qLoRA, NF4 base",
