@@ -183,6 +183,10 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     if missing:  # transformers would make them up
         what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
         raise UserError(Problem(what, "model.name", found=", ".join(missing[:6]), fix=fix))
+    if setup.launch.sharded == "DeepSpeed":
+        from finetune import zero
+
+        zero.own_buffers(loaded)
     for module in loaded.modules():
         # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation, and computes
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)

@@ -64,8 +64,9 @@ def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
         bound = max(bound, ROUNDED_TO[adapted.get_input_embeddings().weight.dtype])
     if getattr(getattr(adapted, "peft_config", {}).get("default"), "coft", False):
         bound = max(bound, PROJECTED)
-    if split:
-        bound = max(bound, ROUNDED_TO[getattr(torch, setup.compute_dtype)])
+    if split:  # beside what rounding to codes makes of it
+        gathered = ROUNDED_TO[getattr(torch, setup.compute_dtype)]
+        bound = bound + gathered if bound == ROUNDED else max(bound, gathered)
     config: Any = adapted.config
     base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
     shapes = {name: shards.shape(tensor) for name, tensor in _to_save(adapted).items()}

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import PartialState, init_empty_weights
 from accelerate.utils import DistributedType
+from transformers.modeling_utils import local_torch_dtype
 
 _KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # ZeRO-1's and 2's names; then ZeRO-3's
 _KEPT += ("optimizer_state_dict", "fp32_flat_groups")
@@ -19,6 +20,21 @@ _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def used() -> bool:
     return PartialState().distributed_type == DistributedType.DEEPSPEED
+
+
+def own_buffers(loaded: Any) -> None:
+    """Make anew the buffers that a model computes of itself, which ZeRO-3 split while it was loaded.
+
+    DeepSpeed's `zero.Init` rounds them to the weights' 16 bits, rotary frequencies too (deepspeed 0.19.8,
+    runtime/zero/partition_parameters.py): positions would be others than where it is read without DeepSpeed.
+    """
+    with local_torch_dtype(loaded.dtype), init_empty_weights(include_buffers=False):
+        made = type(loaded)(loaded.config)
+    for name, module in made.named_modules():
+        held: Any = loaded.get_submodule(name)
+        for leaf in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[leaf]) is not None:
+                held._buffers[leaf] = buffer.to(held._buffers[leaf].device)
 
 
 def cast(adapted: torch.nn.Module, precision: str) -> None:

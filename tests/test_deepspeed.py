@@ -13,12 +13,13 @@ import two_ranks
 from conftest import QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
 
-from finetune import checkpoint, faults, launch_env, resume
+from finetune import checkpoint, faults, launch_env, resume, zero
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
     not find_spec("deepspeed"), reason="no DeepSpeed: pip install 'finetune-toolkit[deepspeed]'"
@@ -153,3 +154,23 @@ def test_what_zero_can_not_do_is_said(name: str, launched) -> None:
     """A norm that is not finite, -1 in DeepSpeed's words, ends the run before anything is saved of it."""
     run, said = launched(name)
     assert REFUSED[name][3] in said and not run.adapter.exists()
+
+
+def frequencies(place: Path) -> None:
+    """A base that ZeRO-3 splits while it is loaded, in bf16: the dtype of what it computes of itself."""
+    import deepspeed
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    deepspeed.init_distributed("gloo")
+    split = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_batch_size": 2}
+    kept = HfDeepSpeedConfig(split)  # transformers holds it weakly
+    base = AutoModelForCausalLM.from_pretrained(str(place), dtype=torch.bfloat16)
+    assert kept.is_zero3() and all(buffer.dtype == torch.bfloat16 for buffer in base.buffers())
+    zero.own_buffers(base)
+    assert all(buffer.dtype == torch.float32 for buffer in base.buffers())
+
+
+def test_zero_3_leaves_rotary_frequencies_in_fp32(two_layers) -> None:
+    two_ranks.run(frequencies, two_layers)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from finetune import hardware, model
+from finetune import hardware, model, zero
 from finetune.errors import Exit, UserError
 from finetune.hardware import Hardware
 from finetune.model import fingerprint
@@ -256,3 +256,19 @@ def test_a_generation_config_that_opens_is_saved_as_far_as_it_is_valid(base, sav
     generation.save_pretrained(tmp_path)
     again = GenerationConfig.from_pretrained(tmp_path)
     assert {name: getattr(again, name) for name in saved} == saved
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
+def test_what_a_model_computes_of_itself_is_as_it_makes_it(family: str) -> None:
+    """DeepSpeed's zero.Init rounds it to the weights' 16 bits: positions other than of what is saved."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 99}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16)
+    whole = {name: buffer.clone() for name, buffer in made.named_buffers()}
+    assert any(buffer.dtype == torch.float32 for buffer in whole.values())
+    for module in made.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.bfloat16())
+    zero.own_buffers(made)
+    for name, buffer in made.named_buffers():
+        assert buffer.dtype == whole[name].dtype and torch.equal(buffer, whole[name]), name

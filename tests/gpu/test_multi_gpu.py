@@ -78,7 +78,8 @@ CASES = [
     ("fsdp2_8_quantised", [*FULL], 0.02, ("split by FSDP",)),
     pytest.param("fsdp2_8_quantised", ["adapter.type=lora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
     pytest.param("fsdp2_8_quantised", ["adapter.type=dora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
-    pytest.param("fsdp2_8_quantised", [*IA3, FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
+    # vectors that are gathered in bf16 turn codes into the next ones
+    pytest.param("fsdp2_8_quantised", [*IA3, FP8], 0.05, ("split by FSDP",), marks=needs_fp8),
     ("context_parallel_4", ["adapter.type=lora", *LONG], 0.02, ("split by FSDP",)),
     ("context_parallel_4", ["adapter.type=dora", *LONG], 0.02, ("split by FSDP",)),
     ("context_parallel_4", [*IA3, *LONG], 0.02, ("split by FSDP",)),
