@@ -249,7 +249,10 @@ CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
-    ("overrides", {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"}),
+    (
+        "overrides",
+        {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"},
+    ),
     (
         "--adapters",
         {

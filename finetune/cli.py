@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import arguments, launch_env, privacy
-from finetune.errors import FULL, Exit, Problem, Stopped, UserError
+from finetune.errors import FULL, Exit, Problem, Stopped, UserError, nearest
 from finetune.given import load, located, opened, writing
 
 if TYPE_CHECKING:
@@ -354,8 +354,8 @@ def doctor(options: argparse.Namespace) -> None:
         examination.run(recipe, quiet=options.quiet, measured=options.measure)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command-line surface; a test pins it."""
+def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The whole command-line surface, and each command's; a test pins it."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--quiet", action="store_true", help="errors only")
     common.add_argument("--debug", action="store_true", help="tracebacks")
@@ -366,7 +366,8 @@ def parser() -> argparse.ArgumentParser:
         text = (function.__doc__ or "").strip()
         command = commands.add_parser(function.__name__, help=text, description=text, parents=[common])
         for name, settings in its:
-            command.add_argument(name, **settings)
+            made = command.add_argument(name, **settings)
+            made.required = made.required and settings.get("nargs") != "*"  # argparse asks for one
         command.set_defaults(command=function)
 
     add(train, RECIPE, OVERRIDES, *arguments.TRAIN)
@@ -384,18 +385,23 @@ def parser() -> argparse.ArgumentParser:
     add(chat, RUN, OF_RUN, *arguments.CHAT)
     add(recipes, *arguments.RECIPES)
     add(doctor, MAYBE_RECIPE, OVERRIDES, arguments.MEASURE)
-    return top
+    return top, commands.choices
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """argparse ends a list of positionals at the first option; overrides may also follow options."""
-    top = parser()
+    top, commands = parser()
     words = list(sys.argv[1:] if given is None else given)
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        meant = nearest(words[0], commands)
+        top.error(
+            f"no command {words[0]!r}; {f'try {meant}' if meant else 'there are ' + ', '.join(commands)}"
+        )
     options, extra = top.parse_known_args(arguments.in_order(words))
     if extra and not (
         hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
     ):
-        top.error(f"unrecognized arguments: {' '.join(extra)}")
+        (commands.get(words[0]) or top).error(f"unrecognized arguments: {' '.join(extra)}")
     if extra:
         options.overrides += extra
     return options

@@ -28,14 +28,11 @@ def fastest(command: list[str], times: int = 3) -> float:
 
 def test_the_surface() -> None:
     """A new command or option is decided, not slipped in."""
-    (commands,) = [
-        action for action in cli.parser()._actions if hasattr(action, "choices") and action.choices
-    ]
     surface = {
         name: sorted(
             option for action in command._actions for option in action.option_strings or [action.dest]
         )
-        for name, command in commands.choices.items()
+        for name, command in cli.parser()[1].items()
     }
     common = ["--debug", "--help", "--quiet", "-h"]
     assert surface == {
@@ -248,3 +245,24 @@ def test_a_full_disk_is_one_message(capsys) -> None:
     assert "there is no room on the disk (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
     with pytest.raises(OSError, match="No space left"):
         cli.guarded(fills, argparse.Namespace(debug=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["trian", "x.yaml"], "no command 'trian'; try train"),
+        (["zzz"], "no command 'zzz'; there are train, check,"),
+        (["train"], "the following arguments are required: RECIPE\n"),
+        (["train", str(QUICKSTART), "--quite"], "finetune train: error: unrecognized arguments: --quite"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_mistyped_command_is_told_what_there_is(given: list[str], said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(given)
+    assert raised.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_overrides_of_one_command_are_not_the_next_one_s() -> None:
+    assert cli.parse(["plan", "x.yaml", "--gpu", "l4", "adapter.r=4"]).overrides == ["adapter.r=4"]
+    assert cli.parse(["plan", "x.yaml", "--gpu", "l4"]).overrides == []
