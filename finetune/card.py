@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from finetune import adapter_types, hub
-from finetune.recipe import local_path
+from finetune.recipe import DATA_SUFFIXES, local_path
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ LICENCES = {  # what a LICENSE file begins with -> the Hub's name of it
     r"\s*Apache License\s+Version 2\.0": "apache-2.0",
     r"\s*(The )?MIT License": "mit",
 }
+_NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publish.numbered`
 HELD_OUT = {"loss": "held-out loss", "exact_match": "exact match", "ended": "ends by itself"}
 Table = list[tuple[Any, ...]]
 
@@ -186,8 +187,8 @@ def metadata(
 
 def hub_data(sources: Iterable[str]) -> list[str]:
     """The ids of the Hub sets among `sources`, whose names go on with subset and split: `load.hub_name`."""
-    ids = dict.fromkeys(source.partition(" ")[0] for source in sources)
-    return [name for name in ids if name.count("/") == 1 and not local_path(name)]
+    hub_sets = [name for name in sources if Path(_NUMBER.sub("", name)).suffix not in DATA_SUFFIXES]
+    return list(dict.fromkeys(name.partition(" ")[0] for name in hub_sets))
 
 
 def after_merging(merge: dict[str, Any]) -> dict[str, Any]:

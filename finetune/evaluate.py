@@ -87,7 +87,6 @@ def run(
         raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
     recipe = run_folder.recipe_of(folder, overrides)
     ranks.joined(hardware.detect().device)
-    tasks.check(recipe.eval)
     harness.check(recipe.eval)
     texts = general_texts(recipe.eval)
     tuned: Any = reopen(folder, recipe)
@@ -214,8 +213,9 @@ def general_texts(settings: Eval) -> list[str]:
         return []
     path = shipped.folder("examples") / "general" / "text.jsonl"
     name = str(path) if settings.general is True else settings.general
-    source = tasks.Task(task=results.GENERAL, data=name, kind="perplexity", prompt="{{ text }}")
-    return [row["prompt"] for row in tasks.documents(source, str(Path(name)))]
+    rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
+    source = tasks.Task(task=results.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
+    return [row["prompt"] for row in tasks.documents(source, name)]
 
 
 def base_stands(tuned: Any) -> bool:

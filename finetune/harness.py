@@ -48,10 +48,15 @@ def check(settings: Eval) -> None:
     """Find every task and its rows before any weight is loaded.
 
     Raises:
-        UserError: no such task, one that runs code, or fewer rows than processes (2); no way to its data (3).
+        UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
+            data (3).
     """
+    tasks.check(settings)
+    ranks = PartialState().num_processes
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
-    counts = {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
+    counts: dict[str, int] = {}
+    if ranks > 1:  # one process can share out any number
+        counts |= {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
     theirs = [_theirs(name) for name in settings.tasks if not local.get(name)]
     if theirs:
         from lm_eval.tasks import TaskManager
@@ -64,7 +69,6 @@ def check(settings: Eval) -> None:
                 fix = "lm-eval's own command, with --confirm_run_unsafe_code, where that is safe"
                 raise UserError(Problem(f"{name} runs code that the model wrote", "eval.tasks", fix=fix))
             counts[name] = len(task.eval_docs)
-    ranks = PartialState().num_processes
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
     if few:
         what, fix = (

@@ -161,11 +161,11 @@ def read(path: str) -> Task | None:
     """
     path = str(file(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = strict_yaml.text_of(Path(path), "the task")
+    except OSError as error:
         fix = recipe_errors.similar_files(Path(path)) or "a task file; examples/general has one"
-        said = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(Problem(f"cannot read the task: {said}", "eval.tasks", path, fix=fix)) from None
+        what = f"cannot read the task: {error.strerror}"
+        raise UserError(Problem(what, "eval.tasks", path, fix=fix)) from None
     if re.search(r"^(dataset_path|output_type|include|group|custom_dataset)\s*:", text, re.MULTILINE):
         return None
     document = strict_yaml.parse(text, path)

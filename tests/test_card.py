@@ -15,8 +15,9 @@ SETS = [
     Source(name="org/set", split="train"),
     Source(name="org/set", subset="fr", split="train"),
     Source(name="org/a", split="test"),
+    Source(name="imdb", split="train"),
 ]
-SOURCES = {hub_name(source): "abc" for source in SETS} | {"train.jsonl": "d"}
+SOURCES = {hub_name(source): "abc" for source in SETS} | {"train.jsonl": "d", "train.jsonl (2)": "e"}
 LORA = {"peft_type": "LORA", "r": 16, "bias": "none"}
 RESULTS = {
     "base": {"loss": 1.9, "exact_match": None, "ended": None},
@@ -70,7 +71,7 @@ def test_what_the_hub_reads(made) -> None:
     assert again.data.to_dict() == written.data.to_dict(), "the metadata comes back as it was written"
     assert again.data.base_model == "org/base" and again.data.base_model_relation == "adapter"
     assert again.data.library_name == "peft" and again.data.license == "mit"
-    assert again.data.datasets == ["org/set", "org/a"], "ids alone, once, and no local file"
+    assert again.data.datasets == ["org/set", "org/a", "imdb"], "ids alone, once, and no local file"
     assert "base_model:adapter:org/base" in again.data.tags
     loss, accuracy = again.data.eval_results
     assert (loss.metric_type, loss.metric_value) == ("loss", 0.3)

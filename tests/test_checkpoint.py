@@ -75,7 +75,10 @@ def test_only_the_newest_stay(tmp_path) -> None:
         checkpoint.verify(tmp_path / f"step-{step}")
     assert [path.name for path in checkpoint.published(tmp_path)] == ["step-4", "step-3"]
     assert not any((tmp_path / ".staging").iterdir())
+    for name in ("step-9", "old-step-1", "old-aside-step-7"):  # of processes that were killed
+        (tmp_path / ".staging" / name).mkdir()
     assert checkpoint.begin(tmp_path, 3) == ["step-4: now aside-step-4"]  # its name is free, it is not gone
+    assert not any((tmp_path / ".staging").iterdir())
     assert (tmp_path / "aside-step-4").is_dir()
     found = checkpoint.newest(tmp_path)
     assert found and found.step == 3 and "aside-step-4" in found.notes[0]

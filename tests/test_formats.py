@@ -309,6 +309,7 @@ def test_a_malformed_row_is_named_with_its_message(messages: Any, place: str, wh
         ({"messages": CHAT, "tools": "look"}, "tools must be JSON"),
         ({"messages": CHAT, "tools": '{"name": "look"}'}, "tools must be a list of mappings"),
         ({"messages": CHAT, "tools": [5]}, "tools must be a list of mappings"),
+        ({"messages": CHAT, "tools": [{"function": 5}]}, "tools must be a list of mappings"),
         ({"messages": CHAT, "system": 5}, "content must be text"),
     ],
 )

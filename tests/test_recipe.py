@@ -3,7 +3,7 @@
 import pytest
 from conftest import ADAPTERS, QUICKSTART
 
-from finetune import recipe, run_folder
+from finetune import recipe, recipe_errors, run_folder
 from finetune.errors import UserError
 
 
@@ -161,6 +161,12 @@ def test_old_and_misplaced_names_are_explained(override: str, says: str) -> None
     found = problems(QUICKSTART, override)
     assert len(found) == 1
     assert says in next(iter(found.values()))
+
+
+def test_of_texts_and_truth_values_the_texts_are_named() -> None:
+    """pydantic names `True` without quotes: it became an empty text, and the nearest to what was written."""
+    item = {"type": "literal_error", "ctx": {"expected": "'fast', True or 'slow'"}}
+    assert recipe_errors._expected(item) == "fast, slow"
 
 
 def test_only_three_keys_are_required(recipe_file) -> None:

@@ -152,6 +152,14 @@ def test_a_line_that_can_t_be_read_beyond_the_audit_is_said_as_anywhere(
     assert bad_rows.shown(["a, byte 1", "a, byte 2", "b, byte 3"], 4) == "a, byte 1, byte 2, b, byte 3 ..."
 
 
+def test_a_row_whose_one_column_has_no_name_is_a_row(files, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "AUDITED", 5)
+    with Path(files[0]).open("a") as file:
+        file.write('{"": 5}\n')
+    with pytest.raises(UserError, match="messages must be a list"):
+        list(opened(files, tokenizer, shuffle_buffer=10))
+
+
 @pytest.mark.parametrize(
     ("more", "phrase"),
     [

@@ -155,6 +155,9 @@ def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) ->
     monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "lm_eval" else found(name))
     assert cli.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
     assert "finetune-toolkit[eval]" in capsys.readouterr().err
+    with pytest.raises(UserError, match="needs lm-eval") as raised:  # a local task needs it too
+        harness.check(Eval(tasks=["general_knowledge"]))
+    assert raised.value.code == 3
     monkeypatch.undo()
     if found("vllm") is None:
         asked = ["eval.tasks=[arc_easy]", "eval.engine=vllm"]

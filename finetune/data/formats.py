@@ -381,7 +381,10 @@ def _tools(tools: Any, row: Row) -> list[dict[str, Any]] | None:
         return None
     tools = _json(tools, "tools", row.where)
     tools = [_json(tool, "tools", row.where) for tool in tools] if isinstance(tools, list) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    good = isinstance(tools, list) and all(
+        isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools
+    )
+    if not good:
         raise BadRow("malformed", "tools must be a list of mappings", row.where, found=_short(tools))
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
 
