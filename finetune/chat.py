@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from finetune import evaluate, model, run_folder, scoring
 from finetune.data import chat as templates
-from finetune.data.formats import Example
+from finetune.data.rows import Example
 from finetune.errors import Exit, Problem, UserError
 from finetune.sections import Model
 

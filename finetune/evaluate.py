@@ -39,7 +39,7 @@ from finetune import (
     tasks,
 )
 from finetune.data import load, prepare
-from finetune.data.formats import Example
+from finetune.data.rows import Example
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Start
 from finetune.results import Measured

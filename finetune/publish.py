@@ -19,7 +19,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import card, hub, recipe_errors, run_folder, strict_json, untrusted
+from finetune import base_model, card, hub, recipe_errors, run_folder, strict_json, untrusted
 from finetune.errors import Exit, Problem, UserError
 from finetune.privacy import masked
 from finetune.receipts import Ledger
@@ -30,7 +30,7 @@ from finetune.sections import Source
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from finetune.card import Base
+    from finetune.base_model import Base
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
@@ -128,7 +128,8 @@ def run(
         fix = "--repo organisation/name, or publish.repo in the recipe; --dry-run shows what would go up"
         raise UserError(Problem("no repository to publish to", "publish.repo", found="null", fix=fix))
     kind, weights = find_weights(folder, merged)
-    base = card.find_base(recipe, card.read(weights, "adapter_config.json"), online=not dry_run)
+    config = card.read(weights, "adapter_config.json")
+    base = base_model.find(recipe.model, section, config, online=not dry_run)
     staged = Path(tempfile.mkdtemp(prefix="finetune-publish-"))
     try:
         files = stage(folder, recipe, kind, weights, base, staged)

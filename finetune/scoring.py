@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoder
-    from finetune.data.formats import Example
+    from finetune.data.rows import Example
     from finetune.sections import Data, Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from finetune import recipe_errors, shipped, strict_yaml, task_files
 from finetune.data import load, render
 from finetune.data.chat import without_thinking
-from finetune.data.formats import BadRow
+from finetune.data.rows import BadRow
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Section, Source
 

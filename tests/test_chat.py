@@ -64,7 +64,7 @@ def expected(folder: RunFolder, tuned: bool, messages: list[dict[str, str]], roo
     """The answer as evaluation gives it."""
     from finetune import evaluate, model
     from finetune.data import chat as templates
-    from finetune.data.formats import Example
+    from finetune.data.rows import Example
     from finetune.recipe import load
 
     recipe = load(folder.recipe)

@@ -10,7 +10,8 @@ import pytest
 from test_shared_assets import ASSETS
 
 from finetune.data import load
-from finetune.data.formats import BadRow, Example, Row, convert, detect, unused
+from finetune.data.formats import convert, detect, unused
+from finetune.data.rows import BadRow, Example, Row
 from finetune.errors import UserError
 from finetune.sections import Data, Source
 

@@ -24,8 +24,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from finetune import checkpoint, launch_receipts, recipe, run_folder
 from finetune.data import bundled, chat, load
 from finetune.data.chat import Encoded
-from finetune.data.formats import BadRow, Example, Row, convert, detect
+from finetune.data.formats import convert, detect
 from finetune.data.pack import best_fit
+from finetune.data.rows import BadRow, Example, Row
 from finetune.data.table import Documents
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model, Source

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from finetune import cli
 from finetune.data import bad_rows, stream
-from finetune.data.formats import Row
+from finetune.data.rows import Row
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
 from finetune.run_folder import RunFolder

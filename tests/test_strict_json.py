@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune import card, publish, report, results, strict_json, trial
-from finetune.data.formats import Example
+from finetune.data.rows import Example
 from finetune.results import Measured
 from finetune.run_folder import RunFolder
 from finetune.scoring import Score

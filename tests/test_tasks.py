@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from finetune import cli, harness, tasks
 from finetune.data.chat import make_encoder
-from finetune.data.formats import Row, convert
+from finetune.data.formats import convert
+from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.sections import Data, Eval
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.data.chat import Encoded, Encoder
-    from finetune.data.formats import BadRow, Example
+    from finetune.data.rows import BadRow, Example
     from finetune.sections import Data, Expect
 
 BINS = 24

@@ -9,8 +9,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from finetune.data import guess, load
-from finetune.data.formats import ROLES, BadRow
 from finetune.data.load import MAX_SHOWN
+from finetune.data.messages import ROLES
+from finetune.data.rows import BadRow
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.bundled import A_TOOL, bundled, look_at, marked_twin, other_prompt
-from finetune.data.formats import REASONING_KEYS, THINKING, BadRow, Example
+from finetune.data.messages import REASONING_KEYS, THINKING
 from finetune.data.render import Rendered, joined, render
+from finetune.data.rows import BadRow, Example
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:

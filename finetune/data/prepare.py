@@ -27,8 +27,8 @@ import numpy as np
 from finetune.data import load
 from finetune.data.audit import Audit, Report
 from finetune.data.chat import Encoded, make_encoder
-from finetune.data.formats import BadRow, Example, Row
 from finetune.data.pack import best_fit
+from finetune.data.rows import BadRow, Example, Row
 from finetune.data.table import Documents
 from finetune.errors import Problem, UserError
 
@@ -303,7 +303,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
     here = Path(__file__).parent
-    modules = ("formats", "guess", "load", "readers", "bundled", "render", "chat")
+    modules = ("rows", "messages", "formats", "guess", "load", "readers", "bundled", "render", "chat")
     modules += ("pack", "prepare", "table", "audit", "bad_rows")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.data import guess
-from finetune.data.formats import BadRow, Row
+from finetune.data.rows import BadRow, Row
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.data import load, readers
 from finetune.data.audit import Audit
 from finetune.data.chat import IGNORED, make_encoder
-from finetune.data.formats import BadRow, Row
 from finetune.data.pack import best_fit
 from finetune.data.prepare import Prepared, audit_held_out, audited
+from finetune.data.rows import BadRow, Row
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
