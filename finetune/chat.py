@@ -21,7 +21,6 @@ from finetune import evaluate, model, run_folder, scoring
 from finetune.data import chat as templates
 from finetune.data.rows import Example
 from finetune.errors import Exit, Problem, UserError
-from finetune.sections import Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,7 +92,7 @@ def run(
         tuned: Any = evaluate.reopen(folder, recipe)
         stands = evaluate.base_stands(tuned)
         base = tuned if stands else evaluate.open_base(recipe)
-        tokenizer = model.load_tokenizer(Model(name=str(folder.weights)))
+        tokenizer = evaluate.tokenizer_of(folder)
         encoder = templates.make_encoder(tokenizer, recipe.data, chats)
         voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]
         talk = Talk(voices, encoder, chats, max_new_tokens, temperature, console)

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 from accelerate import PartialState
+from accelerate.utils.memory import clear_device_cache
 
-from finetune import adapter_types, check, compare_table, evaluate, hardware, measured, ranks, scoring, train
+from finetune import adapter_types, check, compare_table, hardware, measured, ranks, scoring, train
 from finetune.compare_table import MARK
 from finetune.data import load as data_files
 from finetune.errors import Exit, Problem, UserError, first_line, nearest
@@ -317,7 +318,7 @@ def clear(place: Path) -> None:
 
 def clear_memory() -> float:
     """Free what earlier runs left, and count peaks anew; returns what this process still holds, GiB."""
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

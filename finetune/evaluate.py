@@ -6,7 +6,6 @@ base and tuned on the same rows; each difference with its 95 % interval, and one
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
@@ -14,9 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import disable_fsdp_ram_efficient_loading
+from accelerate.utils.memory import clear_device_cache
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune import (
@@ -43,18 +42,19 @@ from finetune.data.rows import Example
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Start
 from finetune.results import Measured
+from finetune.sections import Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.data.prepare import HeldOut
     from finetune.hardware import Hardware, Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
-    from finetune.sections import Eval, Model
+    from finetune.sections import Eval
 
 OTHER = "eval.other.json"  # of rows that the run did not hold out
 CHOSEN = "these rows also chose the weights (eval.every): the held-out figures flatter them a little"
@@ -92,7 +92,7 @@ def run(
     tuned: Any = reopen(folder, recipe)
     if inspect:
         inspect(tuned)
-    tokenizer = model.load_tokenizer(_saved(folder))
+    tokenizer = tokenizer_of(folder)
     declared = sorted(model.declared_stops(tuned.generation_config))
     stops = {"answers": scoring.stop_ids(tuned, tokenizer), "model": declared}
     rows, notes = held_out(folder, recipe, tokenizer)
@@ -110,7 +110,7 @@ def run(
         with tuned.disable_adapter():
             before = measured(tuned, "base")
     tuned = None
-    release()
+    clear_device_cache(garbage_collection=True)
     if not before:
         before = measured(open_base(recipe), "base")
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
@@ -224,7 +224,7 @@ def base_stands(tuned: Any) -> bool:
     return config is not None and getattr(config, "bias", "none") in (None, "none")
 
 
-def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool = False) -> list[str]:
+def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool) -> list[str]:
     """Held-out rows must be those of the run; a changed file may mix them with rows that were trained on.
 
     Returns:
@@ -312,15 +312,6 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     return qat.follow(tuned).eval()
 
 
-def release() -> None:
-    """Give back the memory of models that nothing refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _saved(folder: RunFolder) -> Any:
+def tokenizer_of(folder: RunFolder) -> PreTrainedTokenizerBase:
     """The tokenizer that was saved with the weights."""
-    from finetune.sections import Model
-
-    return Model(name=str(folder.weights))
+    return model.load_tokenizer(Model(name=str(folder.weights)))

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 
 from finetune import check, evaluate, quantize, ranks
 from finetune.errors import Exit, Problem, UserError, first_line
@@ -69,7 +70,7 @@ def trained(
             base = logits(model_of_run, rows)
     else:
         del model_of_run
-        evaluate.release()
+        clear_device_cache(garbage_collection=True)
         base = logits(evaluate.open_base(recipe), rows)
     if not all(bool(row.isfinite().all()) for row in [*tuned, *base]):
         what = "what was trained gives logits that are not finite"
@@ -145,7 +146,7 @@ def reopened(
     scores = score(opened)
     result = logits(opened, rows)
     del opened, loaded, head, embedding
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     if not all(bool(row.isfinite().all()) for row in result):
         raise UserError(Problem("the saved weights give logits that are not finite"), code=Exit.ARTEFACT)
     return result, scores

@@ -143,7 +143,7 @@ def held_out(
 
 
 def encode_held_out(
-    kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int] = ()
+    kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int]
 ) -> list[HeldOut]:
     """Held-out rows that a run folder has kept, as the model sees them."""
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
@@ -181,7 +181,8 @@ def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> lis
             starts = range(0, len(encoded.ids), data.max_length)
             pieces = [encoded.ids[start : start + data.max_length] for start in starts]
             return [Encoded(ids, [(0, len(ids))]) for ids in pieces if len(ids) > 1]
-        shorter = encoder.shortened(example, data.max_length) if data.too_long == "truncate_prompt" else None
+        cuts = data.too_long == "truncate_prompt"
+        shorter = encoder.shortened(example, encoded, data.max_length) if cuts else None
         if shorter is None:
             return "too_long"
         encoded = shorter

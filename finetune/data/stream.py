@@ -145,7 +145,7 @@ def encode_block(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     vocabulary: int | None,
-    declared: Collection[int] = (),
+    declared: Collection[int],
 ) -> dict[str, list[Any]]:
     """Rows to token ids: shuffled within their block, packed if asked for.
 
