@@ -40,8 +40,9 @@ def make(
     """
     merge = merge or {}
     name = repo.rpartition("/")[2]
-    config = read(staged, "adapter_config.json") if kind == "adapter" else {}
-    results, report = read(staged, "eval.json"), read(staged, "data_report.json")
+    run = RunFolder(staged)  # an older one may lack some of its files
+    config = run.found("adapter_config.json") if kind == "adapter" else {}
+    results, report = run.found("eval.json"), run.found("data_report.json")
     of = "" if kind != "merged" else "tuned model" if recipe.adapter.type == "full" else "adapter"
     stored = after_merging(merge)
     data = metadata(recipe, base, kind, name, report, measured(results, of, stored))
@@ -56,26 +57,21 @@ def make(
         scores_of_stored(stored, of),
         scores(results, report, of),
         "## Training",
-        training(staged, recipe, report),
+        training(run, recipe, report),
         "## Receipts",
         "Facts read back from the running system; the run stops at one that does not match.",
         table(
             ("what", "asked", "got", "true"),
             [
                 (r["option"], r["asked"], r["got"], "yes" if r["ok"] else "NO")
-                for r in read(staged, "receipts.json")
+                for r in run.found("receipts.json")
             ],
         ),
         "## Versions",
-        versions(staged),
+        versions(run),
     ]
     text = "\n\n".join(part for part in parts if part)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
-
-
-def read(folder: Path, name: str) -> Any:
-    """A JSON file of the run; an older run may lack one."""
-    return RunFolder(folder).read(name) if (folder / name).exists() else {}
 
 
 def metadata(
@@ -287,7 +283,7 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
     return "\n\n".join([*filter(None, [" ".join(said)]), table(columns, rows)])
 
 
-def training(staged: Path, recipe: Recipe, report: dict[str, Any]) -> str:
+def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
     """Data, the numbers that matter, and the whole recipe."""
     train = report.get("train", {})
     rows: Table = [(f"data `{name}`", digest) for name, digest in train.get("sources", {}).items()]
@@ -296,23 +292,18 @@ def training(staged: Path, recipe: Recipe, report: dict[str, Any]) -> str:
     rows += [(key, f"{value}") for key, value in recipe.adapter.options().items()]
     section = recipe.train
     rows += [("learning rate", f"{section.learning_rate:g}"), ("rows a step", section.effective_batch_size)]
-    steps = [json.loads(line) for line in lines_of(staged / "metrics.jsonl")]
-    if steps:
+    if steps := run.steps():
         rows += [("steps", steps[-1].get("step"))]
         rows += [("last loss in training", number(last))] if (last := steps[-1].get("loss")) else []
-    machine = read(staged, "environment.json").get("hardware", {})
+    machine = run.found("environment.json").get("hardware", {})
     rows += [("machine", f"{machine.get('count', 1)} x {machine['name']}")] if "name" in machine else []
-    text = (staged / "recipe.resolved.yaml").read_text(encoding="utf-8")
+    text = run.recipe.read_text(encoding="utf-8")
     whole = f"<details><summary>The recipe</summary>\n\n```yaml\n{text}```\n\n</details>"
     return f"{table(('', ''), rows)}\n\n{whole}"
 
 
-def lines_of(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def versions(staged: Path) -> str:
-    found = read(staged, "environment.json")
+def versions(run: RunFolder) -> str:
+    found = run.found("environment.json")
     packages = {"python": found.get("python"), **found.get("packages", {})}
     return table(("package", "version"), [(name, text) for name, text in packages.items() if text])
 

@@ -200,10 +200,8 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     (ids,) = talk.encoder.prompts([row])
     longest = voice.weights.config.get_text_config().max_position_embeddings
     if len(ids) >= longest:
-        found, fix = (
-            f"{len(ids)} tokens of at most {longest}",
-            "/reset" if voice.history else "a shorter text",
-        )
+        found = f"{len(ids)} tokens of at most {longest}"
+        fix = "/reset" if voice.history else "a shorter text"
         raise UserError(Problem("the talk has become too long for the model", found=found, fix=fix))
     drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
     config = GenerationConfig(

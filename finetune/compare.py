@@ -373,7 +373,7 @@ def measure(
         if reason:
             failed[job.entrant.type] = reason
             continue
-        steps = ranks.from_main(lambda folder=pilot.folder: compare_table.step_lines(folder))
+        steps = ranks.from_main(pilot.folder.steps)
         seconds[job.entrant.type] = statistics.median(line["step_seconds"] for line in steps[-PILOT_TIMED:])
         if besides is None:
             whole = ranks.from_main(lambda folder=pilot.folder: folder.read(MARK)["seconds"])

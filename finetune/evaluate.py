@@ -268,10 +268,8 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     if not too_large(section, setup):
         device = str(state.device)
     elif state.num_processes > 1:
-        what, fix = (
-            "the base does not fit on one GPU",
-            "evaluate without a launcher: one process takes all GPUs",
-        )
+        what = "the base does not fit on one GPU"
+        fix = "evaluate without a launcher: one process takes all GPUs"
         raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
     disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
     unset_hf_deepspeed_config()  # with it, ZeRO-3 would split a model that no engine runs

@@ -10,6 +10,7 @@ import re
 import statistics
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,10 +72,8 @@ def check(settings: Eval) -> None:
             counts[name] = len(task.eval_docs)
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
     if few:
-        what, fix = (
-            f"fewer rows than the {ranks} processes",
-            "one process: CUDA_VISIBLE_DEVICES=0, or more rows",
-        )
+        what = f"fewer rows than the {ranks} processes"
+        fix = "one process: CUDA_VISIBLE_DEVICES=0, or more rows"
         raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
 
 
@@ -110,16 +109,11 @@ def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> d
         name -> {"metrics", "higher_is_better", "main", "rows", "settings"}; the same on every process.
     """
     results: dict[str, Any] = {}
+    several = PartialState().num_processes > 1  # ranks that don't all run out of memory would wait for ever
+    size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
     for chat, specs in grouped(model, tokenizer, settings).items():
-
-        def evaluate(batch_size: int, chat: bool = chat, specs: Any = specs) -> dict[str, Any]:
-            return _evaluate(model, tokenizer, settings, specs, chat, batch_size, seeded)
-
-        several = (
-            PartialState().num_processes > 1
-        )  # ranks that don't all run out of memory would wait for ever
-        size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
-        results |= scoring.fitting(evaluate, size)
+        asked = partial(_evaluate, model, tokenizer, settings, specs, chat, seeded=seeded)
+        results |= scoring.fitting(asked, size)
     return results
 
 
@@ -326,8 +320,8 @@ def compare(base: dict[str, Any], tuned: dict[str, Any], forgetting: set[str]) -
 
 def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting: bool) -> dict[str, Any]:
     before, after = base[name], tuned[name]
-    pairs = [(_rows(base, name), _rows(tuned, name))]
-    asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pairs[0]]
+    pair = _rows(base, name), _rows(tuned, name)
+    asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pair]
     if asked[0] != asked[1]:
         what = f"task {name}: base and tuned were not asked the same"
         raise UserError(
@@ -337,15 +331,14 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
     sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}
     differences = {}
     for metric in better:
-        found = _difference(metric, *pairs[0], better[metric] is not False)
+        found = _difference(metric, *pair, better[metric] is not False)
         change = after["metrics"][metric] - before["metrics"][metric]
-        if found and math.isclose(
-            found["value"], change, rel_tol=1e-6, abs_tol=1e-9
-        ):  # else no mean over rows
+        mean = found and math.isclose(found["value"], change, rel_tol=1e-6, abs_tol=1e-9)  # over rows
+        if mean:
             differences[metric] = found
-            for side, rows in zip(("base", "tuned"), pairs[0], strict=True):
+            for side, rows in zip(("base", "tuned"), pair, strict=True):
                 sides[side][f"{metric}_stderr"] = _stderr(metric, rows)
-    documents = {(row["task"], row["doc_id"]) for row in pairs[0][1]}
+    documents = {(row["task"], row["doc_id"]) for row in pair[1]}
     return {
         **sides,
         "difference": differences,

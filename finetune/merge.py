@@ -260,7 +260,7 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
     """The proven folder under its name, and its report beside those of others in merge.json."""
     with writing(target):
         os.rename(staged, target)  # over an empty folder too
-        reports = folder.read("merge.json") if (folder.path / "merge.json").exists() else {}
+        reports = folder.found("merge.json")
         inside = target.absolute().parent == folder.path.absolute()
         folder.write("merge.json", {**reports, target.name if inside else str(target): report})
 

@@ -76,10 +76,8 @@ def trained(
         what = "what was trained gives logits that are not finite"
         raise UserError(Problem(what, where=str(folder.weights)), code=Exit.ARTEFACT)
     if all(map(torch.equal, tuned, base)):
-        what, fix = (
-            "training changed nothing: there is nothing to merge",
-            "more steps, or a higher learning rate",
-        )
+        what = "training changed nothing: there is nothing to merge"
+        fix = "more steps, or a higher learning rate"
         found = f"the base's own logits, bit for bit, on {len(rows)} rows"
         raise UserError(Problem(what, where=str(folder.weights), found=found, fix=fix), code=Exit.ARTEFACT)
     return tuned, base, scores

@@ -110,9 +110,9 @@ def check_names(settings: Eval) -> None:
         UserError: there is no such task (exit 2).
     """
     package = find_spec("lm_eval")
-    roots = [Path(place) / "tasks" for place in (package.submodule_search_locations or ())] if package else []
+    places = (package.submodule_search_locations if package else None) or ()
     asked = [name for name in settings.tasks if not is_file(name)]
-    if unseen := [name for name in asked if not any(_has_file(root, name) for root in roots)]:
+    if unseen := [name for name in asked if not any(_has_file(Path(at, "tasks"), name) for at in places)]:
         from lm_eval.tasks import TaskManager
 
         if problems := unknown(unseen, TaskManager().all_tasks):
@@ -233,7 +233,10 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     if answer is None:
         raise ValueError("the answer is null")
     if task.kind == "json_match":
-        wanted = json.loads(answer) if isinstance(answer, str) else answer
+        try:
+            wanted = json.loads(answer) if isinstance(answer, str) else answer
+        except ValueError:
+            wanted = answer
         if not isinstance(wanted, (dict, list)):
             raise ValueError(f"the answer is {wanted!r}, not a JSON object or list")
         document["answer"] = json.dumps(wanted)
@@ -255,7 +258,7 @@ def _index(answer: Any, choices: list[str]) -> int:
         return answer
     if isinstance(answer, str) and answer in choices:
         return choices.index(answer)
-    if isinstance(answer, str) and answer.isdigit() and int(answer) < len(choices):
+    if isinstance(answer, str) and answer.isdecimal() and int(answer) < len(choices):
         return int(answer)
     raise ValueError(f"answer {answer!r} is none of the choices, nor an index of them")
 

@@ -184,6 +184,16 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
     assert recipe.load(path).data.name == "rows.jsonl"
 
 
+def test_data_may_be_called_as_a_task_is(recipe_file, tmp_path) -> None:
+    """Of the two the data alone is a path."""
+    for name in ("arc_easy", "own.yaml"):
+        (tmp_path / name).mkdir()
+    text = "model: {name: '{model}'}\ndata: {name: arc_easy}\nadapter: {type: lora}\n"
+    loaded = recipe.load(recipe_file(text + "eval: {tasks: [arc_easy, own.yaml]}\n"))
+    assert loaded.data.name == str(tmp_path / "arc_easy")
+    assert loaded.eval.tasks == ["arc_easy", str(tmp_path / "own.yaml")]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [

@@ -83,6 +83,8 @@ def test_a_number_is_an_index_and_a_text_a_choice() -> None:
     for answer, index in ((1, 1), ("1", 3), ("4", 0)):
         assert tasks._document(task, {"c": numbers, "a": answer})["answer"] == index
     assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
+    with pytest.raises(ValueError, match="none of the choices"):
+        tasks._document(task, {"c": ["x", "y"], "a": "²"})  # a digit, and no number
 
 
 def test_shipped_tasks_are_whole() -> None:
@@ -130,6 +132,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
         ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is broken",)),
         ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
+        ("kind: json_match\nprompt: a\nanswer: yes {{ right }}\n", ("'yes 0', not a JSON object or list",)),
         ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
         ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),
     ],

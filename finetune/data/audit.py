@@ -305,10 +305,8 @@ class Audit:
 
     def _too_long(self, data: Data) -> Problem:
         count, places = self.report.counts["too_long"], self.report.places["too_long"]
-        what, found = (
-            f"{count} rows are too long",
-            f"{shown(places, count)}; the longest has {self.report.longest}",
-        )
+        what = f"{count} rows are too long"
+        found = f"{shown(places, count)}; the longest has {self.report.longest}"
         expected = f"at most {data.max_length} tokens, or too_long: drop"
         return Problem(what, "data.max_length", found=found, expected=expected)
 

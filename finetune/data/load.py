@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
 BOOKKEEPING = ("dataset_info.json", "state.json")  # of a folder that `datasets` saved
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def sources(data: Data) -> list[Source]:
@@ -258,7 +256,7 @@ def _commit(source: Source) -> str:
     from huggingface_hub import HfApi
 
     asked = source.revision or "main"
-    if COMMIT.fullmatch(asked):
+    if hub.COMMIT.fullmatch(asked):
         return asked
     try:
         return HfApi().dataset_info(source.name, revision=asked).sha or asked

@@ -129,10 +129,8 @@ def check(data: Data) -> None:
             what, fix = "streaming uses a row a whole number of times", "a whole number"
             problems.append(Problem(what, "data.name", found=f"weight {source.weight:g}", fix=fix))
         if load.files(source.name, "data.name") is None:
-            what, fix = (
-                "a Hub data set is not streamed in this version",
-                "data.streaming: false, or its files",
-            )
+            what = "a Hub data set is not streamed in this version"
+            fix = "data.streaming: false, or its files"
             problems.append(Problem(what, "data.name", found=source.name, fix=fix))
     if problems:
         raise UserError(*problems)
