@@ -44,13 +44,8 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
             else f"; pin it: {repo}@<commit>, or it may be another tomorrow"
         )
         return [f"adapter.from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
-    try:
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(
-            Problem(f"not JSON: {error}", "adapter.from", str(folder / "adapter_config.json"))
-        ) from error
     check_weights(folder, adapter.source)
+    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     problems = _source_problems(saved, adapter, base, revision)
     if problems:
         raise UserError(*problems)
@@ -94,10 +89,8 @@ def _source_problems(
         return [Problem(what, "adapter.from", fix="merge it (finetune merge), and train on what comes out")]
     init = str(saved.get("init_lora_weights")).lower()
     if init.startswith(adapter_types.REBASING_INITS):
-        what, fix = (
-            "stands on a base that its first weights were taken out of",
-            "save it as plain LoRA by PEFT",
-        )
+        what = "stands on a base that its first weights were taken out of"
+        fix = "save it as plain LoRA by PEFT"
         return [Problem(what, "adapter.from", found=f"init_lora_weights: {init}", fix=fix)]
     for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
         if saved.get(key) is not None and saved[key] is not False:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
+from accelerate.utils.memory import clear_device_cache
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune import faults, ranks, rescue, state
+from finetune import faults, ranks, state
 from finetune.batch import MARGIN, Batch, sizes
 from finetune.errors import Exit, Problem, UserError
 from finetune.speed import attention, head, loss
@@ -120,12 +121,12 @@ def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, 
         installed.undo()
     model.train(training)
     model.zero_grad()
-    rescue.free()
+    clear_device_cache(garbage_collection=True)
     return peak
 
 
 def _reset(device: Any) -> None:
-    rescue.free()
+    clear_device_cache(garbage_collection=True)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -7,107 +7,25 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from finetune import adapter_types, hub
-from finetune.recipe import local_path
+from finetune import adapter_types
+from finetune.recipe import DATA_SUFFIXES
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from finetune.base_model import Base
     from finetune.recipe import Recipe
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
-LICENCES = {  # what a LICENSE file begins with -> the Hub's name of it
-    r"\s*Apache License\s+Version 2\.0": "apache-2.0",
-    r"\s*(The )?MIT License": "mit",
-}
+_NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publish.numbered`
 HELD_OUT = {"loss": "held-out loss", "exact_match": "exact match", "ended": "ends by itself"}
 Table = list[tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Base:
-    """The base model, as a reader elsewhere can find it."""
-
-    name: str
-    """Hub id; of a folder on the machine that trained, its name."""
-    on_hub: bool
-    revision: str | None = None
-    hashes: dict[str, str] = field(default_factory=dict)
-    """File of weights -> sha256, where the base is a folder."""
-    licence: dict[str, str] = field(default_factory=dict)
-    """The card's `license`, and `license_name` and `license_link` if it has them."""
-    licence_from: str = ""
-
-
-def find_base(recipe: Recipe, config: dict[str, Any], *, online: bool) -> Base:
-    """The base as the card says it.
-
-    Args:
-        config: adapter_config.json, or nothing.
-        online: whether the licence may be looked up on the Hub.
-    """
-    section, trained_on = recipe.publish, recipe.model.name
-    local = Path(trained_on) if local_path(trained_on) else None
-    name = section.base_model or (trained_on if local is None else local.name)
-    on_hub = section.base_model is not None or local is None
-    revision = (config.get("revision") or recipe.model.revision) if local is None else None
-    hashes = {}
-    if not on_hub and local and local.is_dir():
-        hashes = {path.name: hub.sha256(path) for path in sorted(local.glob("*.safetensors"))}
-    if section.license:
-        licence, source = {"license": section.license}, "publish.license"
-    else:
-        licence, source = _licence(local, name if on_hub else None, revision, online)
-    return Base(name, on_hub, revision, hashes, licence, source)
-
-
-def _licence(
-    folder: Path | None, hub_id: str | None, revision: str | None, online: bool
-) -> tuple[dict[str, str], str]:
-    """The base's licence and where that is said: its folder's README or LICENSE, its card on the Hub."""
-    if folder and (folder / "README.md").is_file():
-        said = _licence_of_card(folder / "README.md")
-        if said:
-            return said, "the README of the base"
-    if folder and (folder / "LICENSE").is_file():
-        text = (folder / "LICENSE").read_text(encoding="utf-8", errors="replace")
-        for start, name in LICENCES.items():
-            if re.match(start, text):
-                return {"license": name}, "the LICENSE of the base"
-    if hub_id:
-        readme = _hub_readme(hub_id, revision, online)
-        if readme and (said := _licence_of_card(readme)):
-            return said, f"the card of {hub_id}"
-    return {"license": "other"}, ""
-
-
-def _hub_readme(hub_id: str, revision: str | None, online: bool) -> Path | None:
-    """The base's README on the Hub, or in its cache; its licence is no reason to fail."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(hub_id, "README.md", revision=revision, local_files_only=not online))
-    except (hub.http_error(), OSError, ValueError):
-        return None
-
-
-def _licence_of_card(path: Path) -> dict[str, str]:
-    try:
-        data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, yaml.YAMLError):  # no metadata that can be read
-        return {}
-    keys = ("license", "license_name", "license_link")
-    return (
-        {key: str(data[key]) for key in keys if isinstance(data.get(key), str)} if "license" in data else {}
-    )
 
 
 def make(
@@ -122,8 +40,9 @@ def make(
     """
     merge = merge or {}
     name = repo.rpartition("/")[2]
-    config = read(staged, "adapter_config.json") if kind == "adapter" else {}
-    results, report = read(staged, "eval.json"), read(staged, "data_report.json")
+    run = RunFolder(staged)  # an older one may lack some of its files
+    config = run.found("adapter_config.json") if kind == "adapter" else {}
+    results, report = run.found("eval.json"), run.found("data_report.json")
     of = "" if kind != "merged" else "tuned model" if recipe.adapter.type == "full" else "adapter"
     stored = after_merging(merge)
     data = metadata(recipe, base, kind, name, report, measured(results, of, stored))
@@ -138,26 +57,21 @@ def make(
         scores_of_stored(stored, of),
         scores(results, report, of),
         "## Training",
-        training(staged, recipe, report),
+        training(run, recipe, report),
         "## Receipts",
         "Facts read back from the running system; the run stops at one that does not match.",
         table(
             ("what", "asked", "got", "true"),
             [
                 (r["option"], r["asked"], r["got"], "yes" if r["ok"] else "NO")
-                for r in read(staged, "receipts.json")
+                for r in run.found("receipts.json")
             ],
         ),
         "## Versions",
-        versions(staged),
+        versions(run),
     ]
     text = "\n\n".join(part for part in parts if part)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
-
-
-def read(folder: Path, name: str) -> Any:
-    """A JSON file of the run; an older run may lack one."""
-    return RunFolder(folder).read(name) if (folder / name).exists() else {}
 
 
 def metadata(
@@ -186,8 +100,8 @@ def metadata(
 
 def hub_data(sources: Iterable[str]) -> list[str]:
     """The ids of the Hub sets among `sources`, whose names go on with subset and split: `load.hub_name`."""
-    ids = dict.fromkeys(source.partition(" ")[0] for source in sources)
-    return [name for name in ids if name.count("/") == 1 and not local_path(name)]
+    hub_sets = [name for name in sources if Path(_NUMBER.sub("", name)).suffix not in DATA_SUFFIXES]
+    return list(dict.fromkeys(name.partition(" ")[0] for name in hub_sets))
 
 
 def after_merging(merge: dict[str, Any]) -> dict[str, Any]:
@@ -369,7 +283,7 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
     return "\n\n".join([*filter(None, [" ".join(said)]), table(columns, rows)])
 
 
-def training(staged: Path, recipe: Recipe, report: dict[str, Any]) -> str:
+def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
     """Data, the numbers that matter, and the whole recipe."""
     train = report.get("train", {})
     rows: Table = [(f"data `{name}`", digest) for name, digest in train.get("sources", {}).items()]
@@ -378,23 +292,18 @@ def training(staged: Path, recipe: Recipe, report: dict[str, Any]) -> str:
     rows += [(key, f"{value}") for key, value in recipe.adapter.options().items()]
     section = recipe.train
     rows += [("learning rate", f"{section.learning_rate:g}"), ("rows a step", section.effective_batch_size)]
-    steps = [json.loads(line) for line in lines_of(staged / "metrics.jsonl")]
-    if steps:
+    if steps := run.steps():
         rows += [("steps", steps[-1].get("step"))]
         rows += [("last loss in training", number(last))] if (last := steps[-1].get("loss")) else []
-    machine = read(staged, "environment.json").get("hardware", {})
+    machine = run.found("environment.json").get("hardware", {})
     rows += [("machine", f"{machine.get('count', 1)} x {machine['name']}")] if "name" in machine else []
-    text = (staged / "recipe.resolved.yaml").read_text(encoding="utf-8")
+    text = run.recipe.read_text(encoding="utf-8")
     whole = f"<details><summary>The recipe</summary>\n\n```yaml\n{text}```\n\n</details>"
     return f"{table(('', ''), rows)}\n\n{whole}"
 
 
-def lines_of(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def versions(staged: Path) -> str:
-    found = read(staged, "environment.json")
+def versions(run: RunFolder) -> str:
+    found = run.found("environment.json")
     packages = {"python": found.get("python"), **found.get("packages", {})}
     return table(("package", "version"), [(name, text) for name, text in packages.items() if text])
 

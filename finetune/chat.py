@@ -19,9 +19,8 @@ from transformers import GenerationConfig
 
 from finetune import evaluate, model, run_folder, scoring
 from finetune.data import chat as templates
-from finetune.data.formats import Example
+from finetune.data.rows import Example
 from finetune.errors import Exit, Problem, UserError
-from finetune.sections import Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,7 +92,7 @@ def run(
         tuned: Any = evaluate.reopen(folder, recipe)
         stands = evaluate.base_stands(tuned)
         base = tuned if stands else evaluate.open_base(recipe)
-        tokenizer = model.load_tokenizer(Model(name=str(folder.weights)))
+        tokenizer = evaluate.tokenizer_of(folder)
         encoder = templates.make_encoder(tokenizer, recipe.data, chats)
         voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]
         talk = Talk(voices, encoder, chats, max_new_tokens, temperature, console)
@@ -201,10 +200,8 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     (ids,) = talk.encoder.prompts([row])
     longest = voice.weights.config.get_text_config().max_position_embeddings
     if len(ids) >= longest:
-        found, fix = (
-            f"{len(ids)} tokens of at most {longest}",
-            "/reset" if voice.history else "a shorter text",
-        )
+        found = f"{len(ids)} tokens of at most {longest}"
+        fix = "/reset" if voice.history else "a shorter text"
         raise UserError(Problem("the talk has become too long for the model", found=found, fix=fix))
     drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
     config = GenerationConfig(

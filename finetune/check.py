@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from finetune.sections import Train
 
 IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
-TRACKERS = {  # name in train.report_to -> module, package; elsewhere all three are the same
+TRACKERS = {  # name in train.report_to -> module, package; of others both are called as it is
     "azure_ml": ("azureml", "azureml-core"),
     "comet_ml": ("comet_ml", "comet-ml"),
     "flyte": ("flytekit", "flytekit"),
@@ -262,7 +262,7 @@ def _data(recipe: Recipe) -> list[str]:
         raise UserError(Problem("is empty", "data.name"))
     for source, key in named:
         if load.files(source.name, key) is None:
-            pinned = load.COMMIT.fullmatch(source.revision or "")
+            pinned = hub.COMMIT.fullmatch(source.revision or "")
             pin = "" if pinned else "; pin data.revision to a commit, or tomorrow's run may see other rows"
             notes.append(f"{key}: {source.name} is on the Hub; its rows are checked when it loads{pin}")
     load.check_disjoint(data)

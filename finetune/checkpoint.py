@@ -189,7 +189,7 @@ def begin(checkpoints: Path, step: int) -> list[str]:
     Returns:
         What the later ones were called, and are.
     """
-    for pattern in ("step-*", "old-step-*"):
+    for pattern in ("step-*", "old-*"):
         for path in (checkpoints / ".staging").glob(pattern):
             shutil.rmtree(path)
     said = []

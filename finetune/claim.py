@@ -69,7 +69,7 @@ def _entries(path: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def claimed(output_dir: str | None, name: str = "run") -> Iterator[str | None]:
+def claimed(output_dir: str | None, name: str) -> Iterator[str | None]:
     """Keep a run folder from other runs on this or another machine for as long as this one lasts.
 
     The lock is the system's, so it ends with the process, however that ends; the file says whose it is. Where

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 from accelerate import PartialState
+from accelerate.utils.memory import clear_device_cache
 
-from finetune import adapter_types, check, compare_table, evaluate, hardware, measured, ranks, scoring, train
+from finetune import adapter_types, check, compare_table, hardware, measured, ranks, scoring, train
 from finetune.compare_table import MARK
 from finetune.data import load as data_files
 from finetune.errors import Exit, Problem, UserError, first_line, nearest
@@ -317,7 +318,7 @@ def clear(place: Path) -> None:
 
 def clear_memory() -> float:
     """Free what earlier runs left, and count peaks anew; returns what this process still holds, GiB."""
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -372,7 +373,7 @@ def measure(
         if reason:
             failed[job.entrant.type] = reason
             continue
-        steps = ranks.from_main(lambda folder=pilot.folder: compare_table.step_lines(folder))
+        steps = ranks.from_main(pilot.folder.steps)
         seconds[job.entrant.type] = statistics.median(line["step_seconds"] for line in steps[-PILOT_TIMED:])
         if besides is None:
             whole = ranks.from_main(lambda folder=pilot.folder: folder.read(MARK)["seconds"])

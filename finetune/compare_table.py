@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import differences, plots, run_folder, summary
-from finetune.differences import step_lines
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ AXES = {"train_seconds": "training, seconds", "memory_gib": "peak memory, GiB", 
 
 def row(folder: RunFolder) -> dict[str, Any]:
     """The figures of one finished run; `None` where it has none."""
-    lines, result, mark = step_lines(folder), differences.evaluation(folder), folder.read(MARK)
+    lines, result, mark = folder.steps(), folder.found("eval.json"), folder.read(MARK)
     steady = lines[1:] or lines  # the first one has the warm-up of kernels and loaders
     medians = {
         key: statistics.median(line[key] for line in steady) if steady else None

@@ -106,7 +106,7 @@ def data(a: RunFolder, b: RunFolder) -> Found:
 
 def curves(a: RunFolder, b: RunFolder) -> Found:
     """Losses at the same steps."""
-    left, right = ({line["step"]: line["loss"] for line in step_lines(folder)} for folder in (a, b))
+    left, right = ({line["step"]: line["loss"] for line in folder.steps()} for folder in (a, b))
     both = sorted(left.keys() & right.keys())
     apart = [step for step in both if left[step] != right[step]]
     rows = [(f"loss of step {step}", f"{left[step]}", f"{right[step]}") for step in apart]
@@ -159,7 +159,7 @@ def shape(tensor: Any) -> str:
 
 def results(a: RunFolder, b: RunFolder) -> Found:
     """Every figure of the evaluation."""
-    left, right = ({k: evaluation(f).get(k, {}) for k in ("base", "tuned", "tasks")} for f in (a, b))
+    left, right = ({k: f.found("eval.json").get(k, {}) for k in ("base", "tuned", "tasks")} for f in (a, b))
     rows = unequal(left, right)
     said = f"{rows[0][0]} is {rows[0][1]} against {rows[0][2]}" if rows else "the same"
     return Found("evaluation", rows, said if any(left.values()) or rows else "there is none")
@@ -177,7 +177,7 @@ def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]
 def facts(folder: RunFolder) -> dict[str, Any]:
     """What has to be equal for the figures of two runs to be compared; each is said as a reason."""
     environment, report = folder.read("environment.json"), folder.read("data_report.json")
-    recipe, result = load_recipe(folder.recipe), evaluation(folder)
+    recipe, result = load_recipe(folder.recipe), folder.found("eval.json")
     machine, launch = environment["hardware"], environment["launch"]
     beside = ("batch_size", "seconds", "notes")
     settings = {k: v for k, v in result.get("settings", {}).items() if k not in beside}
@@ -191,7 +191,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         "processes": launch["processes"],
         "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
         "precision": launch["precision"],
-        **{f"{name}": version for name, version in environment["packages"].items()},
+        **environment["packages"],
         **{f"{name} files": sorted(set(report[name]["sources"].values())) for name in report},
         **{f"data.{key}": value for key, value in {**data, "chat_template": template}.items()},
         "evaluation settings": settings,
@@ -204,28 +204,15 @@ def facts(folder: RunFolder) -> dict[str, Any]:
 def base_name(folder: RunFolder) -> str:
     """The base by its name alone, since its folder may stand elsewhere, and its commit on the Hub."""
     recipe = load_recipe(folder.recipe)
-    path, commit = folder.adapter / "adapter_config.json", recipe.model.revision
-    if path.exists():
-        commit = json.loads(path.read_text(encoding="utf-8")).get("revision") or commit
+    saved = RunFolder(folder.adapter).found("adapter_config.json")
+    commit = saved.get("revision") or recipe.model.revision
     name = recipe.model.name
     name = Path(name).name if Path(name).is_absolute() else name
     return f"{name} {commit or ''}".strip()
 
 
-def evaluation(folder: RunFolder) -> dict[str, Any]:
-    """eval.json, or nothing."""
-    return folder.read("eval.json") if (folder.path / "eval.json").exists() else {}
-
-
-def step_lines(folder: RunFolder) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are of training steps."""
-    path = folder.path / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [line for line in map(json.loads, lines) if "loss" in line]
-
-
 def last_step(folder: RunFolder) -> int:
-    return max((line["step"] for line in step_lines(folder)), default=0)
+    return max((line["step"] for line in folder.steps()), default=0)
 
 
 def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
@@ -244,7 +231,7 @@ def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
 def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
     """Bases of one name whose losses on the same held-out file are not the same."""
     recipes = [load_recipe(folder.recipe) for folder in (a, b)]
-    losses = [evaluation(folder).get("base", {}).get("loss") for folder in (a, b)]
+    losses = [folder.found("eval.json").get("base", {}).get("loss") for folder in (a, b)]
     storages = {adapter_types.find(r.adapter.type).storage or r.speed.base for r in recipes}
     if None in losses or len(storages) > 1 or not all(recipe.data.validation for recipe in recipes):
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import distributions, requires
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
@@ -15,7 +15,7 @@ from finetune.attention_choice import Rows
 from finetune.batch import most_processes
 from finetune.errors import UserError
 from finetune.estimate import choose_compile
-from finetune.run_folder import PACKAGES
+from finetune.run_folder import packages
 from finetune.screen import Screen
 from finetune.sections import Data, Speed, Train
 from finetune.upstream import installed
@@ -48,7 +48,7 @@ class Optimisation(NamedTuple):
 
 
 def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -> None:
-    """Print four tables; with a recipe they speak of that run, else of the defaults.
+    """Print five tables; with a recipe they speak of that run, else of the defaults.
 
     Args:
         measured: time this machine first, in about a minute on a GPU, and keep the rates for `finetune plan`.
@@ -56,7 +56,8 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
     screen, machine = Screen(quiet=quiet), hw.detect()
     if measured:
         screen.table("measured here", ("what", "rate"), _ceilings(recipe, machine))
-    rows = [(name, _version(name) or "-", _problem(name)) for name in ("python", *PACKAGES)]
+    found = {"python": platform.python_version(), **packages()}
+    rows = [(name, version or "-", _problem(name, version)) for name, version in found.items()]
     screen.table("versions", ("package", "version", "note"), rows)
     screen.table("machine", ("what", "found"), list(_machine(machine)))
     screen.table("would be used", ("what", "choice", "why"), list(_choices(recipe, machine)))
@@ -85,7 +86,7 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
         *_precision(machine, given, _base(recipe, machine)),
         _attention(recipe, machine),
         *_memory(speed, recipe, machine),
-        *_optimizer(given, machine),
+        *_optimizer(given),
         *_batches(train, given, data),
         *_loader(train, given, machine),
     ]
@@ -186,7 +187,7 @@ def _qat(speed: Speed) -> Optimisation:
     return Optimisation(name, where, "off", "only for weights that `finetune merge --quantize` will store")
 
 
-def _optimizer(given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
+def _optimizer(given: dict[str, Any]) -> list[Optimisation]:
     optim = str(given.get("optim", "adamw_torch_fused"))
     fused = "active" if "fused" in optim else "off"
     clip = given.get("max_grad_norm", 1.0)
@@ -312,28 +313,13 @@ def _extras() -> list[tuple[str, str, str]]:
     return rows
 
 
-def _version(package: str) -> str | None:
-    if package == "python":
-        return platform.python_version()
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _problem(package: str) -> str:
+def _problem(package: str, found: str | None) -> str:
     """What is known to be wrong with an installed version."""
-    if package == "transformers" and installed("kernels"):
-        asked = next(
-            (r for r in map(Requirement, requires("transformers") or []) if r.name == "kernels"),
-            None,
-        )
-        have = _version("kernels")
+    if package == "transformers":
+        asked = next((r for r in map(Requirement, requires(package) or ()) if r.name == "kernels"), None)
+        have = next((one.version for one in distributions(name="kernels")), "")
         if asked and have and not asked.specifier.contains(have):
             return f"asks for kernels{asked.specifier}, found {have}: every Hub kernel is switched off"
-    found = _version(package)
-    if package == "transformers" and found and found.startswith("5.23."):
-        return "asks for a kernels release that does not exist, so Hub kernels are off; 5.22.2 has them"
     if package == "finetune-toolkit" and found is None:
         return "run from a folder that is not installed: pip install -e ."
     return "" if found else "not installed"

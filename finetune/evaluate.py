@@ -6,7 +6,6 @@ base and tuned on the same rows; each difference with its 95 % interval, and one
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
@@ -14,9 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import disable_fsdp_ram_efficient_loading
+from accelerate.utils.memory import clear_device_cache
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune import (
@@ -39,22 +38,23 @@ from finetune import (
     tasks,
 )
 from finetune.data import load, prepare
-from finetune.data.formats import Example
+from finetune.data.rows import Example
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Start
 from finetune.results import Measured
+from finetune.sections import Model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.data.prepare import HeldOut
     from finetune.hardware import Hardware, Setup
     from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
-    from finetune.sections import Eval, Model
+    from finetune.sections import Eval
 
 OTHER = "eval.other.json"  # of rows that the run did not hold out
 CHOSEN = "these rows also chose the weights (eval.every): the held-out figures flatter them a little"
@@ -87,13 +87,12 @@ def run(
         raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
     recipe = run_folder.recipe_of(folder, overrides)
     ranks.joined(hardware.detect().device)
-    tasks.check(recipe.eval)
     harness.check(recipe.eval)
     texts = general_texts(recipe.eval)
     tuned: Any = reopen(folder, recipe)
     if inspect:
         inspect(tuned)
-    tokenizer = model.load_tokenizer(_saved(folder))
+    tokenizer = tokenizer_of(folder)
     declared = sorted(model.declared_stops(tuned.generation_config))
     stops = {"answers": scoring.stop_ids(tuned, tokenizer), "model": declared}
     rows, notes = held_out(folder, recipe, tokenizer)
@@ -111,7 +110,7 @@ def run(
         with tuned.disable_adapter():
             before = measured(tuned, "base")
     tuned = None
-    release()
+    clear_device_cache(garbage_collection=True)
     if not before:
         before = measured(open_base(recipe), "base")
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
@@ -214,8 +213,9 @@ def general_texts(settings: Eval) -> list[str]:
         return []
     path = shipped.folder("examples") / "general" / "text.jsonl"
     name = str(path) if settings.general is True else settings.general
-    source = tasks.Task(task=results.GENERAL, data=name, kind="perplexity", prompt="{{ text }}")
-    return [row["prompt"] for row in tasks.documents(source, str(Path(name)))]
+    rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
+    source = tasks.Task(task=results.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
+    return [row["prompt"] for row in tasks.documents(source, name)]
 
 
 def base_stands(tuned: Any) -> bool:
@@ -224,7 +224,7 @@ def base_stands(tuned: Any) -> bool:
     return config is not None and getattr(config, "bias", "none") in (None, "none")
 
 
-def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool = False) -> list[str]:
+def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool) -> list[str]:
     """Held-out rows must be those of the run; a changed file may mix them with rows that were trained on.
 
     Returns:
@@ -268,10 +268,8 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     if not too_large(section, setup):
         device = str(state.device)
     elif state.num_processes > 1:
-        what, fix = (
-            "the base does not fit on one GPU",
-            "evaluate without a launcher: one process takes all GPUs",
-        )
+        what = "the base does not fit on one GPU"
+        fix = "evaluate without a launcher: one process takes all GPUs"
         raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
     disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
     unset_hf_deepspeed_config()  # with it, ZeRO-3 would split a model that no engine runs
@@ -312,15 +310,6 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     return qat.follow(tuned).eval()
 
 
-def release() -> None:
-    """Give back the memory of models that nothing refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _saved(folder: RunFolder) -> Any:
+def tokenizer_of(folder: RunFolder) -> PreTrainedTokenizerBase:
     """The tokenizer that was saved with the weights."""
-    from finetune.sections import Model
-
-    return Model(name=str(folder.weights))
+    return model.load_tokenizer(Model(name=str(folder.weights)))

@@ -10,6 +10,7 @@ import re
 import statistics
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,10 +49,15 @@ def check(settings: Eval) -> None:
     """Find every task and its rows before any weight is loaded.
 
     Raises:
-        UserError: no such task, one that runs code, or fewer rows than processes (2); no way to its data (3).
+        UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
+            data (3).
     """
+    tasks.check(settings)
+    ranks = PartialState().num_processes
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
-    counts = {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
+    counts: dict[str, int] = {}
+    if ranks > 1:  # one process can share out any number
+        counts |= {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
     theirs = [_theirs(name) for name in settings.tasks if not local.get(name)]
     if theirs:
         from lm_eval.tasks import TaskManager
@@ -64,13 +70,10 @@ def check(settings: Eval) -> None:
                 fix = "lm-eval's own command, with --confirm_run_unsafe_code, where that is safe"
                 raise UserError(Problem(f"{name} runs code that the model wrote", "eval.tasks", fix=fix))
             counts[name] = len(task.eval_docs)
-    ranks = PartialState().num_processes
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
     if few:
-        what, fix = (
-            f"fewer rows than the {ranks} processes",
-            "one process: CUDA_VISIBLE_DEVICES=0, or more rows",
-        )
+        what = f"fewer rows than the {ranks} processes"
+        fix = "one process: CUDA_VISIBLE_DEVICES=0, or more rows"
         raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
 
 
@@ -106,16 +109,11 @@ def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> d
         name -> {"metrics", "higher_is_better", "main", "rows", "settings"}; the same on every process.
     """
     results: dict[str, Any] = {}
+    several = PartialState().num_processes > 1  # ranks that don't all run out of memory would wait for ever
+    size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
     for chat, specs in grouped(model, tokenizer, settings).items():
-
-        def evaluate(batch_size: int, chat: bool = chat, specs: Any = specs) -> dict[str, Any]:
-            return _evaluate(model, tokenizer, settings, specs, chat, batch_size, seeded)
-
-        several = (
-            PartialState().num_processes > 1
-        )  # ranks that don't all run out of memory would wait for ever
-        size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
-        results |= scoring.fitting(evaluate, size)
+        asked = partial(_evaluate, model, tokenizer, settings, specs, chat, seeded=seeded)
+        results |= scoring.fitting(asked, size)
     return results
 
 
@@ -322,8 +320,8 @@ def compare(base: dict[str, Any], tuned: dict[str, Any], forgetting: set[str]) -
 
 def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting: bool) -> dict[str, Any]:
     before, after = base[name], tuned[name]
-    pairs = [(_rows(base, name), _rows(tuned, name))]
-    asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pairs[0]]
+    pair = _rows(base, name), _rows(tuned, name)
+    asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pair]
     if asked[0] != asked[1]:
         what = f"task {name}: base and tuned were not asked the same"
         raise UserError(
@@ -333,15 +331,14 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
     sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}
     differences = {}
     for metric in better:
-        found = _difference(metric, *pairs[0], better[metric] is not False)
+        found = _difference(metric, *pair, better[metric] is not False)
         change = after["metrics"][metric] - before["metrics"][metric]
-        if found and math.isclose(
-            found["value"], change, rel_tol=1e-6, abs_tol=1e-9
-        ):  # else no mean over rows
+        mean = found and math.isclose(found["value"], change, rel_tol=1e-6, abs_tol=1e-9)  # over rows
+        if mean:
             differences[metric] = found
-            for side, rows in zip(("base", "tuned"), pairs[0], strict=True):
+            for side, rows in zip(("base", "tuned"), pair, strict=True):
                 sides[side][f"{metric}_stderr"] = _stderr(metric, rows)
-    documents = {(row["task"], row["doc_id"]) for row in pairs[0][1]}
+    documents = {(row["task"], row["doc_id"]) for row in pair[1]}
     return {
         **sides,
         "difference": differences,

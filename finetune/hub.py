@@ -179,20 +179,17 @@ def listing(api: HfApi, repo: str, commit: str | None) -> dict[str, Listed]:
 
 def same(path: Path, there: Listed | None) -> bool:
     """Whether a file here is byte for byte the one there."""
+    from huggingface_hub.utils.sha import git_hash
+
     if there is None or path.stat().st_size != there.size:
         return False
-    return (sha256(path) if there.large else _blob_id(path)) == there.digest
+    return (sha256(path) if there.large else git_hash(path.read_bytes())) == there.digest
 
 
 def sha256(path: Path) -> str:
     """Of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _blob_id(path: Path) -> str:
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def upload(repo: str, files: dict[str, Path], message: str, revision: str | None) -> Pushed:
@@ -214,10 +211,8 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
                 return Pushed(head, list(sent), there)
             clash = {"adapter_config.json", "config.json"} & there.keys() - files.keys()
             if clash:
-                what, fix = (
-                    "the repository holds other weights, which would load in their place",
-                    "another --repo",
-                )
+                what = "the repository holds other weights, which would load in their place"
+                fix = "another --repo"
                 raise UserError(Problem(what, "publish.repo", repo, ", ".join(sorted(clash)), fix=fix))
             sent |= dict.fromkeys(missing)
             if "README.md" in missing:  # known before gigabytes are sent, not after

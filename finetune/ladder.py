@@ -298,10 +298,8 @@ def _order_problems(ladder: Ladder) -> list[Problem]:
         for number, below in enumerate(rung.on):
             if below not in known:
                 fix = nearest(below, known) or "a rung that stands before it"
-                what, at = (
-                    f"rung {rung.name}: `on` names no earlier rung",
-                    ladder.place(*here, "on", str(number)),
-                )
+                what = f"rung {rung.name}: `on` names no earlier rung"
+                at = ladder.place(*here, "on", str(number))
                 problems.append(Problem(what, where=at, found=below, fix=fix))
         if rung.name in known:
             at = ladder.place(*here, "name")

@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         made = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
         problem = Problem("not an accelerate config", where=str(path), found=" ".join(str(error).split()))
         raise UserError(problem) from error
     if not isinstance(made, dict):

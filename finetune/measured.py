@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune import hub, ladder, signals, trial
 from finetune.adapter_types import in_few_steps
 from finetune.data import load
-from finetune.differences import evaluation, step_lines
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.given import writing
 from finetune.recipe import load as load_recipe
@@ -274,7 +273,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     """
     place = RunFolder(folder)
     mark = place.read(MARK)
-    lines = [] if mark["failed"] else step_lines(place)
+    lines = [] if mark["failed"] else place.steps()
     steady = lines[warm_up:]
     if not steady:
         failed = mark["failed"] or "no step after the warm-up"
@@ -298,7 +297,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         "first_step_seconds": lines[0]["step_seconds"],
         "memory_gib": max(line[held] for line in lines),
         "losses": [float(line["loss"]) for line in lines],  # one that is not finite is written as text
-        "held_out": evaluation(place).get("tuned", {}).get("loss"),
+        "held_out": place.found("eval.json").get("tuned", {}).get("loss"),
         "tokens": lines[-1]["tokens"] / len(lines),
         "tokens_per_cpu_second": statistics.median(rates) if rates else None,
         "seconds": mark["seconds"],

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 
 from finetune import evaluate, hardware, model, proof, qat, quantize, run_folder, scoring
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.given import writing
-from finetune.sections import Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ def run(
     setup = evaluate.setup_of(recipe)
     check_asked(folder, setup, quantized, recipe.speed.qat)
     target = free_target(folder, quantized, output)
-    tokenizer = model.load_tokenizer(Model(name=str(folder.weights)))
+    tokenizer = evaluate.tokenizer_of(folder)
     held_out, _ = evaluate.held_out(folder, recipe, tokenizer)
     rows, origin = proof.probes(recipe, tokenizer, held_out)
     score = partial(scores, tokenizer, held_out if quantized else [], recipe)
@@ -177,7 +177,7 @@ def write_merged(
         merged.save_pretrained(str(whole))
         tokenizer.save_pretrained(str(whole))
     del plain, adapted, merged
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     tensors = {"changed": changed, "all": len(after)}
     return {"merged_onto": setup.storage.value, "tensors": tensors, "notes": notes}
 
@@ -205,7 +205,7 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
             raise UserError(Problem(what, found=found, fix="speed.base=bf16, and train again"))
         parameter.data = value.detach().float()
     del stored, modules
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     return plain
 
 
@@ -251,7 +251,7 @@ def write_quantized(
     _, storage = quantize.choose(kind, getattr(torch, dtype), setup.hardware, trained)
     kept = quantize.kept(small, size(packed))
     del small
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     found = {"storage": storage, "not_quantized": kept, "layers": {"quantized": layers, "plain": plain}}
     return {**found, "notes": notes} if notes else found
 
@@ -260,7 +260,7 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
     """The proven folder under its name, and its report beside those of others in merge.json."""
     with writing(target):
         os.rename(staged, target)  # over an empty folder too
-        reports = folder.read("merge.json") if (folder.path / "merge.json").exists() else {}
+        reports = folder.found("merge.json")
         inside = target.absolute().parent == folder.path.absolute()
         folder.write("merge.json", {**reports, target.name if inside else str(target): report})
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data import bundled, load
-from finetune.data.formats import BadRow, Example
 from finetune.data.readers import json_lines
 from finetune.data.render import render
+from finetune.data.rows import BadRow, Example
 from finetune.sections import Data
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 
 from finetune import check, evaluate, quantize, ranks
 from finetune.errors import Exit, Problem, UserError, first_line
@@ -69,16 +70,14 @@ def trained(
             base = logits(model_of_run, rows)
     else:
         del model_of_run
-        evaluate.release()
+        clear_device_cache(garbage_collection=True)
         base = logits(evaluate.open_base(recipe), rows)
     if not all(bool(row.isfinite().all()) for row in [*tuned, *base]):
         what = "what was trained gives logits that are not finite"
         raise UserError(Problem(what, where=str(folder.weights)), code=Exit.ARTEFACT)
     if all(map(torch.equal, tuned, base)):
-        what, fix = (
-            "training changed nothing: there is nothing to merge",
-            "more steps, or a higher learning rate",
-        )
+        what = "training changed nothing: there is nothing to merge"
+        fix = "more steps, or a higher learning rate"
         found = f"the base's own logits, bit for bit, on {len(rows)} rows"
         raise UserError(Problem(what, where=str(folder.weights), found=found, fix=fix), code=Exit.ARTEFACT)
     return tuned, base, scores
@@ -145,7 +144,7 @@ def reopened(
     scores = score(opened)
     result = logits(opened, rows)
     del opened, loaded, head, embedding
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     if not all(bool(row.isfinite().all()) for row in result):
         raise UserError(Problem("the saved weights give logits that are not finite"), code=Exit.ARTEFACT)
     return result, scores

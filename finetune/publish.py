@@ -19,20 +19,20 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import card, hub, recipe_errors, run_folder, strict_json, untrusted
+from finetune import base_model, card, hub, recipe_errors, run_folder, strict_json, untrusted
 from finetune.errors import Exit, Problem, UserError
 from finetune.privacy import masked
 from finetune.receipts import Ledger
 from finetune.recipe import load as load_recipe
 from finetune.recipe import local_path
+from finetune.run_folder import RunFolder
 from finetune.sections import Source
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from finetune.card import Base
+    from finetune.base_model import Base
     from finetune.recipe import Recipe
-    from finetune.run_folder import RunFolder
     from finetune.screen import Screen
     from finetune.sections import Publish
 
@@ -128,7 +128,8 @@ def run(
         fix = "--repo organisation/name, or publish.repo in the recipe; --dry-run shows what would go up"
         raise UserError(Problem("no repository to publish to", "publish.repo", found="null", fix=fix))
     kind, weights = find_weights(folder, merged)
-    base = card.find_base(recipe, card.read(weights, "adapter_config.json"), online=not dry_run)
+    config = RunFolder(weights).found("adapter_config.json")
+    base = base_model.find(recipe.model, section, config, online=not dry_run)
     staged = Path(tempfile.mkdtemp(prefix="finetune-publish-"))
     try:
         files = stage(folder, recipe, kind, weights, base, staged)
@@ -155,8 +156,7 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     """adapter | model | merged, and the folder (exit 2 where nothing was merged, or several times)."""
     if not merged:
         return ("adapter" if folder.weights == folder.adapter else "model"), folder.weights
-    proven = folder.read("merge.json") if (folder.path / "merge.json").exists() else {}
-    found = [path for name in proven if (path := folder.path / name).is_dir()]
+    found = [path for name in folder.found("merge.json") if (path := folder.path / name).is_dir()]
     plain = [path for path in found if path.name == "merged"] or found
     if len(plain) != 1:
         what = "which of them?" if found else "nothing is merged in this run"
@@ -168,7 +168,7 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
 
 def merge_report(folder: RunFolder, weights: Path) -> dict[str, Any]:
     """What merge.json says of these weights; of others nothing."""
-    reports = card.read(folder.path, "merge.json")
+    reports = folder.found("merge.json")
     return next((report for name, report in reports.items() if folder.path / name == weights), {})
 
 
@@ -217,18 +217,18 @@ def write_json(path: Path, content: Any, *, indent: int) -> None:
 
 def local_names(folder: RunFolder, recipe: Recipe, base: Base) -> dict[str, str]:
     """Path of this machine -> what is said of it instead: its name; of the base what it is on the Hub."""
-    data, report = recipe.data, card.read(folder.path, "data_report.json")
+    data, report = recipe.data, folder.found("data_report.json")
     paths: list[str | None] = [
         key for split in report.values() for part in ("sources", "formats") for key in split.get(part, ())
     ]
     sources = data.name if isinstance(data.name, list) else [data.name]
     paths += [source.name if isinstance(source, Source) else source for source in sources]
-    paths += evaluated_files(card.read(folder.path, "eval.json"))
+    paths += evaluated_files(folder.found("eval.json"))
     paths += [data.validation, data.chat_template, data.cache, recipe.adapter.source, recipe.train.output_dir]
     named = last_names([path for path in paths if path and "/" in path and local_path(path)])
     named |= {str(path): folder.path.absolute().name for path in (folder.path, folder.path.absolute())}
     if local_path(recipe.model.name):
-        config = card.read(folder.adapter, "adapter_config.json")
+        config = RunFolder(folder.adapter).found("adapter_config.json")
         of_adapter = config.get("base_model_name_or_path") or recipe.model.name
         named |= {path: base.name for path in (recipe.model.name, of_adapter) if "/" in path}
     return {str(Path.home()): "~", str(Path.cwd()): ".", **named}
@@ -302,11 +302,10 @@ def refuse_secrets(files: dict[str, Path]) -> None:
     for name, path in files.items():
         if path.suffix not in (".safetensors", ".model"):
             text = path.read_text(encoding="utf-8", errors="replace")
-            for line, masked in recipe_errors.secrets_in(text, hub.any_token()):
+            for line, shown in recipe_errors.secrets_in(text, hub.any_token()):
+                what, where = "a secret would be published", f"{name}:{line}"
                 fix = "take it out of the run folder's file, and revoke it"
-                found.append(
-                    Problem("a secret would be published", where=f"{name}:{line}", found=masked, fix=fix)
-                )
+                found.append(Problem(what, where=where, found=shown, fix=fix))
     if found:
         raise UserError(*found)
 

@@ -44,7 +44,7 @@ class Origin:
     """Where a recipe came from: for error messages, and for `recipe.resolved.yaml`."""
 
     path: Path
-    where: dict[strict_yaml.Path, str] = field(default_factory=dict)
+    where: dict[strict_yaml.Keys, str] = field(default_factory=dict)
     set_by: dict[str, str] = field(default_factory=dict)
     """Dotted key -> recipe | override | default (with the reason)."""
     notices: list[str] = field(default_factory=list)
@@ -197,12 +197,8 @@ def _adapter_section(name: str) -> type[Adapter]:
 
 def _ours(kind: adapter_types.AdapterType) -> dict[str, Any]:
     """Keys of ours that a type takes besides PEFT's."""
-    lora, adalora = kind.peft == "lora", kind.peft == "adalora"
-    return {
-        **(PEFT_KEYS if kind.peft else {}),
-        **(LORA_KEYS if lora else {}),
-        **(ADALORA_KEYS if adalora else {}),
-    }
+    own = {"lora": LORA_KEYS, "adalora": ADALORA_KEYS}.get(kind.peft, {})
+    return {**PEFT_KEYS, **own} if kind.peft else {}
 
 
 def _field(name: str, source: upstream.UpstreamField) -> tuple[Any, Any]:
@@ -247,12 +243,6 @@ def _of_another_type(key: str) -> bool:
 
 def _read(path: Path) -> strict_yaml.Document:
     try:
-        if path.stat().st_size > strict_yaml.MAX_BYTES:
-            found = f"{path.stat().st_size:,} bytes"
-            expected = f"at most {strict_yaml.MAX_BYTES:,}"
-            raise UserError(
-                Problem("too large for a recipe", where=str(path), found=found, expected=expected)
-            )
         text = strict_yaml.text_of(path, "the recipe")
     except OSError as error:
         near, ships = recipe_errors.similar_files(path), shipped.named(path)
@@ -354,20 +344,17 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Relative paths are looked up from the working directory first, then from the recipe's folder."""
-    asked = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
-    names = (
-        [name for name in asked if not str(name).endswith((".yaml", ".yml"))]
-        if isinstance(asked, list)
-        else []
-    )
+    """Relative paths are looked up from the working directory first, then from the recipe's folder.
+
+    Of `eval.tasks` only those that end as files do: a folder may be called as one of lm-eval's tasks is.
+    """
 
     def resolve(value: Any) -> Any:
         if isinstance(value, list):
             return [resolve(item) for item in value]
         if isinstance(value, dict) and isinstance(value.get("name"), str):  # one of several sources
             return {**value, "name": resolve(value["name"])}
-        if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~") or value in names:
+        if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
         here, beside = (glob.glob(str(base / value)) for base in (Path(), folder))
         return str(folder / value) if beside and not here else value
@@ -379,8 +366,11 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
         ("data", "chat_template"),
         ("data", "cache"),
         ("adapter", "from"),
-        ("eval", "tasks"),
         ("eval", "general"),
     ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])
+    asked = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
+    if isinstance(asked, list):
+        files = (".yaml", ".yml")
+        raw["eval"]["tasks"] = [resolve(name) if str(name).endswith(files) else name for name in asked]

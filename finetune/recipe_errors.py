@@ -273,7 +273,7 @@ def _expected(item: Any) -> str:
 
 
 def _literals(item: Any) -> list[str]:
-    return re.findall(r"'([^']*)'|\b(?:True|False)\b", item["ctx"]["expected"])
+    return re.findall(r"'([^']*)'", item["ctx"]["expected"])
 
 
 def _value(raw: Any, path: tuple[str, ...]) -> Any:

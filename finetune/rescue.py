@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -195,13 +194,6 @@ def fixes(speed: Speed, kind: str, max_length: int, allowed: Callable[[str], boo
         "several GPUs, or one with more memory: finetune plan says which": True,
     }
     return [text for text, possible in found.items() if text and possible and allowed(text)]
-
-
-def free() -> None:
-    """Give back what the failed attempt held. Not called where its error, which holds it, is still known."""
-    gc.collect()
-    if _gpu():
-        torch.cuda.empty_cache()
 
 
 def rows_apart(batch: dict[str, Any], size: int, multiple: int) -> Iterator[dict[str, Any]]:

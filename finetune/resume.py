@@ -68,16 +68,22 @@ IGNORED = (
 )
 SHOWN = 80  # characters of a value in the table
 OURS = {  # what a run that was stopped early may have left in its folder
-    *(
-        "adapter",
-        "adapter.unverified",
-        "checkpoints",
-        "data_report.json",
-        "environment.json",
-        "held_out.jsonl",
-    ),
-    *("log.txt", "metrics.jsonl", "model", "model.unverified", "receipts.json", "recipe.resolved.yaml"),
-    *("report.html", "tensorboard", "wandb", claim.LOCK),
+    "adapter",
+    "adapter.unverified",
+    "checkpoints",
+    "data_report.json",
+    "environment.json",
+    "held_out.jsonl",
+    "log.txt",
+    "metrics.jsonl",
+    "model",
+    "model.unverified",
+    "receipts.json",
+    "recipe.resolved.yaml",
+    "report.html",
+    "tensorboard",
+    "wandb",
+    claim.LOCK,
 }
 BESIDE = (".*.tmp", "nonfinite-step-*")  # and files that were being written, and steps that were kept
 # Of these, what no one else would have called so; a lock's file stays where its run is killed
@@ -193,7 +199,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
             now, asked_at = _keys(recipe), recipe["model"].get("revision") or "main"
             if not hub.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit that it was
                 now["model.revision"] = kept["recipe"].get("model.revision")
-            compare(kept, {"recipe": now, "facts": {}}, folder.path, IGNORED[-1:])
+            compare(kept, {"recipe": now, "facts": {}}, folder.path, ("train.output_dir",))
         return True
     if checkpoint.published(folder.checkpoints):
         return False

@@ -116,6 +116,16 @@ class RunFolder:
         found = json.loads((self.path / name).read_text(encoding="utf-8"))
         return strict_json.scores(found) if name == EVALUATED else found
 
+    def found(self, name: str) -> Any:
+        """What `read` gives; of a file that is not there an empty mapping."""
+        return self.read(name) if (self.path / name).exists() else {}
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that are of training steps."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [line for line in map(json.loads, lines) if "loss" in line]
+
 
 def _instead(run: RunFolder) -> str:
     """What may have been meant by a path that is no finished run."""
@@ -296,9 +306,7 @@ def flow(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, (list, tuple, set)):
         return "[" + ", ".join(flow(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
-    return yaml.safe_dump(value, default_flow_style=True).strip()
+    return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
 
 
 def _git() -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.chat import Encoder
-    from finetune.data.formats import Example
+    from finetune.data.rows import Example
     from finetune.sections import Data, Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
@@ -218,10 +219,7 @@ def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
 def row_losses(model: Any, rows: list[list[Encoded]], pad: Any, settings: Eval) -> list[tuple[float, int]]:
     """For each row, the sum of negative log-likelihoods (fp32, summed in fp64) and the tokens with loss."""
     documents = [document for row in rows for document in row]
-
-    def run(batch_size: int) -> list[tuple[float, int]]:
-        return token_losses(model, documents, pad, batch_size)
-
+    run = partial(token_losses, model, documents, pad)
     losses = iter(fitting(run, settings.batch_size) if documents else [])
     pairs = [[next(losses) for _ in row] for row in rows]
     return [(sum(loss for loss, _ in row), sum(count for _, count in row)) for row in pairs]
@@ -273,10 +271,7 @@ def generate(
     """The greedy answer to each row, stripped, and whether it ended by itself."""
     prompts = encoder.prompts(rows)
     room = settings.max_new_tokens or longest + ANSWER_MARGIN
-
-    def run(batch_size: int) -> list[tuple[str, bool]]:
-        return greedy_answers(model, encoder.tokenizer, prompts, room, batch_size)
-
+    run = partial(greedy_answers, model, encoder.tokenizer, prompts, room)
     return fitting(run, settings.batch_size) if prompts else []
 
 

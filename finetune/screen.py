@@ -40,8 +40,9 @@ class Screen:
         if not self.console.is_terminal:
             self.console = Console(quiet=quiet, highlight=False, width=PLAIN_WIDTH)
         self._log: Console | None = None
+        self._handler: logging.StreamHandler[Any] | None = None
         self._progress: Progress | None = None
-        self._started = self._last = 0.0
+        self._started = 0.0
         self._done = 0
 
     def say(self, *renderables: Any) -> None:
@@ -74,9 +75,9 @@ class Screen:
         """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
         file = path.open("a" if again else "w", encoding="utf-8")
         self._log = Console(file=file, width=140, highlight=False)
-        handler = logging.StreamHandler(file)
-        handler.setFormatter(Masked("%(levelname)s %(name)s: %(message)s"))
-        logging.getLogger().addHandler(handler)
+        self._handler = logging.StreamHandler(file)
+        self._handler.setFormatter(Masked("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(self._handler)
 
     def start(self, total: int, done: int = 0) -> None:
         """Begin the training display of `total` steps, some of which may be done."""
@@ -107,11 +108,9 @@ class Screen:
     def close(self) -> None:
         """Close log.txt."""
         self.stop()
-        root = logging.getLogger()
-        for handler in [
-            h for h in root.handlers if self._log and getattr(h, "stream", None) is self._log.file
-        ]:
-            root.removeHandler(handler)
+        if self._handler:
+            logging.getLogger().removeHandler(self._handler)
+            self._handler = None
         if self._log:
             self._log.file.close()
             self._log = None

@@ -22,7 +22,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 LONGEST_NUMBER = 400  # characters
 TWICE = "the same key twice"
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 
 # The core schema of YAML 1.2.2, section 10.3.2.
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -41,7 +41,7 @@ class Document:
     """A parsed file: plain values, and where each stands (`{("adapter", "r"): "a.yaml:3:6"}`)."""
 
     value: Any = None
-    where: dict[Path, str] = field(default_factory=dict)
+    where: dict[Keys, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -52,10 +52,8 @@ def parse(text: str, source: str) -> Document:
         UserError: `text` is not YAML, too large or too deep, so that nothing more can be said about it.
     """
     if len(text) > MAX_BYTES:
-        found = f"{len(text):,} bytes"
-        raise UserError(
-            Problem("too large for a recipe", where=source, found=found, expected=f"<= {MAX_BYTES:,}")
-        )
+        found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
+        raise UserError(Problem("too large", where=source, found=found, expected=expected))
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     document = Document()
     try:
@@ -79,9 +77,12 @@ def text_of(path: pathlib.Path, what: str) -> str:
         what: it is, for the message.
 
     Raises:
-        UserError: it is not UTF-8, with the first byte that is not (exit 2).
+        UserError: it is too large, or not UTF-8, with the first byte that is not (exit 2).
         OSError: it can't be read.
     """
+    if (size := path.stat().st_size) > MAX_BYTES:
+        found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
+        raise UserError(Problem(f"too large for {what}", where=str(path), found=found, expected=expected))
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -112,7 +113,7 @@ def scalar(text: str) -> Any:
     return text
 
 
-def _node(events: Iterator[Any], event: Any, path: Path, document: Document, source: str) -> Any:
+def _node(events: Iterator[Any], event: Any, path: Keys, document: Document, source: str) -> Any:
     where = _mark(source, event)
     document.where.setdefault(path, where)
     key = ".".join(path)
@@ -136,14 +137,14 @@ def _node(events: Iterator[Any], event: Any, path: Path, document: Document, sou
     return _mapping(events, path, document, source)
 
 
-def _sequence(events: Iterator[Any], path: Path, document: Document, source: str) -> list[Any]:
+def _sequence(events: Iterator[Any], path: Keys, document: Document, source: str) -> list[Any]:
     items: list[Any] = []
     while not isinstance(event := next(events), yaml.SequenceEndEvent):
         items.append(_node(events, event, (*path, str(len(items))), document, source))
     return items
 
 
-def _mapping(events: Iterator[Any], path: Path, document: Document, source: str) -> dict[str, Any]:
+def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str) -> dict[str, Any]:
     items: dict[str, Any] = {}
     while not isinstance(event := next(events), yaml.MappingEndEvent):
         where = _mark(source, event)

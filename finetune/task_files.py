@@ -75,7 +75,7 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
 def _read(path: Path, depth: int = 1) -> dict[str, Any]:
     """A file and what it includes, its own keys before theirs."""
     try:
-        document = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path))
+        document = strict_yaml.parse(strict_yaml.text_of(path, "the task"), str(path))
     except OSError as error:
         raise UserError(Problem(f"cannot read it: {error.strerror}", "include", str(path))) from None
     if document.problems:

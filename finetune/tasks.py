@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 from finetune import recipe_errors, shipped, strict_yaml, task_files
 from finetune.data import load, render
 from finetune.data.chat import without_thinking
-from finetune.data.formats import BadRow
+from finetune.data.rows import BadRow
 from finetune.errors import Exit, Problem, UserError, nearest
 from finetune.sections import Section, Source
 
@@ -110,9 +110,9 @@ def check_names(settings: Eval) -> None:
         UserError: there is no such task (exit 2).
     """
     package = find_spec("lm_eval")
-    roots = [Path(place) / "tasks" for place in (package.submodule_search_locations or ())] if package else []
+    places = (package.submodule_search_locations if package else None) or ()
     asked = [name for name in settings.tasks if not is_file(name)]
-    if unseen := [name for name in asked if not any(_has_file(root, name) for root in roots)]:
+    if unseen := [name for name in asked if not any(_has_file(Path(at, "tasks"), name) for at in places)]:
         from lm_eval.tasks import TaskManager
 
         if problems := unknown(unseen, TaskManager().all_tasks):
@@ -161,11 +161,11 @@ def read(path: str) -> Task | None:
     """
     path = str(file(path))
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = strict_yaml.text_of(Path(path), "the task")
+    except OSError as error:
         fix = recipe_errors.similar_files(Path(path)) or "a task file; examples/general has one"
-        said = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(Problem(f"cannot read the task: {said}", "eval.tasks", path, fix=fix)) from None
+        what = f"cannot read the task: {error.strerror}"
+        raise UserError(Problem(what, "eval.tasks", path, fix=fix)) from None
     if re.search(r"^(dataset_path|output_type|include|group|custom_dataset)\s*:", text, re.MULTILINE):
         return None
     document = strict_yaml.parse(text, path)
@@ -233,7 +233,10 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     if answer is None:
         raise ValueError("the answer is null")
     if task.kind == "json_match":
-        wanted = json.loads(answer) if isinstance(answer, str) else answer
+        try:
+            wanted = json.loads(answer) if isinstance(answer, str) else answer
+        except ValueError:
+            wanted = answer
         if not isinstance(wanted, (dict, list)):
             raise ValueError(f"the answer is {wanted!r}, not a JSON object or list")
         document["answer"] = json.dumps(wanted)
@@ -255,7 +258,7 @@ def _index(answer: Any, choices: list[str]) -> int:
         return answer
     if isinstance(answer, str) and answer in choices:
         return choices.index(answer)
-    if isinstance(answer, str) and answer.isdigit() and int(answer) < len(choices):
+    if isinstance(answer, str) and answer.isdecimal() and int(answer) < len(choices):
         return int(answer)
     raise ValueError(f"answer {answer!r} is none of the choices, nor an index of them")
 

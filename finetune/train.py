@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
+from accelerate.utils.memory import clear_device_cache
 from trl.trainer.sft_config import SFTConfig
 
 from finetune import (
@@ -172,7 +173,7 @@ def _run(
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted
-        evaluate.release()
+        clear_device_cache(garbage_collection=True)
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
         summary.show_result(screen, folder, ledger, result)

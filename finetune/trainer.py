@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from transformers import PrinterCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -146,7 +147,7 @@ class Trainer(SFTTrainer):
             if not self.repeats(model, items):
                 raise parts.too_large(self.state.global_step + 1, parts.error) from error
         if parts.error:
-            rescue.free()
+            clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
 
     @contextlib.contextmanager

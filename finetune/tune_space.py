@@ -114,10 +114,8 @@ def parse(path: Path) -> tuple[Space, list[Problem]]:
         raise UserError(Problem(what, where=str(path), fix=fix)) from None
     raw, where, problems = document.value, document.where, list(document.problems)
     if not isinstance(raw, dict) or not isinstance(raw.get("space"), dict) or not raw["space"]:
-        what, fix = (
-            "a space maps keys of a recipe to ranges or choices",
-            "space: {adapter.r: {low: 4, high: 64}}",
-        )
+        what = "a space maps keys of a recipe to ranges or choices"
+        fix = "space: {adapter.r: {low: 4, high: 64}}"
         raise UserError(*problems, Problem(what, where=where.get(("space",), str(path)), fix=fix))
     for name in [name for name in raw if name not in ("search", "space")]:
         near = nearest(name, ["search", "space"])

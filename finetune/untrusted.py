@@ -153,7 +153,8 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
     if not isinstance(content, dict):
         yield Problem("not an adapter's config", key, str(path))
         return
-    library = (content.get("auto_mapping") or {}).get("parent_library") or "transformers."
+    mapped = content.get("auto_mapping") or {}
+    library = mapped.get("parent_library") or "transformers." if isinstance(mapped, dict) else repr(mapped)
     core = content.get("megatron_core") or "megatron.core"
     for name, value, allowed in (
         ("auto_mapping.parent_library", str(library), _CODE_OF),

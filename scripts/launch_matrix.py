@@ -9,12 +9,11 @@ Each config is read by Accelerate's own launcher, which hands it on as environme
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import launch
+from accelerate.utils import launch, patch_environment
 
 from finetune import hardware, launch_config, launch_conflicts
 from finetune.errors import UserError
@@ -22,7 +21,7 @@ from finetune.hardware import Hardware
 from finetune.sections import Data, Model, Speed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
@@ -73,17 +72,10 @@ def environment(config: Path) -> dict[str, str]:
     return {name: value for name, value in made.items() if os.environ.get(name) != value}
 
 
-@contextmanager
-def launched(config: Path) -> Iterator[None]:
+def launched(config: Path) -> AbstractContextManager[None]:
     """As in a process of that launch."""
-    before, made = dict(os.environ), environment(config)
-    os.environ |= made
-    os.environ["WORLD_SIZE"] = str(launch_config.read(config)["num_processes"])
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
+    processes = {"WORLD_SIZE": launch_config.read(config)["num_processes"]}
+    return patch_environment(**{**environment(config), **processes})
 
 
 def cell(config: Path, kind: str, base: str) -> str:
@@ -108,14 +100,12 @@ def cell(config: Path, kind: str, base: str) -> str:
 
 def refused() -> dict[str, str]:
     """Ways of sharing that no config here has, by what would be one's section, and why."""
-    before, made = dict(os.environ), {}
+    made = {}
     for kind in ("TP", "SP"):
-        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-        os.environ[f"PARALLELISM_CONFIG_{kind}_SIZE"] = "2"
-        (problem,) = launch_conflicts.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
+        asked = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{kind}_SIZE": 2}
+        with patch_environment(**asked):
+            (problem,) = launch_conflicts.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
         made[f"parallelism_config_{kind.lower()}_size: 2"] = problem.what
-        os.environ.clear()
-        os.environ |= before
     (problem,) = launch_config.problems({"distributed_type": "MEGATRON_LM"}, "")
     return {**made, "distributed_type: MEGATRON_LM": problem.what}
 

@@ -257,6 +257,8 @@ def test_cve_2025_32434_cve_2026_24747_torch_is_new_enough() -> None:
     [
         {"auto_mapping": {"base_model_class": "Evil", "parent_library": "evil_module"}},
         {"auto_mapping": {"base_model_class": "Evil", "parent_library": "transformers_evil"}},
+        {"auto_mapping": "evil_module"},
+        {"auto_mapping": ["transformers.models"]},
         {"megatron_config": {"a": 1}, "megatron_core": "evil_module"},
     ],
 )

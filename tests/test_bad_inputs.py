@@ -145,7 +145,7 @@ def a_live_run_s_folder(world: World) -> list[str]:
     held, told = os.pipe()
     child = os.fork()
     if not child:
-        with claim.claimed(str(world.run)):
+        with claim.claimed(str(world.run), "run"):
             os.write(told, b"1")
             signal.pause()
     os.read(held, 1)

@@ -1,13 +1,12 @@
 """The model card: the Hub's own format, what it says of base, licence and results, and how to load."""
 
 import json
-from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import card, recipe
+from finetune import base_model, card, recipe
 from finetune.data.load import hub_name
 from finetune.sections import Publish, Source
 
@@ -15,8 +14,9 @@ SETS = [
     Source(name="org/set", split="train"),
     Source(name="org/set", subset="fr", split="train"),
     Source(name="org/a", split="test"),
+    Source(name="imdb", split="train"),
 ]
-SOURCES = {hub_name(source): "abc" for source in SETS} | {"train.jsonl": "d"}
+SOURCES = {hub_name(source): "abc" for source in SETS} | {"train.jsonl": "d", "train.jsonl (2)": "e"}
 LORA = {"peft_type": "LORA", "r": 16, "bias": "none"}
 RESULTS = {
     "base": {"loss": 1.9, "exact_match": None, "ended": None},
@@ -58,7 +58,7 @@ def made(recipe_file, tmp_path):
         }.items():
             (staged / name).write_text(json.dumps(content))
         (staged / "recipe.resolved.yaml").write_text("model: {}\n")
-        found = card.find_base(loaded, config or LORA, online=False)
+        found = base_model.find(loaded.model, loaded.publish, config or LORA, online=False)
         return card.make(staged, loaded, found, kind, "org/tuned", merge)
 
     return make
@@ -70,7 +70,7 @@ def test_what_the_hub_reads(made) -> None:
     assert again.data.to_dict() == written.data.to_dict(), "the metadata comes back as it was written"
     assert again.data.base_model == "org/base" and again.data.base_model_relation == "adapter"
     assert again.data.library_name == "peft" and again.data.license == "mit"
-    assert again.data.datasets == ["org/set", "org/a"], "ids alone, once, and no local file"
+    assert again.data.datasets == ["org/set", "org/a", "imdb"], "ids alone, once, and no local file"
     assert "base_model:adapter:org/base" in again.data.tags
     loss, accuracy = again.data.eval_results
     assert (loss.metric_type, loss.metric_value) == ("loss", 0.3)
@@ -166,48 +166,13 @@ def test_an_older_evaluation_does_not_say_its_rows(made) -> None:
     ],
 )
 def test_what_vllm_does_not_serve_is_merged_first(config, why) -> None:
-    said = card.vllm(config, card.Base("org/base", True), "org/tuned")
+    said = card.vllm(config, base_model.Base("org/base", True), "org/tuned")
     assert why in said and "finetune merge" in said and "--enable-lora" not in said
 
 
 @pytest.mark.parametrize(("rank", "most"), [(4, 8), (8, 8), (65, 128), (512, 512)])
 def test_vllm_takes_some_ranks_only(rank: int, most: int) -> None:
-    assert f"--max-lora-rank {most} " in card.vllm({**LORA, "r": rank}, card.Base("a/b", True), "c/d")
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "licence"),
-    [
-        ("README.md", "---\nlicense: llama3.1\nlicense_name: llama\n---\n# Base\n", "llama3.1"),
-        ("README.md", "---\nlicense: [broken\n---\n", "other"),
-        ("README.md", "no metadata\n", "other"),
-        ("LICENSE", "\n    Apache License\n    Version 2.0, January 2004\n", "apache-2.0"),
-        ("LICENSE", "MIT License\n\nCopyright\n", "mit"),
-        ("LICENSE", "A licence of our own\n", "other"),
-    ],
-)
-def test_the_licence_is_the_base_s(file: str, text: str, licence: str, tmp_path: Path, recipe_file) -> None:
-    folder = tmp_path / "base"
-    folder.mkdir()
-    (folder / file).write_text(text)
-    written = recipe_file(
-        f"model: {{name: '{folder}'}}\ndata: {{name: '{{data}}'}}\nadapter: {{type: lora}}\n"
-    )
-    base = card.find_base(recipe.load(written), {}, online=False)
-    assert base.licence["license"] == licence and bool(base.licence_from) == (licence != "other")
-    assert not base.on_hub and base.name == "base"
-    given = recipe.load(written, ["publish.license=cc-by-4.0", "publish.base_model=org/base"])
-    base = card.find_base(given, {}, online=False)
-    assert base.licence == {"license": "cc-by-4.0"} and (base.name, base.on_hub) == ("org/base", True)
-
-
-def test_the_licence_of_a_base_on_the_hub(hub, recipe_file) -> None:
-    hub.add("org/base", private=False, **{"README.md": b"---\nlicense: llama3.1\n---\n"})
-    written = recipe_file("model: {name: org/base}\ndata: {name: '{data}'}\nadapter: {type: lora}\n")
-    base = card.find_base(recipe.load(written), {"revision": None}, online=True)
-    assert base.licence == {"license": "llama3.1"} and base.licence_from == "the card of org/base"
-    missing = recipe.load(written, ["model.name=org/none"])
-    assert card.find_base(missing, {}, online=True).licence == {"license": "other"}
+    assert f"--max-lora-rank {most} " in card.vllm({**LORA, "r": rank}, base_model.Base("a/b", True), "c/d")
 
 
 def test_publish_is_private_unless_said() -> None:

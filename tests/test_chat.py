@@ -62,14 +62,14 @@ def talk(monkeypatch, capsys):
 
 def expected(folder: RunFolder, tuned: bool, messages: list[dict[str, str]], room: int = 8) -> str:
     """The answer as evaluation gives it."""
-    from finetune import evaluate, model
+    from finetune import evaluate
     from finetune.data import chat as templates
-    from finetune.data.formats import Example
+    from finetune.data.rows import Example
     from finetune.recipe import load
 
     recipe = load(folder.recipe)
     weights = evaluate.reopen(folder, recipe) if tuned else evaluate.open_base(recipe)
-    tokenizer = model.load_tokenizer(evaluate._saved(folder))
+    tokenizer = evaluate.tokenizer_of(folder)
     encoder = templates.make_encoder(tokenizer, recipe.data, True)
     row = Example("x", [*messages, {"role": "assistant", "content": ""}])
     with scoring.inference(weights):

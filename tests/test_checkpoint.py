@@ -75,7 +75,10 @@ def test_only_the_newest_stay(tmp_path) -> None:
         checkpoint.verify(tmp_path / f"step-{step}")
     assert [path.name for path in checkpoint.published(tmp_path)] == ["step-4", "step-3"]
     assert not any((tmp_path / ".staging").iterdir())
+    for name in ("step-9", "old-step-1", "old-aside-step-7"):  # of processes that were killed
+        (tmp_path / ".staging" / name).mkdir()
     assert checkpoint.begin(tmp_path, 3) == ["step-4: now aside-step-4"]  # its name is free, it is not gone
+    assert not any((tmp_path / ".staging").iterdir())
     assert (tmp_path / "aside-step-4").is_dir()
     found = checkpoint.newest(tmp_path)
     assert found and found.step == 3 and "aside-step-4" in found.notes[0]
@@ -248,21 +251,24 @@ def test_a_run_folder_is_one_run_s(tmp_path) -> None:
     held, told = os.pipe()
     child = os.fork()
     if not child:
-        with claim.claimed(str(tmp_path / "run")):
+        with claim.claimed(str(tmp_path / "run"), "run"):
             os.write(told, b"1")
             signal.pause()
     os.read(held, 1)
     with (
         pytest.raises(UserError, match=f"process {child} on") as raised,
-        claim.claimed(str(tmp_path / "run")),
+        claim.claimed(str(tmp_path / "run"), "run"),
     ):
         pass
     assert raised.value.code == 2
-    with pytest.raises(UserError, match=r"in use by|another run"), claim.claimed(str(tmp_path / "run")):
+    with (
+        pytest.raises(UserError, match=r"in use by|another run"),
+        claim.claimed(str(tmp_path / "run"), "run"),
+    ):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with claim.claimed(str(tmp_path / "run")):
+    with claim.claimed(str(tmp_path / "run"), "run"):
         claim.check_free(str(tmp_path / "run"))
     assert not (tmp_path / "run" / claim.LOCK).exists()
 
@@ -283,13 +289,13 @@ def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch, caps
     monkeypatch.setattr(claim.fcntl, "lockf", refuses)
     monkeypatch.setattr(claim, "BEAT", 0.02)
     file = tmp_path / "run" / claim.LOCK
-    with claim.claimed(str(tmp_path / "run")) as path:
+    with claim.claimed(str(tmp_path / "run"), "run") as path:
         assert path == str(tmp_path / "run")
         os.utime(file, (0, 0))
         end = time.monotonic() + 30
         while file.stat().st_mtime == 0 and time.monotonic() < end:
             time.sleep(0.01)
-        with pytest.raises(UserError, match="another run is writing there"), claim.claimed(path):
+        with pytest.raises(UserError, match="another run is writing there"), claim.claimed(path, "run"):
             pass
     assert "no locks on this file system (No locks available)" in capsys.readouterr().err
     assert not file.exists()
@@ -315,7 +321,7 @@ def test_a_lock_s_file_that_is_not_touched_is_nobody_s(held, ago, free, tmp_path
     file.write_text(held)
     os.utime(file, (time.time() - ago,) * 2)
     said = contextlib.nullcontext() if free else pytest.raises(UserError, match="not touched for 60 s")
-    with said, claim.claimed(str(tmp_path)):
+    with said, claim.claimed(str(tmp_path), "run"):
         assert str(os.getpid()) in file.read_text()
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -331,7 +337,7 @@ def test_a_lock_that_its_holder_deletes_is_not_taken_for_one(tmp_path, monkeypat
         seen.append(1)
 
     monkeypatch.setattr(claim.fcntl, "lockf", lockf)
-    with claim.claimed(str(tmp_path / "run")):
+    with claim.claimed(str(tmp_path / "run"), "run"):
         assert len(seen) == 2 and str(os.getpid()) in (tmp_path / "run" / claim.LOCK).read_text()
 
 
@@ -407,7 +413,7 @@ def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
 
 def test_a_run_that_is_refused_leaves_no_folders(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError), claim.claimed(None) as folder:
+    with pytest.raises(UserError), claim.claimed(None, "run") as folder:
         assert folder and (tmp_path / folder).is_dir()
         raise UserError(Problem("refused"))
     assert not list(tmp_path.iterdir())

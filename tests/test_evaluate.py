@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from small_tasks import CHOICE, QUESTIONS, write_task
 
 from finetune import cli, evaluate, recipe, results, scoring, summary
 from finetune.run_folder import RunFolder
+from finetune.sections import Eval
 
 
 def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp_path, capsys) -> None:
@@ -205,6 +207,15 @@ def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) ->
 def test_settings_that_make_no_sense(asked, said, capsys) -> None:
     assert cli.main(["check", "recipes/quickstart.yaml", *asked]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_general_text_is_the_file_that_is_named(tmp_path, monkeypatch) -> None:
+    """Rows of a task are looked up beside its file first: here data/data/general.jsonl would have been."""
+    monkeypatch.chdir(tmp_path)
+    for folder, text in (("data", "meant"), ("data/data", "another")):
+        Path(folder).mkdir()
+        Path(folder, "general.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    assert evaluate.general_texts(Eval(general="data/general.jsonl")) == ["meant"]
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 from test_shared_assets import ASSETS
 
 from finetune.data import load
-from finetune.data.formats import BadRow, Example, Row, convert, detect, unused
+from finetune.data.formats import convert, detect, unused
+from finetune.data.rows import BadRow, Example, Row
 from finetune.errors import UserError
 from finetune.sections import Data, Source
 
@@ -309,6 +310,7 @@ def test_a_malformed_row_is_named_with_its_message(messages: Any, place: str, wh
         ({"messages": CHAT, "tools": "look"}, "tools must be JSON"),
         ({"messages": CHAT, "tools": '{"name": "look"}'}, "tools must be a list of mappings"),
         ({"messages": CHAT, "tools": [5]}, "tools must be a list of mappings"),
+        ({"messages": CHAT, "tools": [{"function": 5}]}, "tools must be a list of mappings"),
         ({"messages": CHAT, "system": 5}, "content must be text"),
     ],
 )

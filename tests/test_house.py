@@ -46,7 +46,17 @@ LAYERS = (
         "nested",
         "untrusted",
     ),
-    ("ladder", "run_folder", "screen", "adapter_source", "plots", "estimate", "shapes", "checkpoint"),
+    (
+        "ladder",
+        "run_folder",
+        "screen",
+        "adapter_source",
+        "plots",
+        "estimate",
+        "shapes",
+        "checkpoint",
+        "base_model",
+    ),
     ("architecture", "keeping", "given"),
     ("speed",),
     (

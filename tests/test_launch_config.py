@@ -146,6 +146,15 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:
         launch_config.read(path)
 
 
+@pytest.mark.parametrize("content", ["num_processes: 2  # café\n".encode("latin-1"), b"a: 2026-02-30\n"])
+def test_a_config_that_is_no_text_or_has_a_date_that_is_none_is_an_error(content: bytes, tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="not an accelerate config") as raised:
+        launch_config.read(path)
+    assert raised.value.problems[0].where == str(path)
+
+
 def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, monkeypatch) -> None:
     """By the processes that it starts."""
     path = tmp_path / "mine.yaml"

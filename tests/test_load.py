@@ -20,8 +20,8 @@ from conftest import DATA, MODEL
 from pyarrow import ipc, parquet
 
 from finetune.data import load
-from finetune.data.formats import BadRow, Row
 from finetune.data.prepare import prepare
+from finetune.data.rows import BadRow, Row
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model, Source

@@ -12,8 +12,9 @@ from conftest import DATA, MODEL
 from test_shared_assets import ASSETS
 
 from finetune.data import bundled, chat
-from finetune.data.formats import BadRow, Example, Row, convert
+from finetune.data.formats import convert
 from finetune.data.prepare import prepare
+from finetune.data.rows import BadRow, Example, Row
 from finetune.errors import UserError
 from finetune.model import declared_ends, foreign_template, load_tokenizer
 from finetune.sections import Data, Model

@@ -24,8 +24,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from finetune import checkpoint, launch_receipts, recipe, run_folder
 from finetune.data import bundled, chat, load
 from finetune.data.chat import Encoded
-from finetune.data.formats import BadRow, Example, Row, convert, detect
+from finetune.data.formats import convert, detect
 from finetune.data.pack import best_fit
+from finetune.data.rows import BadRow, Example, Row
 from finetune.data.table import Documents
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model, Source
@@ -138,7 +139,8 @@ def test_a_row_that_is_shortened_fits_and_keeps_its_answers_and_system_message(
     parts: Any, limit: int
 ) -> None:
     whole = example(Row(value(*parts), "a:1"))
-    before, shorter = encoded([whole])[0], encoder().shortened(whole, limit)
+    before = encoded([whole])[0]
+    shorter = encoder().shortened(whole, before, limit)
     if shorter is None:
         assert len(before.ids) > limit
         return
@@ -151,18 +153,22 @@ def test_a_row_that_is_shortened_fits_and_keeps_its_answers_and_system_message(
         assert shorter == before
 
 
+def shortened(row: Example, limit: int) -> Encoded | None:
+    return encoder().shortened(row, encoded([row])[0], limit)
+
+
 def test_long_prompts_are_cut_to_fit_and_too_long_answers_are_not() -> None:
     row = example(Row(value(None, [("word " * 50 + "who?", "Maria."), ("When?", "Now.")]), "a:1"))
     for limit in (40, 60, 90):
-        found = encoder().shortened(row, limit)
+        found = shortened(row, limit)
         assert found and len(found.ids) <= limit and "who?" in encoder().tokenizer.decode(found.ids)
-    assert encoder().shortened(example(Row(value(None, [("a", "word " * 50)]), "a:1")), 40) is None
+    assert shortened(example(Row(value(None, [("a", "word " * 50)]), "a:1")), 40) is None
     asked = Example("a:1", prompt="word " * 19 + "word", completion=" Maria did.")
-    found = encoder().shortened(asked, 20)
+    found = shortened(asked, 20)
     assert found and len(found.ids) == 20 and found.cut == len(encoded([asked])[0].ids) - 20
     assert encoder().tokenizer.decode([i for i in found.labels() if i != -100]) == f" Maria did.{END}"
     rest = len(encoded([Example("a:1", prompt="", completion=" Maria did.")])[0].ids)
-    assert encoder().shortened(asked, rest) is None and encoder().shortened(asked, rest + 1)
+    assert shortened(asked, rest) is None and shortened(asked, rest + 1)
 
 
 def first_fit(lengths: list[int], budget: int) -> int:

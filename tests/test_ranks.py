@@ -127,13 +127,13 @@ def test_asking_who_sees_the_folder_does_not_let_go_of_its_lock(tmp_path, monkey
     monkeypatch.setattr(ranks, "PartialState", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
     monkeypatch.setattr(ranks, "from_main", lambda value: value())
     monkeypatch.setattr(ranks, "gathered", lambda value: [value, value])
-    with claim.claimed(str(tmp_path / "run")) as folder:
+    with claim.claimed(str(tmp_path / "run"), "run") as folder:
         ranks.on_one_disk(Path(str(folder)))
         assert [path.name for path in (tmp_path / "run").iterdir()] == [claim.LOCK]
         child = os.fork()
         if not child:  # another process
             try:
-                claim.claimed(folder).__enter__()
+                claim.claimed(folder, "run").__enter__()
             except UserError:
                 os._exit(2)
             os._exit(0)

@@ -3,7 +3,7 @@
 import pytest
 from conftest import ADAPTERS, QUICKSTART
 
-from finetune import recipe, run_folder
+from finetune import recipe, recipe_errors, run_folder
 from finetune.errors import UserError
 
 
@@ -163,6 +163,12 @@ def test_old_and_misplaced_names_are_explained(override: str, says: str) -> None
     assert says in next(iter(found.values()))
 
 
+def test_of_texts_and_truth_values_the_texts_are_named() -> None:
+    """pydantic names `True` without quotes: it became an empty text, and the nearest to what was written."""
+    item = {"type": "literal_error", "ctx": {"expected": "'fast', True or 'slow'"}}
+    assert recipe_errors._expected(item) == "fast, slow"
+
+
 def test_only_three_keys_are_required(recipe_file) -> None:
     path = recipe_file("model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\n")
     assert recipe.load(path).adapter.options() == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -176,6 +182,16 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
     assert recipe.load(path).data.name == str(tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     assert recipe.load(path).data.name == "rows.jsonl"
+
+
+def test_data_may_be_called_as_a_task_is(recipe_file, tmp_path) -> None:
+    """Of the two the data alone is a path."""
+    for name in ("arc_easy", "own.yaml"):
+        (tmp_path / name).mkdir()
+    text = "model: {name: '{model}'}\ndata: {name: arc_easy}\nadapter: {type: lora}\n"
+    loaded = recipe.load(recipe_file(text + "eval: {tasks: [arc_easy, own.yaml]}\n"))
+    assert loaded.data.name == str(tmp_path / "arc_easy")
+    assert loaded.eval.tasks == ["arc_easy", str(tmp_path / "own.yaml")]
 
 
 @pytest.mark.parametrize(

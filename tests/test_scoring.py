@@ -12,8 +12,9 @@ from transformers import GenerationConfig
 
 from finetune import scoring, tasks
 from finetune.data import bundled, chat
-from finetune.data.formats import Row, convert
+from finetune.data.formats import convert
 from finetune.data.prepare import HeldOut
+from finetune.data.rows import Row
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model
 

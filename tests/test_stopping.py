@@ -24,7 +24,6 @@ from finetune import (
     checkpoint,
     claim,
     cli,
-    evaluate,
     hardware,
     profile,
     prove,
@@ -35,6 +34,7 @@ from finetune import (
     state,
     stopping,
 )
+from finetune import train as train_module
 from finetune.errors import Stopped, UserError
 from finetune.sections import Train
 
@@ -356,13 +356,13 @@ def test_a_loader_s_worker_outlives_signals_but_not_its_run(tmp_path) -> None:
 def test_a_loader_s_workers_end_with_the_training(train, monkeypatch) -> None:
     """Of a loader that garbage collection finds, queues are closed first: torch then waits 20 s."""
     left: list[Any] = []
-    release = evaluate.release
+    clear = train_module.clear_device_cache
 
-    def watched() -> None:
+    def watched(**given: bool) -> None:
         left.append(multiprocessing.active_children())
-        release()
+        clear(**given)
 
-    monkeypatch.setattr(evaluate, "release", watched)
+    monkeypatch.setattr(train_module, "clear_device_cache", watched)
     train("train.dataloader_num_workers=1", "train.dataloader_persistent_workers=true", "eval.samples=0")
     assert left and not any(left)
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from finetune import cli
 from finetune.data import bad_rows, stream
-from finetune.data.formats import Row
+from finetune.data.rows import Row
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
 from finetune.run_folder import RunFolder
@@ -150,6 +150,14 @@ def test_a_line_that_can_t_be_read_beyond_the_audit_is_said_as_anywhere(
     assert str(problem).count("error:") == 1 and problem.found == "{'messages': 1}"
     assert f"{files[0]}, byte " in problem.where and "json.dumps" in problem.fix
     assert bad_rows.shown(["a, byte 1", "a, byte 2", "b, byte 3"], 4) == "a, byte 1, byte 2, b, byte 3 ..."
+
+
+def test_a_row_whose_one_column_has_no_name_is_a_row(files, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr(stream, "AUDITED", 5)
+    with Path(files[0]).open("a") as file:
+        file.write('{"": 5}\n')
+    with pytest.raises(UserError, match="messages must be a list"):
+        list(opened(files, tokenizer, shuffle_buffer=10))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune import card, publish, report, results, strict_json, trial
-from finetune.data.formats import Example
+from finetune import publish, report, results, strict_json, trial
+from finetune.data.rows import Example
 from finetune.results import Measured
 from finetune.run_folder import RunFolder
 from finetune.scoring import Score
@@ -54,7 +54,7 @@ def test_readers_take_it(lost: RunFolder, tmp_path: Path) -> None:
     page, _ = report.run(lost.path)
     text = page.read_text()
     assert "nan ± nan" in text and "worse" in text and "can't be read" not in text
-    assert math.isnan(card.read(lost.path, "eval.json")["tuned"]["loss"])
+    assert math.isnan(lost.found("eval.json")["tuned"]["loss"])
     assert math.isnan(trial.result(lost.path, "eval_loss", []))
     staged = tmp_path / "eval.json"
     publish.write_json(staged, {"tuned": {"loss": math.nan}}, indent=1)  # of a run that wrote NaN itself

@@ -79,6 +79,14 @@ def test_an_alias_bomb_ends_at_once() -> None:
     assert "aliases are not allowed" in [problem.what for problem in problems]
 
 
+def test_a_large_file_is_not_read(tmp_path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"#" * (strict_yaml.MAX_BYTES + 1))
+    with pytest.raises(UserError, match="too large for the task") as raised:
+        strict_yaml.text_of(path, "the task")
+    assert raised.value.problems[0].found == "262,145 bytes"
+
+
 @pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\ta: 1", "a: '", "[" * 5000, "a: " + "x" * 300_000])
 def test_what_is_not_yaml_is_one_located_error(text: str) -> None:
     with pytest.raises(UserError) as raised:

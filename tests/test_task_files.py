@@ -54,6 +54,19 @@ def test_what_would_run_code_is_refused_with_its_place(attack: str, tmp_path, mo
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_file_may_begin_with_a_bom_and_is_utf_8(tmp_path) -> None:
+    """Windows' editors write the mark; with it the first key was not seen as lm-eval's."""
+    path = written(tmp_path)
+    path.write_bytes(b"\xef\xbb\xbf" + PLAIN.partition("\n")[2].encode() + b"task: theirs\n")
+    assert tasks.read(str(path)) is None and task_files.config(path)["task"] == "theirs"
+    included = tmp_path / "other.yaml"
+    included.write_bytes("description: café\n".encode("latin-1"))
+    path.write_text(PLAIN + "include: other.yaml\n")
+    with pytest.raises(UserError, match="not UTF-8") as raised:
+        task_files.config(path)
+    assert raised.value.problems[0].where == f"{included}, byte 16"
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from finetune import cli, harness, tasks
 from finetune.data.chat import make_encoder
-from finetune.data.formats import Row, convert
+from finetune.data.formats import convert
+from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.sections import Data, Eval
 
@@ -82,6 +83,8 @@ def test_a_number_is_an_index_and_a_text_a_choice() -> None:
     for answer, index in ((1, 1), ("1", 3), ("4", 0)):
         assert tasks._document(task, {"c": numbers, "a": answer})["answer"] == index
     assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
+    with pytest.raises(ValueError, match="none of the choices"):
+        tasks._document(task, {"c": ["x", "y"], "a": "²"})  # a digit, and no number
 
 
 def test_shipped_tasks_are_whole() -> None:
@@ -129,6 +132,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
         ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is broken",)),
         ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
+        ("kind: json_match\nprompt: a\nanswer: yes {{ right }}\n", ("'yes 0', not a JSON object or list",)),
         ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
         ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),
     ],
@@ -155,6 +159,9 @@ def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) ->
     monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "lm_eval" else found(name))
     assert cli.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
     assert "finetune-toolkit[eval]" in capsys.readouterr().err
+    with pytest.raises(UserError, match="needs lm-eval") as raised:  # a local task needs it too
+        harness.check(Eval(tasks=["general_knowledge"]))
+    assert raised.value.code == 3
     monkeypatch.undo()
     if found("vllm") is None:
         asked = ["eval.tasks=[arc_easy]", "eval.engine=vllm"]

@@ -18,7 +18,8 @@ import pytest
 from conftest import MODEL
 
 from finetune.data import bundled, chat
-from finetune.data.formats import Row, convert
+from finetune.data.formats import convert
+from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model

@@ -171,21 +171,22 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
     kind: str, small, two_layers, tmp_path, monkeypatch
 ) -> None:
     """All of it: what looks on must not hold its layers."""
-    modules, left, released, recompute = list[Any](), list[Any](), evaluate.release, apply.add_recompute
+    modules, left = list[Any](), list[Any]()
+    clear, recompute = train_module.clear_device_cache, apply.add_recompute
 
     class Look(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             modules.extend(map(weakref.ref, model.modules()))
 
-    def release() -> None:
-        released()
+    def watched(**given: bool) -> None:
+        clear(**given)
         left.append([one() for one in modules if one() is not None])
 
     def offloaded(model: Any, layers: Any, *given: Any, **named: Any) -> None:
         recompute(model, layers, *given, **named)
         offload.Activations(layers, torch.device("cpu"))  # which the recipe has on GPUs alone
 
-    monkeypatch.setattr(evaluate, "release", release)
+    monkeypatch.setattr(train_module, "clear_device_cache", watched)
     if kind == "offloaded":
         monkeypatch.setattr(apply, "add_recompute", offloaded)
     given = [*small, f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.data.chat import Encoded, Encoder
-    from finetune.data.formats import BadRow, Example
+    from finetune.data.rows import BadRow, Example
     from finetune.sections import Data, Expect
 
 BINS = 24
@@ -305,10 +305,8 @@ class Audit:
 
     def _too_long(self, data: Data) -> Problem:
         count, places = self.report.counts["too_long"], self.report.places["too_long"]
-        what, found = (
-            f"{count} rows are too long",
-            f"{shown(places, count)}; the longest has {self.report.longest}",
-        )
+        what = f"{count} rows are too long"
+        found = f"{shown(places, count)}; the longest has {self.report.longest}"
         expected = f"at most {data.max_length} tokens, or too_long: drop"
         return Problem(what, "data.max_length", found=found, expected=expected)
 

@@ -9,8 +9,9 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from finetune.data import guess, load
-from finetune.data.formats import ROLES, BadRow
 from finetune.data.load import MAX_SHOWN
+from finetune.data.messages import ROLES
+from finetune.data.rows import BadRow
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -92,10 +93,8 @@ class BadRows:
             wanted, said = next(iter(formats)), {name: rows for name, rows in formats.items() if rows[0]}
             counts = "; ".join(f"{n} rows are {name} (first {where})" for name, (n, where) in said.items())
             _, first = min(said.values())
-            what, expected = (
-                f"rows of {len(said)} formats in {source}",
-                f"one: {wanted}, that of its first row",
-            )
+            what = f"rows of {len(said)} formats in {source}"
+            expected = f"one: {wanted}, that of its first row"
             fix = "a file for each format; data.name takes a list of them"
             if wanted not in said:
                 what, expected, fix = "no row has the format that is asked for", wanted, "data.format: auto"

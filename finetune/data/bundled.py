@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.formats import REASONING_KEYS
+from finetune.data.messages import REASONING_KEYS
 from finetune.data.render import BROKEN, render
 from finetune.errors import Problem, UserError, nearest
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.bundled import A_TOOL, bundled, look_at, marked_twin, other_prompt
-from finetune.data.formats import REASONING_KEYS, THINKING, BadRow, Example
+from finetune.data.messages import REASONING_KEYS, THINKING
 from finetune.data.render import Rendered, joined, render
+from finetune.data.rows import BadRow, Example
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class Encoder:
         head, shared, encodings = self._encode_chats([text for text in rendered if text])
         chats = iter(encodings)
         # A prompt and its completion are one text: a tokenizer may open every text with a space of its own
-        joined = [(example.prompt or "") + example.completion for example in examples if not example.messages]
-        plain = iter(backend.encode_batch(joined, add_special_tokens=False))
+        texts = [(example.prompt or "") + example.completion for example in examples if not example.messages]
+        plain = iter(backend.encode_batch(texts, add_special_tokens=False))
         found: list[Encoded | BadRow] = []
         for example, text in zip(examples, rendered, strict=True):
             if text is None:
@@ -175,20 +176,18 @@ class Encoder:
                 found[index] = text.text
         return [found[index] for index in sorted(found)]
 
-    def shortened(self, example: Example, limit: int) -> Encoded | None:
+    def shortened(self, example: Example, whole: Encoded, limit: int) -> Encoded | None:
         """The example with the beginnings of its longest prompts cut off; `None` if that is not enough.
 
         Every answer and every system message stays whole.
+
+        Args:
+            whole: its tokens.
         """
-        (whole,) = self([example])
-        if isinstance(whole, BadRow):
-            return None
         if not example.messages:
             return self._cut_plain(example, whole, limit)
-        encoded: Encoded | BadRow | None = whole
+        encoded: Encoded | BadRow = whole
         for _ in range(ATTEMPTS):
-            if encoded is None or isinstance(encoded, BadRow):
-                return None
             excess = len(encoded.ids) - limit
             if excess <= 0:
                 return encoded._replace(cut=len(whole.ids) - len(encoded.ids))
@@ -197,6 +196,8 @@ class Encoder:
                 return None
             example = shorter
             (encoded,) = self([example])
+            if isinstance(encoded, BadRow):
+                return None
         return None
 
     def _cut_longest(self, example: Example, excess: int) -> Example | None:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.data import guess
+from finetune.data.messages import json_of, read, role_of, tools
+from finetune.data.rows import BadRow, Example, Row, short
 from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
     from finetune.sections import Data
 
-ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = {  # the columns of each format, in the order in which formats are recognised
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -39,77 +38,15 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
-"""A prompt may have begun it: then the answer has only its end."""
-PLAIN = {"role", "content"}
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-BESIDE = ("name", "tool_call_id", *REASONING_KEYS)  # kept of a message, beside its role, content and calls
-
-Message = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    value: dict[str, Any]
-    where: str  # file:line, or name[index]
-
-    def digest(self, seed: int, data: Data) -> int:
-        """64 bits that tell rows apart by the columns that are read, shuffled by `seed`."""
-        read = {*(column for needed in COLUMNS.values() for column in needed), *OPTIONAL}
-        read |= set(data.columns.values())
-        content = json.dumps({k: self.value[k] for k in self.value if k in read}, sort_keys=True, default=str)
-        hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
-        return int.from_bytes(hashed.digest())
-
-
-class BadRow(Exception):
-    """A row that can't be trained on: what it is counted as, and what to say of it."""
-
-    roles: tuple[str, ...] = ()
-    """Roles of its messages that are not known."""
-    format: str = ""
-    """The one it has, where that is not its source's."""
-
-    def __init__(self, kind: str, what: str, where: str, found: str = "", **texts: str) -> None:
-        super().__init__(what)
-        self.kind = kind  # unreadable | malformed | role_order | unanswered
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in found)  # else a terminal obeys it
-        self.problem = Problem(what, where=where, found=shown, **texts)
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """What one row says, whatever it looked like."""
-
-    where: str
-    messages: list[Message] | None = None
-    tools: list[dict[str, Any]] | None = None
-    trained: tuple[bool, ...] = ()
-    """For each of the assistant's messages, whether the row lets it carry loss."""
-    prompt: str | None = None
-    completion: str = ""
-    """The answer to `prompt`; without one, a text all of which is trained on."""
-
-    @property
-    def answer(self) -> str:
-        """What the model should say last."""
-        return self.messages[-1]["content"] if self.messages else self.completion
-
-    def characters(self) -> int:
-        """About how long it is."""
-        return (
-            sum(len(m["content"]) for m in self.messages or ())
-            + len(self.prompt or "")
-            + len(self.completion)
-        )
-
-    def digest(self) -> int:
-        """64 bits that tell examples apart by content."""
-        said = [f"{turn['role']}\x1f{turn['content']}" for turn in self.messages or ()]
-        more = [self.tools, *(turn for turn in self.messages or () if len(turn) > 2)]
-        said += [json.dumps(more, sort_keys=True)] if any(more) else []
-        content = "\x1e".join([*said, self.prompt or "", self.completion])
-        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest())
+def digest(row: Row, seed: int, data: Data) -> int:
+    """64 bits that tell rows apart by the columns that are read, shuffled by `seed`."""
+    columns = {*(column for needed in COLUMNS.values() for column in needed), *OPTIONAL}
+    columns |= set(data.columns.values())
+    content = json.dumps({k: row.value[k] for k in row.value if k in columns}, sort_keys=True, default=str)
+    hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
+    return int.from_bytes(hashed.digest())
 
 
 def detect(row: Row, data: Data) -> str:
@@ -179,18 +116,11 @@ def convert(row: Row, data: Data, format: str) -> Example:
         return Example(row.where, prompt=prompt, completion=_text(value, "completion", row))
     roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
     turns = _turns(value, format, data, row)
-    begins = _named(turns[0]) if isinstance(turns[0], dict) else None
+    begins = role_of(turns[0]) if isinstance(turns[0], dict) else None
     if value.get("system") and roles.get(str(begins), begins) != "system":
         turns.insert(0, {"role": "system", "content": value["system"]})
-    try:
-        messages = [_message(turn, number, roles, data, row) for number, turn in enumerate(turns)]
-    except BadRow as bad:
-        raise _with_all_roles(bad, turns, roles) from None
-    both = [(m, turn) for m, turn in zip(messages, turns, strict=True) if not _blank_system(m)]
-    messages = [message for message, _ in both]
-    _check_order(messages, row)
-    trained = tuple(_wanted(turn, row) for message, turn in both if message["role"] == "assistant")
-    return Example(row.where, messages, _tools(value.get("tools"), row), trained)
+    messages, trained = read(turns, roles, data.reasoning == "cut", row.where)
+    return Example(row.where, messages, tools(value.get("tools"), row.where), trained)
 
 
 def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any]:
@@ -239,7 +169,7 @@ def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> 
     text = value.get(column)
     if not isinstance(text, str):
         fix = f'write it as text: "{text}"' if type(text) in (int, float) and text == text else ""
-        raise BadRow("malformed", f"{column} must be text", row.where, _short(text), fix=fix)
+        raise BadRow("malformed", f"{column} must be text", row.where, short(text), fix=fix)
     if not (empty or text.strip()):
         raise BadRow("malformed", f"{column} is empty", row.where)
     return text
@@ -248,173 +178,8 @@ def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> 
 def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
     turns = value.get(column)
     if isinstance(turns, str) and turns.lstrip().startswith("["):  # a column of a csv file
-        turns = _json(turns, column, row.where)
+        turns = json_of(turns, column, row.where)
     if not isinstance(turns, list) or not turns:
         kinds = "text or a list of messages" if column == "prompt" else "a list of messages"
-        raise BadRow("malformed", f"{column} must be {kinds}", row.where, found=_short(turns))
+        raise BadRow("malformed", f"{column} must be {kinds}", row.where, found=short(turns))
     return turns
-
-
-def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> BadRow:
-    """Of a row with a role that is not known, all of them at once."""
-    if not bad.roles:
-        return bad
-    named = [_named(turn) for turn in turns if isinstance(turn, dict)]
-    unknown = [str(name) for name in named if name is not None and roles.get(str(name), name) not in ROLES]
-    bad.roles, said = tuple(dict.fromkeys(unknown)), bad.problem
-    found, fix = ", ".join(map(_short, bad.roles)), guess.role_map(bad.roles)
-    more = BadRow(bad.kind, said.what, said.where, found, expected=said.expected, fix=fix)
-    more.roles = bad.roles
-    return more
-
-
-def _named(turn: dict[str, Any]) -> Any:
-    return turn.get("role", turn.get("from"))
-
-
-def _message(turn: Any, number: int, roles: dict[str, str], data: Data, row: Row) -> Message:
-    """One message with a known role and one text, its reasoning and tool calls beside it."""
-    if not roles and isinstance(turn, dict) and turn.keys() == PLAIN and turn["role"] in ROLES:
-        content, asis = turn["content"], turn["role"] != "assistant" or data.reasoning == "keep"
-        if asis and isinstance(content, str) and content.strip():
-            return turn  # nearly all there is
-    where = f"{row.where}, message {number}"
-    if not isinstance(turn, dict):
-        fix = "one list of messages, not a list of such lists" if isinstance(turn, list) else ""
-        raise BadRow("malformed", "a message must be a mapping", where, _short(turn), fix=fix)
-    named = _named(turn)
-    role = roles.get(str(named), named)
-    if named is None:
-        what, found = "a message has no role", ", ".join(map(str, turn))
-        raise BadRow("malformed", what, where, found, expected="role and content, or from and value")
-    if role not in ROLES:
-        bad = BadRow("malformed", "no such role", where, _short(named), expected=", ".join(ROLES))
-        bad.roles = (str(named),)
-        raise bad
-    message: Message = {"role": role}
-    content = turn.get("content", turn.get("value"))
-    calls = [*_calls(turn.get("tool_calls"), where), *_calls(turn.get("function_call"), where)]
-    if isinstance(content, list):
-        content, reasoning, more = _parts(content, where)
-        calls += more
-        if reasoning:
-            message["reasoning_content"] = reasoning
-    if named == "function_call":
-        content, calls = "", _calls(content, where) or [content]
-    for key in BESIDE:
-        if turn.get(key):
-            if not isinstance(turn[key], str):
-                raise BadRow("malformed", f"{key} must be text", where, found=_short(turn[key]))
-            message[key] = turn[key]
-    if calls:
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
-        content = content or ""
-    if not isinstance(content, str):
-        raise BadRow("malformed", "content must be text", where, found=_short(content))
-    if role == "assistant" and data.reasoning == "cut":
-        content = THINKING.sub("", content) if "</think>" in content else content
-        if content.lstrip().startswith("<think>"):
-            raise BadRow("malformed", "reasoning without an end can't be cut", where, found=_short(content))
-        message = {key: part for key, part in message.items() if key not in REASONING_KEYS}
-    if not content.strip() and not calls and role in ("user", "assistant"):
-        raise BadRow("malformed", "content is empty", where)
-    return {**message, "content": content}
-
-
-def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
-    """Text, reasoning and tool calls of a content given in parts."""
-    found: dict[str, list[Any]] = {"text": [], "reasoning": [], "tool_call": []}
-    for part in parts:
-        kind = str(part.get("type")) if isinstance(part, dict) else "text"
-        if kind not in found:
-            what, expected = "no such part of a content", ", ".join(found)
-            raise BadRow("malformed", what, where, found=_short(kind), expected=expected)
-        found[kind].append(part.get("text", part.get("value")) if isinstance(part, dict) else part)
-    if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
-        raise BadRow("malformed", "content must be text", where, found=_short(parts))
-    return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]
-
-
-def _calls(calls: Any, where: str) -> list[Any]:
-    """The tool calls of a message: none, one or a list, each or all as JSON text too."""
-    if isinstance(calls, str) and calls.strip():
-        calls = _json(calls, "a tool call", where)
-    return calls if isinstance(calls, list) else [calls] if calls else []
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """{"type": "function", "function": {"name", "arguments": a mapping}}, as templates expect it."""
-    call = _json(call, "a tool call", where)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("malformed", "a tool call needs a name", where, found=_short(call))
-    arguments = function.get("arguments", function.get("parameters"))
-    arguments = _json(arguments or {}, "a tool call's arguments", where) or {}
-    if not isinstance(arguments, dict):
-        what = "a tool call's arguments must be a mapping"
-        raise BadRow("malformed", what, where, found=_short(arguments))
-    more = {"id": call["id"]} if call.get("id") else {}
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
-
-
-def _json(value: Any, what: str, where: str) -> Any:
-    """What a value says that may be JSON text; in the end it must be something that JSON can say."""
-    try:
-        if not isinstance(value, str):
-            json.dumps(value, allow_nan=False)
-            return value
-        found = json.loads(value, parse_constant=_no_constant)
-        if "\\ud" in value.lower():  # one half of a surrogate pair is no character
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
-    except (ValueError, TypeError, RecursionError):
-        raise BadRow("malformed", f"{what} must be JSON", where, found=_short(value)) from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"JSON has no {name}")
-
-
-def _tools(tools: Any, row: Row) -> list[dict[str, Any]] | None:
-    """The row's tools, each wrapped as templates expect it; a column may hold them as JSON text."""
-    if not tools:
-        return None
-    tools = _json(tools, "tools", row.where)
-    tools = [_json(tool, "tools", row.where) for tool in tools] if isinstance(tools, list) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("malformed", "tools must be a list of mappings", row.where, found=_short(tools))
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools] or None
-
-
-def _blank_system(message: Message) -> bool:
-    return message["role"] == "system" and not message["content"].strip()
-
-
-def _wanted(turn: Message, row: Row) -> bool:
-    """A message's own `train` (true, false) or `weight` (1, 0)."""
-    if turn.keys() == PLAIN:
-        return True
-    flag = next((turn[key] for key in ("train", "weight", "loss_weight") if turn.get(key) is not None), True)
-    if flag not in (0, 1):
-        what, expected = "a message is trained on or not", "true or false, 1 or 0"
-        raise BadRow("malformed", what, row.where, found=_short(flag), expected=expected)
-    return bool(flag)
-
-
-def _check_order(messages: list[Message], row: Row) -> None:
-    """system? (user assistant (tool+ assistant)*)*, the assistant last."""
-    roles = [message["role"] for message in messages]
-    after = {"": ("system", "user"), "system": ("user",), "user": ("assistant",)}
-    after |= {"assistant": ("user", "tool"), "tool": ("tool", "assistant")}
-    shown = ", ".join(roles)
-    for before, role in zip(["", *roles], roles, strict=False):
-        if role not in after[before]:
-            what = f"roles out of order: the {role} " + (f"after the {before}" if before else "begins")
-            expected = "user and assistant in turn, after at most one system message"
-            raise BadRow("role_order", what, row.where, found=shown, expected=expected)
-    if roles[-1:] != ["assistant"]:
-        raise BadRow("unanswered", "the last message must be the assistant's", row.where, found=shown)
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:60] if not isinstance(value, str) else value[:60]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
 from finetune.data import guess
-from finetune.data.formats import BadRow, Row, convert, detect, of_another_format, unused
+from finetune.data.formats import convert, detect, digest, of_another_format, unused
 from finetune.data.readers import READERS, without_nulls
+from finetune.data.rows import BadRow, Row
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 from finetune.recipe_errors import similar_files
@@ -22,13 +22,12 @@ from finetune.sections import Data, Source
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from finetune.data.formats import Example
     from finetune.data.readers import Rows
+    from finetune.data.rows import Example
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
 BOOKKEEPING = ("dataset_info.json", "state.json")  # of a folder that `datasets` saved
-COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def sources(data: Data) -> list[Source]:
@@ -75,7 +74,7 @@ def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
     rows = read(source, "data.name")
     if not held_out:
         return rows
-    return (row for row in rows if isinstance(row, BadRow) or row.digest(seed, data) not in held_out)
+    return (row for row in rows if isinstance(row, BadRow) or digest(row, seed, data) not in held_out)
 
 
 def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Rows]]:
@@ -86,7 +85,7 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
 
     def chosen(source: Source) -> Rows:
         rows = read(source, "data.name")
-        return (row for row in rows if isinstance(row, Row) and row.digest(seed, data) in held_out)
+        return (row for row in rows if isinstance(row, Row) and digest(row, seed, data) in held_out)
 
     return [(source.name, chosen(source)) for source in sources(data)] if held_out else []
 
@@ -96,7 +95,7 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
     if data.validation_fraction is None:
         return set()
     rows = chain.from_iterable(read(source, "data.name") for source in sources(data))
-    digests = sorted(row.digest(seed, data) for row in rows if isinstance(row, Row))
+    digests = sorted(digest(row, seed, data) for row in rows if isinstance(row, Row))
     drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
     if digests and digests[-1] in drawn:
         # Rows without a column that is read are all alike: that is said first, of a named format too
@@ -257,7 +256,7 @@ def _commit(source: Source) -> str:
     from huggingface_hub import HfApi
 
     asked = source.revision or "main"
-    if COMMIT.fullmatch(asked):
+    if hub.COMMIT.fullmatch(asked):
         return asked
     try:
         return HfApi().dataset_info(source.name, revision=asked).sha or asked

@@ -27,8 +27,8 @@ import numpy as np
 from finetune.data import load
 from finetune.data.audit import Audit, Report
 from finetune.data.chat import Encoded, make_encoder
-from finetune.data.formats import BadRow, Example, Row
 from finetune.data.pack import best_fit
+from finetune.data.rows import BadRow, Example, Row
 from finetune.data.table import Documents
 from finetune.errors import Problem, UserError
 
@@ -143,7 +143,7 @@ def held_out(
 
 
 def encode_held_out(
-    kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int] = ()
+    kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int]
 ) -> list[HeldOut]:
     """Held-out rows that a run folder has kept, as the model sees them."""
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
@@ -181,7 +181,8 @@ def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> lis
             starts = range(0, len(encoded.ids), data.max_length)
             pieces = [encoded.ids[start : start + data.max_length] for start in starts]
             return [Encoded(ids, [(0, len(ids))]) for ids in pieces if len(ids) > 1]
-        shorter = encoder.shortened(example, data.max_length) if data.too_long == "truncate_prompt" else None
+        cuts = data.too_long == "truncate_prompt"
+        shorter = encoder.shortened(example, encoded, data.max_length) if cuts else None
         if shorter is None:
             return "too_long"
         encoded = shorter
@@ -303,7 +304,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in load.sources(data))
     here = Path(__file__).parent
-    modules = ("formats", "guess", "load", "readers", "bundled", "render", "chat")
+    modules = ("rows", "messages", "formats", "guess", "load", "readers", "bundled", "render", "chat")
     modules += ("pack", "prepare", "table", "audit", "bad_rows")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.data import guess
-from finetune.data.formats import BadRow, Row
+from finetune.data.rows import BadRow, Row
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def _columnar(path: Path) -> Rows:
                 start += batch.num_rows
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         found = (str(error).splitlines() or [""])[0]
-        what = f"not a {path.suffix[1:]} file, or a damaged one"
+        kind = "a parquet" if path.suffix == ".parquet" else "an arrow"
+        what = f"not {kind} file, or a damaged one"
         raise UserError(Problem(what, where=str(path), found=found)) from error
 
 

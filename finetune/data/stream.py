@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.data import load, readers
 from finetune.data.audit import Audit
 from finetune.data.chat import IGNORED, make_encoder
-from finetune.data.formats import BadRow, Row
 from finetune.data.pack import best_fit
 from finetune.data.prepare import Prepared, audit_held_out, audited
+from finetune.data.rows import BadRow, Row
 from finetune.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
 WORKERS = 64  # of a loader that count what they read apart from each other
 BLOCK = 2**20  # bytes at each end of a file that are hashed
+RAW = ["value", "bad", "source"]  # columns that encoding takes away
 AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
 
 Shard = tuple[str, int, int]  # path, first and last byte (JSONL)
@@ -89,7 +90,7 @@ def stream(
     read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
     how = {"data": data, "tokenizer": tokenizer, "seed": seed, "vocabulary": vocabulary, "declared": declared}
     block = partial(encode_block, read=read, **how)
-    options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": ["value", "source"]}
+    options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": RAW}
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
     read.zero_()
     train: Any = rows.map(block, batched=True, **options).repeat(passes)
@@ -110,7 +111,7 @@ def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -
     """
     for index in range(ranks if rows.n_shards >= ranks > 1 else 0):  # fewer shards: all ranks read all rows
         own = rows.shard(ranks, index)
-        encoded = own.map(block, batched=True, batch_size=1, remove_columns=["value", "source"])
+        encoded = own.map(block, batched=True, batch_size=1, remove_columns=RAW)
         if next(iter(encoded), None) is None:
             what = f"rank {index} of {ranks} gets no row to train on"
             fix = "data.streaming: false, more rows, or fewer processes"
@@ -128,10 +129,8 @@ def check(data: Data) -> None:
             what, fix = "streaming uses a row a whole number of times", "a whole number"
             problems.append(Problem(what, "data.name", found=f"weight {source.weight:g}", fix=fix))
         if load.files(source.name, "data.name") is None:
-            what, fix = (
-                "a Hub data set is not streamed in this version",
-                "data.streaming: false, or its files",
-            )
+            what = "a Hub data set is not streamed in this version"
+            fix = "data.streaming: false, or its files"
             problems.append(Problem(what, "data.name", found=source.name, fix=fix))
     if problems:
         raise UserError(*problems)
@@ -144,7 +143,7 @@ def encode_block(
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
     vocabulary: int | None,
-    declared: Collection[int] = (),
+    declared: Collection[int],
 ) -> dict[str, list[Any]]:
     """Rows to token ids: shuffled within their block, packed if asked for.
 
@@ -163,9 +162,9 @@ def encode_block(
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit = Audit(encoder_for, data.train_on, vocabulary)
     documents: list[tuple[str, Encoded]] = []
-    given = zip(batch["source"], batch["value"], batch["where"], strict=True)
+    given = zip(batch["source"], batch["value"], batch["bad"], batch["where"], strict=True)
     for source, rows in groupby(given, key=itemgetter(0)):
-        for row, found in audited((_row(value, where) for _, value, where in rows), data, audit, source):
+        for row, found in audited((_row(*row) for _, *row in rows), data, audit, source):
             documents += [(row.where, document) for document in found]
     audit.check_rows(data)
     own = read[worker.id % WORKERS if worker else 0]
@@ -214,19 +213,17 @@ def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
         for row in _read(shard):
             if isinstance(row, BadRow):
                 said = row.problem
-                yield {
-                    "value": {"": [said.what, said.found, said.fix]},
-                    "where": said.where,
-                    "source": shard[0],
-                }
+                value, bad, where = {}, [said.what, said.found, said.fix], said.where
             else:
-                yield {"value": row.value, "where": row.where, "source": shard[0]}
+                value, bad, where = row.value, [], row.where
+            yield {"value": value, "bad": bad, "where": where, "source": shard[0]}
 
 
-def _row(value: dict[str, Any], where: str) -> Row | BadRow:
-    if value.keys() != {""}:
+def _row(value: dict[str, Any], bad: list[str], where: str) -> Row | BadRow:
+    """As `_generate` took it apart."""
+    if not bad:
         return Row(value, where)
-    what, found, fix = value[""]
+    what, found, fix = bad
     return BadRow("unreadable", what, where, found, fix=fix)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils.memory import clear_device_cache
 from conftest import MODEL, QUICKSTART, receipts
 
 from finetune import adapter_types, adapters, evaluate, hardware, merge, recipe
@@ -66,10 +67,10 @@ def test_memory_is_what_one_computes(storage: str, tmp_path) -> None:
     )  # fmt: skip
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     before = torch.cuda.memory_allocated()
     base = evaluate.open_base(opened(storage, name=str(tmp_path)))
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     got = torch.cuda.memory_allocated() - before
     weights = 4 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
     wanted = weights * BYTES[storage] + 4096 * 2048 * 2

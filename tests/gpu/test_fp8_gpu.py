@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils.memory import clear_device_cache
 from conftest import MODEL, QUICKSTART, metrics, receipts
 
 from finetune import evaluate, merge, recipe
@@ -85,7 +86,7 @@ def test_loading_takes_the_memory_of_the_codes(tmp_path) -> None:
     )  # fmt: skip
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
-    evaluate.release()
+    clear_device_cache(garbage_collection=True)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     base = evaluate.open_base(recipe.load(QUICKSTART, ["speed.base=fp8", f"model.name={tmp_path}"]))

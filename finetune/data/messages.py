@@ -1,0 +1,209 @@
+"""Messages of a chat, however they are written: one of our roles and one text each, in order.
+
+Reasoning and tool calls stand beside the text, as chat templates expect them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from finetune.data import guess
+from finetune.data.rows import BadRow, Message, short
+
+ROLES = ("system", "user", "assistant", "tool")
+THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+"""A prompt may have begun it: then the answer has only its end."""
+PLAIN = {"role", "content"}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+BESIDE = ("name", "tool_call_id", *REASONING_KEYS)  # kept of a message, beside its role, content and calls
+
+
+def read(
+    turns: list[Any], roles: dict[str, str], cut: bool, where: str
+) -> tuple[list[Message], tuple[bool, ...]]:
+    """The messages of a chat, and for each of the assistant's whether it is trained on.
+
+    Args:
+        turns: as they stand in the row.
+        roles: other names -> those of `ROLES`.
+        cut: take reasoning out of what the assistant says.
+        where: the row is.
+
+    Raises:
+        BadRow: what is wrong with them.
+    """
+    try:
+        messages = [_message(turn, number, roles, cut, where) for number, turn in enumerate(turns)]
+    except BadRow as bad:
+        raise _with_all_roles(bad, turns, roles) from None
+    both = [(m, turn) for m, turn in zip(messages, turns, strict=True) if not _blank_system(m)]
+    messages = [message for message, _ in both]
+    _check_order(messages, where)
+    return messages, tuple(_wanted(turn, where) for message, turn in both if message["role"] == "assistant")
+
+
+def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
+    """The row's tools, each wrapped as templates expect it; a column may hold them as JSON text."""
+    if not given:
+        return None
+    found = json_of(given, "tools", where)
+    found = [json_of(tool, "tools", where) for tool in found] if isinstance(found, list) else found
+    good = isinstance(found, list) and all(
+        isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in found
+    )
+    if not good:
+        raise BadRow("malformed", "tools must be a list of mappings", where, found=short(found))
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
+
+
+def json_of(value: Any, what: str, where: str) -> Any:
+    """What a value says that may be JSON text; in the end it must be something that JSON can say."""
+    try:
+        if not isinstance(value, str):
+            json.dumps(value, allow_nan=False)
+            return value
+        found = json.loads(value, parse_constant=_no_constant)
+        if "\\ud" in value.lower():  # one half of a surrogate pair is no character
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except (ValueError, TypeError, RecursionError):
+        raise BadRow("malformed", f"{what} must be JSON", where, found=short(value)) from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
+def role_of(turn: dict[str, Any]) -> Any:
+    """As the message calls it."""
+    return turn.get("role", turn.get("from"))
+
+
+def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> BadRow:
+    """Of a row with a role that is not known, all of them at once."""
+    if not bad.roles:
+        return bad
+    named = [role_of(turn) for turn in turns if isinstance(turn, dict)]
+    unknown = [str(name) for name in named if name is not None and roles.get(str(name), name) not in ROLES]
+    bad.roles, said = tuple(dict.fromkeys(unknown)), bad.problem
+    found, fix = ", ".join(map(short, bad.roles)), guess.role_map(bad.roles)
+    more = BadRow(bad.kind, said.what, said.where, found, expected=said.expected, fix=fix)
+    more.roles = bad.roles
+    return more
+
+
+def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str) -> Message:
+    """One message with a known role and one text, its reasoning and tool calls beside it."""
+    if not roles and isinstance(turn, dict) and turn.keys() == PLAIN and turn["role"] in ROLES:
+        content, asis = turn["content"], turn["role"] != "assistant" or not cut
+        if asis and isinstance(content, str) and content.strip():
+            return turn  # nearly all there is
+    where = f"{row}, message {number}"
+    if not isinstance(turn, dict):
+        fix = "one list of messages, not a list of such lists" if isinstance(turn, list) else ""
+        raise BadRow("malformed", "a message must be a mapping", where, short(turn), fix=fix)
+    named = role_of(turn)
+    role = roles.get(str(named), named)
+    if named is None:
+        what, found = "a message has no role", ", ".join(map(str, turn))
+        raise BadRow("malformed", what, where, found, expected="role and content, or from and value")
+    if role not in ROLES:
+        bad = BadRow("malformed", "no such role", where, short(named), expected=", ".join(ROLES))
+        bad.roles = (str(named),)
+        raise bad
+    message: Message = {"role": role}
+    content = turn.get("content", turn.get("value"))
+    calls = [*_calls(turn.get("tool_calls"), where), *_calls(turn.get("function_call"), where)]
+    if isinstance(content, list):
+        content, reasoning, more = _parts(content, where)
+        calls += more
+        if reasoning:
+            message["reasoning_content"] = reasoning
+    if named == "function_call":
+        content, calls = "", _calls(content, where) or [content]
+    for key in BESIDE:
+        if turn.get(key):
+            if not isinstance(turn[key], str):
+                raise BadRow("malformed", f"{key} must be text", where, found=short(turn[key]))
+            message[key] = turn[key]
+    if calls:
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+        content = content or ""
+    if not isinstance(content, str):
+        raise BadRow("malformed", "content must be text", where, found=short(content))
+    if role == "assistant" and cut:
+        content = THINKING.sub("", content) if "</think>" in content else content
+        if content.lstrip().startswith("<think>"):
+            raise BadRow("malformed", "reasoning without an end can't be cut", where, found=short(content))
+        message = {key: part for key, part in message.items() if key not in REASONING_KEYS}
+    if not content.strip() and not calls and role in ("user", "assistant"):
+        raise BadRow("malformed", "content is empty", where)
+    return {**message, "content": content}
+
+
+def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
+    """Text, reasoning and tool calls of a content given in parts."""
+    found: dict[str, list[Any]] = {"text": [], "reasoning": [], "tool_call": []}
+    for part in parts:
+        kind = str(part.get("type")) if isinstance(part, dict) else "text"
+        if kind not in found:
+            what, expected = "no such part of a content", ", ".join(found)
+            raise BadRow("malformed", what, where, found=short(kind), expected=expected)
+        found[kind].append(part.get("text", part.get("value")) if isinstance(part, dict) else part)
+    if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
+        raise BadRow("malformed", "content must be text", where, found=short(parts))
+    return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]
+
+
+def _calls(calls: Any, where: str) -> list[Any]:
+    """The tool calls of a message: none, one or a list, each or all as JSON text too."""
+    if isinstance(calls, str) and calls.strip():
+        calls = json_of(calls, "a tool call", where)
+    return calls if isinstance(calls, list) else [calls] if calls else []
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """{"type": "function", "function": {"name", "arguments": a mapping}}, as templates expect it."""
+    call = json_of(call, "a tool call", where)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("malformed", "a tool call needs a name", where, found=short(call))
+    arguments = function.get("arguments", function.get("parameters"))
+    arguments = json_of(arguments or {}, "a tool call's arguments", where) or {}
+    if not isinstance(arguments, dict):
+        what = "a tool call's arguments must be a mapping"
+        raise BadRow("malformed", what, where, found=short(arguments))
+    more = {"id": call["id"]} if call.get("id") else {}
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
+
+
+def _blank_system(message: Message) -> bool:
+    return message["role"] == "system" and not message["content"].strip()
+
+
+def _wanted(turn: Message, where: str) -> bool:
+    """A message's own `train` (true, false) or `weight` (1, 0)."""
+    if turn.keys() == PLAIN:
+        return True
+    flag = next((turn[key] for key in ("train", "weight", "loss_weight") if turn.get(key) is not None), True)
+    if flag not in (0, 1):
+        what, expected = "a message is trained on or not", "true or false, 1 or 0"
+        raise BadRow("malformed", what, where, found=short(flag), expected=expected)
+    return bool(flag)
+
+
+def _check_order(messages: list[Message], where: str) -> None:
+    """system? (user assistant (tool+ assistant)*)*, the assistant last."""
+    roles = [message["role"] for message in messages]
+    after = {"": ("system", "user"), "system": ("user",), "user": ("assistant",)}
+    after |= {"assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+    shown = ", ".join(roles)
+    for before, role in zip(["", *roles], roles, strict=False):
+        if role not in after[before]:
+            what = f"roles out of order: the {role} " + (f"after the {before}" if before else "begins")
+            expected = "user and assistant in turn, after at most one system message"
+            raise BadRow("role_order", what, where, found=shown, expected=expected)
+    if roles[-1:] != ["assistant"]:
+        raise BadRow("unanswered", "the last message must be the assistant's", where, found=shown)
