@@ -304,7 +304,9 @@ def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: 
     changed = Counter(modules.short(name) for name in getattr(adapted, "targeted_module_names", ()))
     if changed:
         targets = options.get("target_modules")
-        expected = changed if targets is None or adapter.source else _expected(options, known)
+        as_saved = adapter.source and targets != "all-linear"  # by the names of the adapter it goes on from
+        limits = vars(config) if adapter.source else {}  # what of all layers that one leaves out
+        expected = changed if targets is None or as_saved else _expected({**limits, **options}, known)
         if expected != changed:
             expected = _without_experts(config, options, expected, known, ledger)
         ledger.add(

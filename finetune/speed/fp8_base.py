@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from finetune import modules
 from finetune.errors import Problem, UserError
 from finetune.hardware import FP8_MULTIPLE
 from finetune.speed.fp8 import E4M3, Fp8Linear, fits, quantise_rows
@@ -178,7 +179,7 @@ def add_receipt(base: Any, ledger: Ledger) -> None:
     got = f"{len(layers)} of {len(linear)} linear layers, {_size(coded)} of {_size(whole)}"
     got += f"; {narrow} stay: sides not divisible by {FP8_MULTIPLE}" if narrow else ""
     got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
-    stacked = sum(p.nbytes for p in base.parameters() if p.dim() == 3)
+    stacked = modules.of_experts(base)
     got += f"; {_size(stacked)} of experts stay: they are no linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
     ledger.add("speed.base", "fp8", got, how, ok=bool(layers))

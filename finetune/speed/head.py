@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune import launch_env
+from finetune import estimate, launch_env
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.hardware import Choice
 from finetune.speed.loss import IGNORED, TokenLoss, computes_all, token_loss
@@ -244,9 +244,7 @@ def formula(config: Any) -> Formula:
     scaling = getattr(config, "logits_scaling", None)
     if scale is None and scaling is not None:  # Granite and MiniCPM3 divide by it
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    cap = next((value for name in caps if (value := getattr(config, name, None)) is not None), None)
-    return Formula(1.0 if scale is None else scale, cap)
+    return Formula(1.0 if scale is None else scale, estimate.softcap(config))
 
 
 def scaled_bias(base: Any, scale: float) -> Tensor | None:
