@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, gcd, log
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune import upstream
 from finetune.errors import Problem, UserError
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
     from finetune.sections import Adapter
 
-
-class Shapes(NamedTuple):
-    """What a builder may need to know of the model."""
-
-    linear: Mapping[str, tuple[int, int]]
-    """Full name of each linear layer, without the head -> (outputs, inputs)."""
+    # Full name of each linear layer of a model, without the head -> (outputs, inputs)
+    Shapes = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def ia3(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
     """
     options = dict(options)
     if options.get("target_modules") == "all-linear":
-        options["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes.linear})
+        options["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes})
     if isinstance(options.get("target_modules"), list):
         down = [name for name in options["target_modules"] if name.rpartition(".")[2] == "down_proj"]
         options.setdefault("feedforward_modules", down)
@@ -164,12 +160,6 @@ def called(name: str, key: str) -> str:
     return next((one for one in (word, f"{own.peft}_{word}") if one in own.keys), "")
 
 
-def nested(kind: AdapterType, key: str) -> str:
-    """The class of PEFT's that a key holds (`eva_config` -> EvaConfig), or the empty string."""
-    held = upstream.fields(kind.sources).get(key)
-    return held.nested[0][2] if held and held.nested else ""
-
-
 def advice(name: str, rate: float, options: Mapping[str, Any]) -> list[str]:
     """What is worth knowing of a type with this peak learning rate and these options; nothing is changed."""
     kind, said = all_types()[name], []
@@ -202,12 +192,13 @@ def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
 
 
 def _common_divisor(shapes: Shapes, most: int) -> int:
-    widths = gcd(*(width for shape in shapes.linear.values() for width in shape))
+    widths = gcd(*(width for shape in shapes.values() for width in shape))
     return max(size for size in range(1, most + 1) if widths % size == 0)
 
 
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
+CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # each by a key of its own: `eva_config`
 QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
 FOUR_BIT = ("nf4", "fp4")
 
