@@ -141,8 +141,6 @@ def obstacle(name: str, storage: str) -> str:
     """Why a type can't be trained on a base stored so; the empty string if it can (a test keeps it true)."""
     if storage not in QUANTISED:
         return ""
-    if storage == "torchao_int4":
-        return "torchao's int4 weights pass no gradient on, and PEFT refuses them"
     kind = all_types()[name]
     if kind.peft in _NEEDS_THE_WEIGHTS or kind.peft in _NOT_ON.get(storage, ()):
         return f"PEFT's {name} computes with the weights themselves, and takes their codes for numbers"
@@ -199,7 +197,7 @@ def _common_divisor(shapes: Shapes, most: int) -> int:
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
 CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # each by a key of its own: `eva_config`
-QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
+QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8")
 FOUR_BIT = ("nf4", "fp4")
 
 _BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})

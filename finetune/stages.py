@@ -17,7 +17,6 @@ from finetune import (
     check,
     checkpoint,
     estimate,
-    exchange,
     hardware,
     launch_env,
     model,
@@ -64,9 +63,7 @@ def adapted_model(
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
-    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
-    exchange.prepare(arguments)
-    return adapted
+    return adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
 
 
 def make_fast(
@@ -234,15 +231,14 @@ def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
     def look() -> str:
         return model.fingerprint(adapters.frozen(adapted))
 
-    decomposed = adapter_init.rebases(adapted) and not launch_env.sharded()  # by rank 0: DDP hands it on
-    if launch_env.read_by_rank_0() or decomposed:
+    rebased = adapter_init.rebases(adapted)  # by rank 0: DDP hands it on
+    if launch_env.read_by_rank_0() or rebased:
         frozen = ranks.from_main(look)
     else:
         frozen = look()
         ranks.agree({"weights of the base": frozen})
     if found:
         ledger.check()
-        rebased = adapter_init.rebases(adapted)
         resume.check_base(found.contract, frozen, found.path, decomposed=rebased)
         state.structure(found.path)
     return frozen

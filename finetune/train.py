@@ -214,6 +214,8 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
         **hardware.loader(setup.hardware, int(launch_env.said("LOCAL_WORLD_SIZE", "1"))),
+        "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
+        "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start
         "ddp_timeout": launch_env.timeout_seconds() + launch_env.NCCL_LATER,
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,

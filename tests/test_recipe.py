@@ -197,7 +197,6 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
         (["adapter.init_lora_weights=loftq"], "init_lora_weights", "not stored in 4 bits"),
         (["adapter.type=qlora", "speed.base=int8"], "speed.base", "means a 4-bit base"),
         (["adapter.type=loha", "speed.base=nf4"], "speed.base", "codes for numbers"),
-        (["speed.base=torchao_int4"], "speed.base", "int4"),
         (["adapter.type=full", "speed.base=int8"], "speed.base", "trains the base itself"),
         (["adapter.type=prompt_tuning", "data.packing=true"], "data.packing", "before every row"),
         (["adapter.type=xlora"], "adapter.type", "trains none"),

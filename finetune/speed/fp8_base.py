@@ -132,8 +132,7 @@ def renamed(model: Any, names: set[str]) -> set[str]:
 
 
 def check_checkpoint(config: Any) -> None:
-    """Refuse a checkpoint that is quantised otherwise than the fp8 base can take; its config is changed to
-    that of a plain model, so that transformers lets us load it.
+    """Refuse a checkpoint that is quantised otherwise than the fp8 base can take.
 
     Raises:
         UserError: what it is, and what to use in its place (exit 2).
@@ -164,7 +163,6 @@ def check_checkpoint(config: Any) -> None:
                 fix="the model it was made from: it is quantised while it loads",
             )
         )
-    del config.quantization_config
 
 
 def add_receipt(base: Any, ledger: Ledger) -> None:
