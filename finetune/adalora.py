@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import TrainerCallback
-from transformers.integrations.deepspeed import deepspeed_config
 
 from finetune.errors import Exit, Problem, UserError
 
@@ -96,10 +95,7 @@ def allocate(
                 named[name].masked_fill_(mask, 0.0)
         return
     if step < last:
-        if deepspeed_config() is None:
-            update_importance(allocator, named)
-        else:
-            allocator.update_ipt(adalora.model)  # DeepSpeed keeps gradients itself; PEFT asks it for them
+        update_importance(allocator, named)
     budget, due = allocator.budget_schedule(step)
     # after tinit the budget is below init_r's: there is always a rank to take, once a step has counted
     if (step == last or due) and allocator.ipt:

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapter_types import (
+    CONFIGURED_INITS,
     FAST_ON_FP8,
     FOUR_BIT,
     PREPARED_INITS,
@@ -32,7 +33,6 @@ _UNCODED = re.compile("embed|head|norm")  # in names of modules that the fp8 bas
 # PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
 WITH_HEAD = "[embed_tokens, lm_head]"
-_CONFIG_OF = {"eva_config": "eva", "corda_config": "corda", "lora_ga_config": "lora_ga"}
 
 
 def conflicts(raw: Mapping[str, Any]) -> Found:
@@ -154,9 +154,9 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, a
     """Of `init_lora_weights`: spelling, and what it can't be combined with."""
     key, init = "adapter.init_lora_weights", adapter.get("init_lora_weights")
     found: Found = [
-        (f"adapter.{config}", f"has no effect without init_lora_weights: {its}", {"fix": "drop it"})
-        for config, its in _CONFIG_OF.items()
-        if adapter.get(config) is not None and init != its
+        (f"adapter.{its}_config", f"has no effect without init_lora_weights: {its}", {"fix": "drop it"})
+        for its in CONFIGURED_INITS
+        if adapter.get(f"{its}_config") is not None and init != its
     ]
     if not isinstance(init, str):
         return found

@@ -62,26 +62,13 @@ def attach(
 
 def calibration(dataset: Any, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """Batches of the first training rows: input_ids, attention_mask and labels, (rows, tokens), int64."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     count, size, tokens = CALIBRATION
-    rows = [
-        {key: torch.tensor(row[key][:tokens]) for key in ("input_ids", "labels")}
-        for row in islice(dataset, count * size)
-    ]
-    return [
-        {
-            key: pad_sequence(
-                [torch.ones_like(row["labels"]) if key == "attention_mask" else row[key] for row in group],
-                batch_first=True,
-                padding_value=-100 if key == "labels" else 0,
-            ).to(device)
-            for key in ("input_ids", "attention_mask", "labels")
-        }
-        for start in range(0, len(rows), size)
-        if (group := rows[start : start + size])
-    ]
+    keys, collate = ("input_ids", "labels"), DataCollatorForLanguageModeling(pad_token_id=0)
+    rows = [{key: row[key][:tokens] for key in keys} for row in islice(dataset, count * size)]
+    groups = (rows[start : start + size] for start in range(0, len(rows), size))
+    return [{name: tensor.to(device) for name, tensor in collate(group).items()} for group in groups]
 
 
 def rebases(adapted: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, gcd, log
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune import upstream
 from finetune.errors import Problem, UserError
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
     from finetune.sections import Adapter
 
-
-class Shapes(NamedTuple):
-    """What a builder may need to know of the model."""
-
-    linear: Mapping[str, tuple[int, int]]
-    """Full name of each linear layer, without the head -> (outputs, inputs)."""
+    # Full name of each linear layer of a model, without the head -> (outputs, inputs)
+    Shapes = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ def ia3(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
     """
     options = dict(options)
     if options.get("target_modules") == "all-linear":
-        options["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes.linear})
+        options["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes})
     if isinstance(options.get("target_modules"), list):
         down = [name for name in options["target_modules"] if name.rpartition(".")[2] == "down_proj"]
         options.setdefault("feedforward_modules", down)
@@ -145,8 +141,6 @@ def obstacle(name: str, storage: str) -> str:
     """Why a type can't be trained on a base stored so; the empty string if it can (a test keeps it true)."""
     if storage not in QUANTISED:
         return ""
-    if storage == "torchao_int4":
-        return "torchao's int4 weights pass no gradient on, and PEFT refuses them"
     kind = all_types()[name]
     if kind.peft in _NEEDS_THE_WEIGHTS or kind.peft in _NOT_ON.get(storage, ()):
         return f"PEFT's {name} computes with the weights themselves, and takes their codes for numbers"
@@ -162,12 +156,6 @@ def called(name: str, key: str) -> str:
     if word not in ("alpha", "dropout") or (before and before not in upstream.peft_types()):
         return ""
     return next((one for one in (word, f"{own.peft}_{word}") if one in own.keys), "")
-
-
-def nested(kind: AdapterType, key: str) -> str:
-    """The class of PEFT's that a key holds (`eva_config` -> EvaConfig), or the empty string."""
-    held = upstream.fields(kind.sources).get(key)
-    return held.nested[0][2] if held and held.nested else ""
 
 
 def advice(name: str, rate: float, options: Mapping[str, Any]) -> list[str]:
@@ -202,13 +190,14 @@ def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
 
 
 def _common_divisor(shapes: Shapes, most: int) -> int:
-    widths = gcd(*(width for shape in shapes.linear.values() for width in shape))
+    widths = gcd(*(width for shape in shapes.values() for width in shape))
     return max(size for size in range(1, most + 1) if widths % size == 0)
 
 
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
-QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4")
+CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # each by a key of its own: `eva_config`
+QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8")
 FOUR_BIT = ("nf4", "fp4")
 
 _BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})

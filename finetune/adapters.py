@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import adapter_init, adapter_source, adapter_types, modules, qat
 from finetune.adapter_conflicts import HEAD_STAYS, WITH_HEAD
-from finetune.adapter_types import Shapes
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
 
+    from finetune.adapter_types import Shapes
     from finetune.receipts import Ledger
     from finetune.sections import Adapter
 
@@ -158,22 +158,16 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
     Raises:
         UserError: options that leave the type nothing to do (exit 2).
     """
-    import peft
     from peft import TaskType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-    from peft.tuners.lora.config import CordaConfig
 
     kind = adapter_types.find(adapter.type)
     options: dict[str, Any] = {**adapter.options(), **kind.sets}
     if kind.build:
         options = kind.build(options, steps, model)
-    for key, value in options.items():
-        nested = adapter_types.nested(kind, key)
-        if nested and isinstance(value, dict):
-            options[key] = getattr(peft, nested)(**value) if hasattr(peft, nested) else value
     init = options.get("init_lora_weights")
-    if init in (own := {"eva": peft.EvaConfig, "corda": CordaConfig, "lora_ga": peft.LoraGAConfig}):
-        options.setdefault(f"{init}_config", own[init]())
+    if init in adapter_types.CONFIGURED_INITS:
+        options.setdefault(f"{init}_config", {})  # or PEFT warns that it takes the defaults
     if init == "loftq":  # PEFT's own would quantise the weights once more
         options["init_lora_weights"] = True
     classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -192,8 +186,7 @@ def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
 def shapes(model: PreTrainedModel) -> Shapes:
     """What adapter types need to know of a model; the shapes of quantised layers are those of their maths."""
     linear: dict[str, Any] = linear_layers(model)
-    sizes = {name: (module.out_features, module.in_features) for name, module in linear.items()}
-    return Shapes(sizes)
+    return {name: (module.out_features, module.in_features) for name, module in linear.items()}
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
@@ -304,7 +297,9 @@ def _add_receipts(adapted: Any, adapter: Adapter, known: modules.Names, ledger: 
     changed = Counter(modules.short(name) for name in getattr(adapted, "targeted_module_names", ()))
     if changed:
         targets = options.get("target_modules")
-        expected = changed if targets is None or adapter.source else _expected(options, known)
+        as_saved = adapter.source and targets != "all-linear"  # by the names of the adapter it goes on from
+        limits = vars(config) if adapter.source else {}  # what of all layers that one leaves out
+        expected = changed if targets is None or as_saved else _expected({**limits, **options}, known)
         if expected != changed:
             expected = _without_experts(config, options, expected, known, ledger)
         ledger.add(

@@ -33,20 +33,20 @@ def search(
     batch: Batch,
     pad_token: int,
     compiled: bool | None,
-    moments: float,
+    beside: float,
     ledger: Ledger,
 ) -> Batch:
     """The largest divisor of each process's share that fits, found with the longest rows.
 
-    Forward, loss and backward of more and more rows, with the optimizer's two moments stood in for; no
-    weight is changed, and random numbers go on as if nothing had been drawn. The next size is tried only if
-    what the last two took lets it fit: running out of memory is the exception, and ends the search.
+    Forward, loss and backward of more and more rows, with the optimizer's state and its like stood in for;
+    no weight is changed, and random numbers go on as if nothing had been drawn. The next size is tried only
+    if what the last two took lets it fit: running out of memory is the exception, and ends the search.
 
     Args:
         rows: the training data.
         batch: as it is split so far; only its effective size and share are used.
         compiled: whether our loss is; `None`: it is not ours, and has all logits.
-        moments: bytes of the optimizer's state for each trained number.
+        beside: bytes of each trained number beside weight and gradient, as `stages.beside` has them.
 
     Raises:
         UserError: not even one row fits (exit 5).
@@ -61,7 +61,7 @@ def search(
             break
         chosen = [rows[number] for number in longest[:size]]
         inputs = _collated(chosen, data, pad_token, model.device)
-        trials.append(Trial(size, _peak(model, inputs, size, compiled, moments)))
+        trials.append(Trial(size, _peak(model, inputs, size, compiled, beside)))
         if not ranks.all_of(trials[-1].peak <= MARGIN * total):
             break
     torch._dynamo.reset()  # it takes what has had several sizes for one that changes: slower graphs, for good
@@ -101,14 +101,14 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
-def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, moments: float) -> float:
+def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, beside: float) -> float:
     """Bytes in use at most while a step of these rows is made, without its update."""
     installed = head.install(model, compiled=compiled) if compiled is not None else None
     trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
     model.train()  # what is recomputed, and dropout
     _reset(model.device)
     try:
-        held = torch.zeros(round(trained * moments), dtype=torch.uint8, device=model.device)
+        held = torch.zeros(round(trained * beside), dtype=torch.uint8, device=model.device)
         found = model(**inputs, num_labels=loss.numbers(inputs)[0]).nll if installed else model(**inputs).loss
         found.backward()
         faults.in_backward(1, rows, set())

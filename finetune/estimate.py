@@ -274,7 +274,7 @@ def loss_gib(config: Any, tokens: int, *, compiled: bool = True, trained: bool =
     A chunk's logits, the gradient of the hidden states, and those in and around the last norm. 8B at 16,384:
     1.73 (1.77). Of a head that trains its copy in 16 bits, a chunk's gradient, and their sum in fp32."""
     one = widths(config)
-    held = 2 if compiled else 6
+    held = logit_bytes(compiled=compiled, capped=softcap(config) is not None)
     rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * held))
     head = 8 * one.vocabulary * one.hidden if trained else 0
     return (rows * one.vocabulary * held + 12 * tokens * one.hidden + head) / GIB
@@ -286,6 +286,22 @@ def zero3_gib(parameters: int) -> float:
     By DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`.
     """
     return 2 * (min(parameters, 1e9) + 5e8) / GIB
+
+
+def logit_bytes(*, compiled: bool, capped: bool, narrow: int = 2, wide: int = 4) -> int:
+    """Bytes that the loss holds of each logit of a chunk: its own, and those of eager softmax's copies.
+
+    Args:
+        narrow: of a logit; wide: of a number of the softmax.
+    """
+    return narrow + (0 if compiled else wide * (3 if capped else 2))
+
+
+def softcap(config: Any) -> float | None:
+    """A model's softcap of its logits, by the names that families have for it."""
+    text = config.get_text_config()
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
 
 
 def chunk_rows(rows: int, most: int) -> int:

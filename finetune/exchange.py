@@ -11,16 +11,6 @@ if TYPE_CHECKING:
     from finetune.receipts import Ledger
 
 
-def prepare(arguments: Any) -> None:
-    """Set SFTConfig's `ddp_*`. How gradients are put together is not among it: an adapter's go by `average`.
-
-    Buffers (an fp8 base's scales) are the same everywhere from the start: DDP would send them again at each
-    forward pass.
-    """
-    arguments.ddp_find_unused_parameters = False  # True for every PeftModel otherwise
-    arguments.ddp_broadcast_buffers = False
-
-
 def ours(model: Any) -> bool:
     """Whether `average` exchanges this model's gradients: an adapter's, under data parallelism.
 
@@ -33,25 +23,21 @@ def ours(model: Any) -> bool:
 
 @torch.no_grad()
 def average(model: Any) -> int:
-    """Each gradient, averaged over processes, in one piece for each dtype; returns its bytes.
+    """Each gradient, averaged over processes, in one piece: what trains is all of one dtype
+    (`adapters.train_in_fp32`). Returns its bytes.
 
     Divided before it is summed, as DDP does.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    moved = 0
-    for dtype in sorted({p.dtype for p in trained}, key=str):
-        own = [p for p in trained if p.dtype == dtype]
-        for parameter in own:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads: list[Any] = [p.grad for p in own]
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(torch.distributed.get_world_size())
-        torch.distributed.all_reduce(flat)
-        pieces = flat.split([grad.numel() for grad in grads])
-        for grad, piece in zip(grads, pieces, strict=True):
-            grad.copy_(piece.view_as(grad))
-        moved += flat.nbytes
-    return moved
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    grads: list[Any] = [p.grad for p in trained]
+    flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(torch.distributed.get_world_size())
+    torch.distributed.all_reduce(flat)
+    for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(piece.view_as(grad))
+    return flat.nbytes
 
 
 def reduce_in_fp32(accelerator: Any) -> None:

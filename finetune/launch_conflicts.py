@@ -141,7 +141,7 @@ def _by_accelerate(backend: str, kind: str, speed: Speed, data: Data) -> list[Pr
         }[backend]
         what = f"fp8_config.backend: {backend} of the {CONFIG} is for full fine-tuning: it {why}"
         found.append(Problem(what, "adapter.type", found=kind, fix=BASE_INSTEAD))
-    elif speed.base not in ("auto", "fp32"):
+    elif speed.base != "auto":
         what = f"fp8_config.backend: {backend} of the {CONFIG} trains weights in fp32"
         found.append(Problem(what, "speed.base", found=speed.base, fix="speed.base: auto"))
     if backend == "TE" and speed.compile not in ("auto", False):

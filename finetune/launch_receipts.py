@@ -33,8 +33,7 @@ def add(trainer: Any, launch: Launch, ledger: Ledger) -> None:
     trainer.add_callback(Prepared(launch, trainer, ledger))
     rows: Any = getattr(trainer, "train_dataset", None)
     if launch.processes > 1 and hasattr(rows, "__len__") and not trainer.args.dataloader_drop_last:
-        shards = got.num_processes // model_parallel(got)
-        twice = repeated(len(rows), trainer.args.per_device_train_batch_size, shards)
+        twice = repeated(len(rows), trainer.args.per_device_train_batch_size, launch.rows_apart)
         how = "of an epoch, whose end Accelerate fills up from its beginning: every process has full batches"
         ledger.add("rows trained once", len(rows), f"{len(rows) - twice}, and {twice} twice", how, ok=True)
 
@@ -47,12 +46,6 @@ def repeated(rows: int, per_device: int, shards: int) -> int:
         shards: processes that have rows of their own.
     """
     return -rows % (per_device * shards)
-
-
-def model_parallel(accelerator: Any) -> int:
-    """Processes that share each row: tensor and context parallelism."""
-    config = getattr(accelerator, "parallelism_config", None)
-    return getattr(config, "non_data_parallel_size", 1) if config else 1
 
 
 def asked_of(backend: str) -> dict[str, str]:

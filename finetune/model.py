@@ -161,7 +161,12 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = _unquantised_config(model) if setup.storage.value == "fp8" else read_config(model)
+    config = read_config(model)
+    if setup.storage.value == "fp8":
+        from finetune.speed import fp8_base
+
+        fp8_base.check_checkpoint(config)
+        vars(config).pop("quantization_config", None)  # our layers take its weights as those of a plain model
     # as an argument it would yield to an `_attn_implementation` in config.json, a Hub kernel's name too
     config._attn_implementation = setup.attn_implementation
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
@@ -345,19 +350,6 @@ def config_against_fp8(config: Any) -> str:
         except UserError as error:
             return f"{error.problems[0].what}: {error.problems[0].found}"
     return ""
-
-
-def _unquantised_config(model: Model) -> Any:
-    """The model's config, less what it says of fp8 weights in its files, which our layers take as they are.
-
-    Raises:
-        UserError: weights that are quantised in another way (exit 2).
-    """
-    from finetune.speed import fp8_base
-
-    config = read_config(model)
-    fp8_base.check_checkpoint(config)
-    return config
 
 
 def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any:

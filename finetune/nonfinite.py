@@ -6,15 +6,14 @@ import json
 import math
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-from accelerate import DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from finetune import adapters, ranks
+from finetune import adapters, ranks, zero
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -128,9 +127,8 @@ class NonFinite(TrainerCallback):
             self.screen.say(f"step {step} is left out: its gradients are not finite")
             return True
         self.stop(step)
-        raise AssertionError
 
-    def stop(self, step: int) -> None:
+    def stop(self, step: int) -> NoReturn:
         """End the run, with what was in the step kept for another look."""
         place = self.folder / f"nonfinite-step-{step}"
         rank, batches = ranks.index(), self.trainer.micro_batches.kept.get(step, [])
@@ -161,7 +159,7 @@ def watchers(section: Train, precision: str, folder: RunFolder, screen: Screen, 
     Raises:
         UserError: steps are to be left out under DeepSpeed (exit 3).
     """
-    if section.skip_nonfinite and PartialState().distributed_type == DistributedType.DEEPSPEED:
+    if section.skip_nonfinite and zero.used():
         what, fix = "DeepSpeed updates before anyone can look: no step can be left out", "skip_nonfinite: 0"
         raise UserError(Problem(what, "train.skip_nonfinite", fix=fix), code=Exit.ENVIRONMENT)
     allowed, fp16 = section.skip_nonfinite, precision == "fp16"

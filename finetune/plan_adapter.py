@@ -64,7 +64,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     linear = found.linear
     options: dict[str, Any] = {"target_modules": "all-linear", **adapter.options(), **kind.sets}
     if kind.build:
-        options |= kind.build(options, max(steps, 12), adapter_types.Shapes(linear))
+        options |= kind.build(options, max(steps, 12), linear)
     names = [name for name in adapters.targeted(options, found.names) if name in linear]
     counted = kind.peft in FUSED_TYPES
     dropout, dora = bool(options.get("lora_dropout")), bool(options.get("use_dora"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ def storage_and_attention(
 ) -> tuple[Choice, Choice]:
     """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
     flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
-    against = partial(check.against_fp8, recipe, copy.copy(found.config))
+    against = partial(check.against_fp8, recipe, found.config)
     launched = plan_launch.launched(by, 1, precision)
     if kept := hardware.whole_base(launched):
         against = partial(str, kept)

@@ -217,12 +217,7 @@ def agree(facts: dict[str, str]) -> None:
     Raises:
         UserError: on all of them, with what they differ in (exit 2).
     """
-    count = PartialState().num_processes
-    if count == 1:
-        return
-    found: list[Any] = [None] * count
-    group = torch.distributed.new_group(backend="gloo", timeout=timeout())
-    torch.distributed.all_gather_object(found, facts, group=group)
+    found = gathered(facts)
     names = sorted({name for each in found for name in each})
     differ = [name for name in names if len({each.get(name) for each in found}) > 1]
     problems = []

@@ -26,7 +26,7 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "torch_compile": "speed.compile",
     "torch_compile_backend": "speed.compile",
     "torch_compile_mode": "speed.compile",
-    "use_liger_kernel": "speed",
+    "use_liger_kernel": "speed.loss",
     "liger_kernel_config": "speed",
     "use_cache": "speed",
     "bf16": "the launch (mixed_precision in the accelerate config)",
@@ -64,9 +64,10 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "enable_jit_checkpoint": "drop it: a signal always saves",
     "restore_callback_states_from_checkpoint": "drop it: ours are always restored",
     "ignore_data_skip": "drop it: a resumed run goes on with the next batch",
-    "load_best_model_at_end": "eval",
-    "metric_for_best_model": "eval",
-    "greater_is_better": "eval",
+    "eval_steps": "eval.every",
+    "load_best_model_at_end": "eval.keep_best",
+    "metric_for_best_model": "eval.best",
+    "greater_is_better": "eval.best (which says whether more of it is better)",
 }
 OWNED_PREFIXES = {
     "dataset_": "data",
@@ -87,8 +88,8 @@ RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's
     "torch_dtype": "drop it: precision comes from the launch (mixed_precision in the accelerate config)",
     "dtype": "drop it: precision comes from the launch (mixed_precision in the accelerate config)",
     "mixed_precision": "drop it: precision comes from the launch (mixed_precision in the accelerate config)",
-    "evaluation_strategy": "eval (base and tuned are evaluated on every validation row at the end)",
-    "eval_strategy": "eval (base and tuned are evaluated on every validation row at the end)",
+    "evaluation_strategy": "eval.every (steps from one evaluation to the next)",
+    "eval_strategy": "eval.every (steps from one evaluation to the next)",
     "val_set_size": "data.validation_fraction",
     "load_in_4bit": "adapter.type: qlora (or speed.base: nf4)",
     "bnb_4bit_quant_type": "adapter.type: qlora (or speed.base: nf4)",
@@ -134,7 +135,7 @@ RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's
     "hub_model_id": "publish.repo",
     "push_to_hub_model_id": "publish.repo",
     "fsdp_transformer_layer_cls_to_wrap": "fsdp_config in the accelerate config",
-    "use_liger": "speed",
+    "use_liger": "speed.loss",
 }
 
 

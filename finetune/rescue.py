@@ -119,7 +119,7 @@ def needed(
     length: int,
     setup: Setup,
     chosen: dict[str, Choice],
-    moments: float,
+    beside: float,
     model: Any,
     rows: int,
 ) -> str:
@@ -127,7 +127,7 @@ def needed(
 
     Args:
         chosen: what was chosen for `speed:`, by option.
-        moments: bytes of the optimizer's state for each trained number.
+        beside: bytes of each trained number beside weight and gradient.
     """
     if setup.launch.sharded or not apply.decoder_layers(model):
         return ""
@@ -141,7 +141,7 @@ def needed(
     at_loss += estimate.loss_gib(model.config, tokens, compiled=compiled, trained=trains)
     at_backward += estimate.backward_gib(model.config, tokens, estimate.Keeps(fused, compiled, adapted))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    held = sum(p.nbytes for p in model.parameters()) + (4 + moments) * trained
+    held = sum(p.nbytes for p in model.parameters()) + (4 + beside) * trained
     total = held / estimate.GIB + max(at_loss, at_backward)
     what = "one row" if rows == 1 else f"{rows} rows"
     return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what} of {length} tokens"

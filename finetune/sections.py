@@ -197,7 +197,7 @@ class Qat(Section):
 
 
 class Speed(Section):
-    base: Literal["auto", "bf16", "fp8", "nf4", "fp4", "int8", "torchao_int8", "torchao_int4"] = "auto"
+    base: Literal["auto", "bf16", "fp8", "nf4", "fp4", "int8", "torchao_int8"] = "auto"
     """Storage of the frozen base; `auto`: nf4 for the q-types; fp8 (e4m3) under lora, rslora, dora, adalora
     and ia3 where the GPU has fp8 GEMMs and the layers are large enough to gain; else the launch's precision.
     nf4, fp4 and int8 are bitsandbytes'."""

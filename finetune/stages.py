@@ -17,7 +17,6 @@ from finetune import (
     check,
     checkpoint,
     estimate,
-    exchange,
     hardware,
     launch_env,
     model,
@@ -64,9 +63,7 @@ def adapted_model(
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
-    adapted: Any = adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
-    exchange.prepare(arguments)
-    return adapted
+    return adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
 
 
 def make_fast(
@@ -103,8 +100,8 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     """What a process is to do, and what comes to its GPU when it trains.
 
     Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every
-    weight trains, autocast's copies of the linear layers'. Of each number that trains its gradient, the copy
-    of it that DDP sends, DeepSpeed's in fp32, the optimizer's state and AdaLoRA's averages.
+    weight trains, autocast's copies of the linear layers'. Of each number that trains its gradient, and what
+    stands beside it.
     """
     launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
     every = list(adapted.parameters())
@@ -119,13 +116,23 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         awaited = estimate.zero3_gib(sum(shards.shape(p).numel() for p in every)) * estimate.GIB
     host = state.available() / 2 / int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
-    each = 4 + optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
-    each += 4 if launch.processes > 1 and not launch.splitter else 0
-    each += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
-    each += estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
+    each = 4 + parts * beside(recipe, setup)
     plain = hasattr(adapted, "peft_config") and setup.storage.value in hardware.STORED
     eager = launch_env.eager(plain=plain)
     return speed.Work(tokens, flops, sharded, eager, parts, awaited / 2**30, host / 2**30, each)
+
+
+def beside(recipe: Recipe, setup: Setup) -> float:
+    """Bytes that a process holds of each number that trains, beside weight and gradient.
+
+    The optimizer's state, the copy of the gradient that DDP sends, DeepSpeed's of the weight in fp32, and
+    AdaLoRA's averages; of a state that is split, this process's part.
+    """
+    launch, held = setup.launch, optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
+    held += 4 if launch.processes > 1 and not launch.splitter else 0
+    held += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
+    held += estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
+    return held / (launch.processes if launch.splitter else 1)
 
 
 def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:
@@ -151,17 +158,13 @@ def search_batch(
     ledger: Ledger,
 ) -> Batch:
     """As many rows at once as fit, or as the checkpoint's run took."""
-    moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
-    if setup.launch.processes > 1 and not setup.launch.splitter:
-        moments += 4  # DDP's copy of each gradient
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
+    pad, held = tokenizer.pad_token_id, beside(recipe, setup)
     with precision(setup):
         batch = (
             batch_search.as_before(batch, found.contract)
             if found
-            else batch_search.search(
-                adapted, dataset, recipe.data, batch, tokenizer.pad_token_id, compiled, moments, ledger
-            )
+            else batch_search.search(adapted, dataset, recipe.data, batch, pad, compiled, held, ledger)
         )
     arguments.per_device_train_batch_size = batch.per_device
     arguments.gradient_accumulation_steps = batch.accumulation
@@ -180,9 +183,8 @@ def micro_batches(
     allowed = partial(check.allows, recipe, setup)
     less = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length, allowed)
     made = rescue.of(less, batch, screen, ledger)
-    moments = optimizers.state_bytes(optimizers.asked(recipe.train), recipe.speed)
     length = recipe.data.max_length // setup.launch.sharing
-    made.needs = partial(rescue.needed, length, setup, fast, moments)
+    made.needs = partial(rescue.needed, length, setup, fast, beside(recipe, setup))
     return made
 
 
@@ -229,15 +231,14 @@ def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
     def look() -> str:
         return model.fingerprint(adapters.frozen(adapted))
 
-    decomposed = adapter_init.rebases(adapted) and not launch_env.sharded()  # by rank 0: DDP hands it on
-    if launch_env.read_by_rank_0() or decomposed:
+    rebased = adapter_init.rebases(adapted)  # by rank 0: DDP hands it on
+    if launch_env.read_by_rank_0() or rebased:
         frozen = ranks.from_main(look)
     else:
         frozen = look()
         ranks.agree({"weights of the base": frozen})
     if found:
         ledger.check()
-        rebased = adapter_init.rebases(adapted)
         resume.check_base(found.contract, frozen, found.path, decomposed=rebased)
         state.structure(found.path)
     return frozen

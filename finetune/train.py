@@ -215,6 +215,8 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
         **hardware.loader(setup.hardware, int(launch_env.said("LOCAL_WORLD_SIZE", "1"))),
+        "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
+        "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start
         "ddp_timeout": launch_env.timeout_seconds() + launch_env.NCCL_LATER,
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
@@ -362,9 +364,10 @@ def add_data_receipts(recipe: Recipe, tokenizer: Any, report: Report, screen: Sc
     """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
     data = recipe.data
     stages.add_template_receipt(recipe.model, tokenizer, screen, ledger)
-    ends, allowed = report.kept - report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
-    how, ok = "rows whose last trained token ends the turn", ends >= (1 - allowed) * report.kept
-    ledger.add("end of turn trained", f"{report.kept} rows", f"{ends} rows", how, ok=ok, code=Exit.INPUT)
+    without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
+    how, ok = "rows whose last trained token ends the turn", without <= allowed * report.kept  # as audited
+    got = f"{report.kept - without} rows"
+    ledger.add("end of turn trained", f"{report.kept} rows", got, how, ok=ok, code=Exit.INPUT)
     if report.packing:
         got = f"{report.packing['rows']:.0f} rows, {report.packing['fill']:.2%} full"
         how = f"tokens of the packed rows over rows x {data.max_length}"

@@ -231,7 +231,7 @@ class Trainer(SFTTrainer):
         items = num_labels if num_items_in_batch is None else num_items_in_batch
         value = found.nll / torch.as_tensor(items).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            value = value * (self.accelerator.num_processes // self.get_tp_size())
+            value = value * self.accelerator.num_processes
         self.sums["labels"] += num_labels
         self.sums["tokens"] += num_tokens
         self.sums["correct"] += found.correct

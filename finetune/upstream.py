@@ -94,11 +94,8 @@ def _peft_configs() -> dict[str, str]:
 @cache
 def trackers() -> frozenset[str]:
     """The names that `report_to` may hold."""
-    for node in _tree("transformers", "integrations/integration_utils.py").body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INTEGRATION_TO_CALLBACK":
-            assert isinstance(node.value, ast.Dict)
-            return frozenset(ast.literal_eval(key) for key in node.value.keys if key)
-    raise AssertionError("transformers has no INTEGRATION_TO_CALLBACK: upstream.py must follow it")
+    callbacks = _dict("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK")
+    return frozenset(ast.literal_eval(key) for key in callbacks.keys if key)
 
 
 @cache
@@ -106,17 +103,14 @@ def schedules() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     """Of each learning-rate schedule, by name, what transformers' function needs, and all that it takes."""
     tree = _tree("transformers", "optimization.py")
     functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names = {f"SchedulerType.{key}": value for key, value in _members("SchedulerType").items()}
-    made = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPE_TO_SCHEDULER_FUNCTION":
-            assert isinstance(node.value, ast.Dict)
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                arguments = functions[ast.unparse(value)]
-                takes = [argument.arg for argument in arguments.args]
-                needs = takes[: len(takes) - len(arguments.defaults)]
-                made[names[ast.unparse(key) if key else ""]] = frozenset(needs), frozenset(takes)
-    assert made, "transformers has no TYPE_TO_SCHEDULER_FUNCTION: upstream.py must follow it"
+    names = _constants(_class("transformers", "trainer_utils.py", "SchedulerType"))
+    by_type, made = _dict("optimization.py", "TYPE_TO_SCHEDULER_FUNCTION"), {}
+    for key, value in zip(by_type.keys, by_type.values, strict=True):
+        arguments = functions[ast.unparse(value)]
+        takes = [argument.arg for argument in arguments.args]
+        needs = takes[: len(takes) - len(arguments.defaults)]
+        name = names[ast.unparse(key).removeprefix("SchedulerType.") if key else ""]
+        made[name] = frozenset(needs), frozenset(takes)
     return made
 
 
@@ -141,9 +135,7 @@ def causal_flags(family: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     at = classes.get(named[1])
     while at:
-        for node in at.body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                found.setdefault(ast.unparse(node.targets[0]), node.value.value)
+        found = _constants(at) | found
         at = next((classes[name] for name in map(ast.unparse, at.bases) if name in classes), None)
     return found
 
@@ -151,10 +143,8 @@ def causal_flags(family: str) -> dict[str, Any]:
 @cache
 def moe_patterns() -> dict[str, str]:
     """Families of experts by the pattern that PEFT follows where it adapts their stacked weights."""
-    for node in _tree("transformers", "conversion_mapping.py").body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODEL_TO_CONVERSION_PATTERN":
-            return {**ast.literal_eval(node.value), "mixtral": "mixtral"}  # the last one is PEFT's own
-    raise AssertionError("transformers has no _MODEL_TO_CONVERSION_PATTERN: upstream.py must follow it")
+    patterns = _dict("conversion_mapping.py", "_MODEL_TO_CONVERSION_PATTERN")
+    return {**ast.literal_eval(patterns), "mixtral": "mixtral"}  # the last one is PEFT's own
 
 
 def _causal_classes() -> str:
@@ -163,15 +153,6 @@ def _causal_classes() -> str:
     _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
     assert found, "transformers has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: upstream.py must follow it"
     return rest.partition("\n)\n")[0]
-
-
-def _members(name: str) -> dict[str, str]:
-    """An enum's values by its members' names."""
-    return {
-        ast.unparse(node.targets[0]): str(node.value.value)
-        for node in _class("transformers", "trainer_utils.py", name).body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-    }
 
 
 def texts_beside_fields(file: Path, class_name: str) -> dict[str, str]:
@@ -222,6 +203,24 @@ def _class(package: str, file: str, name: str) -> ast.ClassDef:
     raise AssertionError(f"{package}/{file} has no class {name}: upstream.py must follow it")
 
 
+def _constants(node: ast.ClassDef) -> dict[str, Any]:
+    """What a class sets to constants, by name: an enum's members, too."""
+    return {
+        ast.unparse(one.targets[0]): one.value.value
+        for one in node.body
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant)
+    }
+
+
+def _dict(file: str, name: str) -> ast.Dict:
+    """The dict that a file of transformers gives this name."""
+    for node in _tree("transformers", file).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            assert isinstance(node.value, ast.Dict)
+            return node.value
+    raise AssertionError(f"transformers has no {name}: upstream.py must follow it")
+
+
 def _registrations(path: Path) -> list[dict[str, ast.expr]]:
     """The keywords of each `register_peft_method(...)` of a tuner's package."""
     return [
@@ -245,16 +244,11 @@ def _enums() -> dict[str, Any]:
 
 def _string_enums(package: str, file: str) -> dict[str, Any]:
     """The enums of a file by name, each as the `Literal` of its values."""
-    found: dict[str, Any] = {}
-    for node in _tree(package, file).body:
-        if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
-            values = [
-                n.value.value
-                for n in node.body
-                if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)
-            ]
-            found[node.name] = Literal[tuple(values)]
-    return found
+    return {
+        node.name: Literal[tuple(_constants(node).values())]
+        for node in _tree(package, file).body
+        if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases)
+    }
 
 
 def _type(node: ast.expr, enums: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ import torch
 from conftest import MODEL, QUICKSTART
 from transformers import TrainerCallback
 
-from finetune import adapters, exchange, faults, nonfinite
+from finetune import adapters, faults, nonfinite
 from finetune.screen import Screen
 from finetune.trainer import build
 
@@ -86,7 +86,6 @@ def step(
         if "default" in getattr(module, "lora_B", {}):
             torch.nn.init.normal_(module.lora_B["default"].weight, std=0.02)
     in_double(adapted)
-    exchange.prepare(arguments)
     first, keep = callbacks.FirstStep(Ledger(), setup, steps=loaded.train.max_steps or 0, batch=8), Keep()
     first.dtype, keep.spoils = "float64", spoils
     made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])

@@ -261,6 +261,16 @@ def test_training_goes_on_from_an_adapter(train, two_layers) -> None:
     assert lines[0]["loss"] < earlier[0]["loss"], "it began where the other ended"
 
 
+def test_all_layers_asked_of_an_adapter_that_has_fewer(train, two_layers, capsys) -> None:
+    """What the adapter leaves out by an option of its own is not asked for."""
+    base = (f"model.name={two_layers}", "train.max_steps=1", "adapter.target_modules=all-linear")
+    few = train(*base[:2], "adapter.target_modules=[q_proj]", name="few")
+    train(*base, f"adapter.from={few.path}", code=5, name="more")
+    assert "asked for one thing, got another" in capsys.readouterr().err
+    but = train(*base, "adapter.exclude_modules=[q_proj]", name="but")
+    train(*base, f"adapter.from={but.path}", name="on")
+
+
 def test_what_training_can_t_go_on_from(train, two_layers, tmp_path, capsys) -> None:
     lora = train(f"model.name={two_layers}", name="lora")
     ada = train("adapter.type=adalora", f"model.name={two_layers}", "train.max_steps=4", name="ada")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -211,12 +212,23 @@ def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_
 
 
 @within_a_second
-def test_a_git_lfs_pointer_is_not_a_model(recipe_file, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n", "header too large"),
+        (struct.pack("<Q", 5) + b"hello", "invalid JSON in header"),
+        ((MODEL / "model.safetensors").read_bytes()[:-1], "file not fully covered"),
+    ],
+    ids=["git-lfs", "corrupt", "truncated"],
+)
+def test_what_is_not_all_of_a_safetensors_file_is_said(
+    content: bytes, says: str, recipe_file, tmp_path, capsys
+) -> None:
     (tmp_path / "model").mkdir()
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n"
-    (tmp_path / "model" / "model.safetensors").write_text(pointer)
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
     path = recipe_file(RECIPE.replace('"{model}"', str(tmp_path / "model")))
-    assert "not a safetensors file" in stderr_of(["check", str(path)], 2, capsys)
+    said = stderr_of(["check", str(path)], 2, capsys)
+    assert "not a safetensors file" in said and says in said and "download it again" in said
 
 
 @pytest.mark.parametrize(

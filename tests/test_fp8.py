@@ -363,3 +363,10 @@ def test_experts_that_stay_are_in_the_receipt() -> None:
     ledger = Ledger()
     fp8_base.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
     assert "of experts stay: they are no linear layers" in ledger.as_json()[0]["got"]
+
+
+def test_a_convolution_is_no_expert() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    ledger, config = Ledger(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
+    fp8_base.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
+    assert "experts" not in ledger.as_json()[0]["got"]

@@ -1,8 +1,24 @@
 """What the masks are for: after training on a handful of rows, generation ends by itself."""
 
 import json
+from types import SimpleNamespace
 
-from conftest import DATA, metrics
+from conftest import DATA, QUICKSTART, metrics
+
+from finetune import recipe, train
+from finetune.data.audit import Report
+from finetune.receipts import Ledger
+
+
+def test_the_receipt_allows_what_the_audit_allows() -> None:
+    """7 of 10 are 0.7 of them, though 1 - 0.7 is a little more than 0.3 in floats."""
+    ledger, loaded = Ledger(), recipe.load(QUICKSTART, ["data.expect.no_end_of_turn=0.7"])
+    for without in (7, 8):
+        report = Report(kept=10, counts={"no_end_of_turn": without})
+        train.add_data_receipts(
+            loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), ledger
+        )
+    assert [(one["got"], one["ok"]) for one in ledger.as_json()] == [("3 rows", True), ("2 rows", False)]
 
 
 def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -> None:

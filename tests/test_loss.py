@@ -219,7 +219,6 @@ ALONE = SimpleNamespace(
     label_smoothing_factor=0,
     loss_type="nll",
     fp16=False,
-    parallelism_config=None,
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
@@ -12,6 +14,7 @@ from finetune import (
     adapters,
     architecture,
     batch,
+    batch_search,
     check,
     cli,
     hardware,
@@ -27,6 +30,7 @@ from finetune import (
 )
 from finetune.errors import UserError
 from finetune.receipts import Ledger
+from finetune.screen import Screen
 
 SHORT = ("data.max_length=1024", "data.too_long=split", "train.effective_batch_size=96", "speed.compile=true")
 AUTO = "train.per_device_train_batch_size=auto"
@@ -206,8 +210,22 @@ def test_bytes_of_what_trains_are_those_of_the_run() -> None:
     for precision, each in (("bf16", 28), ("no", 24)):  # and DeepSpeed's own in fp32
         launch = replace(setup.launch, processes=2, splitter="DeepSpeed", precision=precision)
         assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+        assert stages.beside(loaded, replace(setup, launch=launch)) == (each - 4) / 2, "each has its part"
     light = recipe.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
     assert stages.work_of(real, light, setup, 64, 0.0).each == 4 + 12
+
+
+def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
+    loaded = recipe.load(QUICKSTART, ["adapter.type=adalora"])
+    setup, split, chosen = check.setup_of(loaded), batch.Batch(4, 2, 2), hardware.Choice("trl", "")
+    setup = replace(setup, launch=replace(setup.launch, processes=2))
+    fast = dict.fromkeys(("speed.loss", "speed.compile"), chosen)
+    seen: list[Any] = []
+    monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[-2]) or split)
+    tokenizer, arguments = SimpleNamespace(pad_token_id=0), SimpleNamespace()
+    stages.search_batch(None, loaded, setup, split, None, None, tokenizer, fast, arguments, Ledger())
+    made = stages.micro_batches(loaded, setup, split, fast, Screen(), Ledger())
+    assert [*seen, made.needs.args[-1]] == [8 + 4 + 12] * 2
 
 
 def test_what_auto_recomputes_in_vain_may_all_be_recomputed(large) -> None:

@@ -8,13 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import LLAMA_8B, MODEL, QUICKSTART, ROOT, planned
+from transformers import AutoConfig
 
 from finetune import (
     adapters,
     architecture,
     cli,
     doctor,
+    estimate,
     plan,
     plan_adapter,
     plan_changes,
@@ -24,7 +27,7 @@ from finetune import (
 )
 from finetune.errors import Exit, UserError
 from finetune.receipts import Ledger
-from finetune.speed import apply, fuse
+from finetune.speed import apply, fuse, loss
 
 EXPERTS: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -263,3 +266,18 @@ def test_a_dry_run_looks_for_what_it_would_go_on_from(tmp_path: Path, capsys) ->
         words = [str(QUICKSTART), f"train.output_dir={tmp_path}/none", f"--resume={asked}", "--dry-run"]
         assert cli.main(["train", *words]) == code
         assert said in " ".join("".join(capsys.readouterr()).split()) and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_has_the_chunks_that_are_planned(compiled: bool, softcap: float | None, monkeypatch) -> None:
+    """Eager softmax makes copies of a chunk's logits, which both count."""
+    most, chunk_rows = [], estimate.chunk_rows
+    for module in (loss, estimate):
+        monkeypatch.setattr(module, "chunk_rows", lambda rows, of: most.append(of) or chunk_rows(rows, of))
+    monkeypatch.setattr(loss, "_compiled", lambda: loss.softmax_in_place)
+    hidden, weight = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(99, 16, dtype=torch.bfloat16)
+    loss.token_loss(hidden, weight, torch.arange(8), softcap=softcap, compiled=compiled)
+    config = AutoConfig.for_model("gemma2", vocab_size=99, final_logit_softcapping=softcap)
+    estimate.loss_gib(config, 8, compiled=compiled)
+    assert len(most) == 2 and most[0] == most[1]

@@ -109,33 +109,6 @@ class _FrozenLinear(torch.autograd.Function):
         return _cast(made, ctx.dtype), None, None, None
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """y = x W^T, with a gradient for x alone. Can be traced whole by torch.compile.
-
-    Args:
-        x: [..., in], any float dtype.
-        weight: [out, in] e4m3.
-        weight_scale: [out, 1] float32.
-        dtype: of y; `None`: autocast's, or x's without autocast.
-
-    Returns:
-        [..., out].
-    """
-    if dtype is None:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    rows: Any = _FrozenLinear.apply(x.reshape(-1, x.shape[-1]), weight, weight_scale, dtype)
-    return rows.view(
-        *x.shape[:-1], rows.shape[-1]
-    )  # a view made inside the function could not be added to in place
-
-
 class Fp8Linear(torch.nn.Linear):
     """A frozen linear layer stored as e4m3 codes and one float32 scale for each output.
 
@@ -197,7 +170,12 @@ class Fp8Linear(torch.nn.Linear):
         return self.W_q.float() * self.weight_scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = linear(input, self.W_q, self.weight_scale)
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        flat = input.reshape(-1, input.shape[-1])
+        rows: Any = _FrozenLinear.apply(flat, self.W_q, self.weight_scale, dtype)
+        # a view made inside the function could not be added to in place
+        y = rows.view(*input.shape[:-1], rows.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:

@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from finetune import modules
 from finetune.errors import Problem, UserError
 from finetune.hardware import FP8_MULTIPLE
 from finetune.speed.fp8 import E4M3, Fp8Linear, fits, quantise_rows
@@ -131,8 +132,7 @@ def renamed(model: Any, names: set[str]) -> set[str]:
 
 
 def check_checkpoint(config: Any) -> None:
-    """Refuse a checkpoint that is quantised otherwise than the fp8 base can take; its config is changed to
-    that of a plain model, so that transformers lets us load it.
+    """Refuse a checkpoint that is quantised otherwise than the fp8 base can take.
 
     Raises:
         UserError: what it is, and what to use in its place (exit 2).
@@ -163,7 +163,6 @@ def check_checkpoint(config: Any) -> None:
                 fix="the model it was made from: it is quantised while it loads",
             )
         )
-    del config.quantization_config
 
 
 def add_receipt(base: Any, ledger: Ledger) -> None:
@@ -178,7 +177,7 @@ def add_receipt(base: Any, ledger: Ledger) -> None:
     got = f"{len(layers)} of {len(linear)} linear layers, {_size(coded)} of {_size(whole)}"
     got += f"; {narrow} stay: sides not divisible by {FP8_MULTIPLE}" if narrow else ""
     got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
-    stacked = sum(p.nbytes for p in base.parameters() if p.dim() == 3)
+    stacked = modules.of_experts(base)
     got += f"; {_size(stacked)} of experts stay: they are no linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
     ledger.add("speed.base", "fp8", got, how, ok=bool(layers))

@@ -42,7 +42,6 @@ ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # its relative difference
 class Group(NamedTuple):
     """Linear layers that were fused together."""
 
-    name: str  # LlamaAttention.q_proj+k_proj+v_proj
     members: list[Any]
     called: list[Any]  # modules whose forward was replaced: the members, or the MLP that they are
 
@@ -197,7 +196,7 @@ def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> list[Group]:
     module.finetune_fused = (both, last, act)
     module.forward = MethodType(_mlp_forward, module)
     fast.update(members)
-    return [Group(f"{type(module).__name__}.mlp", members, [module])]
+    return [Group(members, [module])]
 
 
 def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -223,7 +222,7 @@ def _stacks(module: Any, fast: set[nn.Module]) -> list[Group]:
             member.forward = MethodType(_stacked_forward, member)
             alone.pop(names[place])
         fast.update(members)
-        found.append(Group(f"{type(module).__name__}.{'+'.join(names)}", members, members))
+        found.append(Group(members, members))
     return found
 
 

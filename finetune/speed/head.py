@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune import launch_env
+from finetune import estimate, launch_env
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.hardware import Choice
 from finetune.speed.loss import IGNORED, TokenLoss, computes_all, token_loss
@@ -63,17 +63,17 @@ def choose(asked: str, model: Any, arguments: Any) -> Choice:
     """
     obstacle = run_obstacle(model, arguments) or head_obstacle(base_of(model))
     if asked == "trl":
-        prove_fused(model, arguments, obstacle)
+        prove_fused(model, obstacle)
         return Choice("trl", "asked for")
     if not obstacle:
         return Choice("chunked", "asked for" if asked == "chunked" else "auto: it is the model's own")
     if asked == "chunked":
         problem = Problem("can't be had here", "speed.loss", found=obstacle, fix="loss: auto")
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return Choice("trl", f"auto: {obstacle}; {prove_fused(model, arguments, obstacle)}")
+    return Choice("trl", f"auto: {obstacle}; {prove_fused(model, obstacle)}")
 
 
-def prove_fused(model: Any, arguments: Any, obstacle: str) -> str:
+def prove_fused(model: Any, obstacle: str) -> str:
     """That TRL's fused head gives the loss of the model's own logits, on a row of random tokens.
 
     TRL, too, multiplies what `base_model` returns with the head, and knows some of the families' formulas.
@@ -84,7 +84,7 @@ def prove_fused(model: Any, arguments: Any, obstacle: str) -> str:
     Raises:
         UserError: it gives another, or none (exit 3).
     """
-    if is_deepspeed_zero3_enabled() or splits_rows(arguments):
+    if is_deepspeed_zero3_enabled() or launch_env.parallel("CP") > 1:
         return "TRL's is not tried on split weights"
     problem = Problem("TRL's fused head does not compute this model's loss", "speed.loss")
     fix = f"another base model, for ours can't be had: {obstacle}" if obstacle else "loss: auto"
@@ -147,12 +147,6 @@ def fused_losses(base: Any) -> Tensor:
     return -base(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0].double()
 
 
-def splits_rows(arguments: Any) -> bool:
-    """Whether a row is shared by several GPUs."""
-    kinds = ("TP", "CP", "SP")
-    return arguments.parallelism_config is not None or any(launch_env.parallel(kind) > 1 for kind in kinds)
-
-
 def run_obstacle(model: Any, arguments: Any) -> str:
     """What in this run asks for another loss than the labels' negative log-likelihood, or hides the head."""
     config = model.config.get_text_config()
@@ -167,7 +161,7 @@ def run_obstacle(model: Any, arguments: Any) -> str:
         "the experts' balance is part of the loss": hasattr(config, "output_router_logits") and coefficient,
         "fp16 rounds small probabilities to zero": arguments.fp16,
         "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
-        "tensor, context or sequence parallelism splits rows": splits_rows(arguments),
+        "context parallelism splits rows": launch_env.parallel("CP") > 1,
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), "")
 
@@ -244,9 +238,7 @@ def formula(config: Any) -> Formula:
     scaling = getattr(config, "logits_scaling", None)
     if scale is None and scaling is not None:  # Granite and MiniCPM3 divide by it
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    cap = next((value for name in caps if (value := getattr(config, name, None)) is not None), None)
-    return Formula(1.0 if scale is None else scale, cap)
+    return Formula(1.0 if scale is None else scale, estimate.softcap(config))
 
 
 def scaled_bias(base: Any, scale: float) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import ModelOutput
 
-from finetune.estimate import CHUNK_BYTES, chunk_rows
+from finetune.estimate import CHUNK_BYTES, chunk_rows, logit_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +132,8 @@ class _OutputHead(torch.autograd.Function):
         ]
         ctx.dtypes = [one if one is None else one.dtype for one in (weight, bias)]
         weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
-        held = hidden.element_size() + (0 if compiled else wide.itemsize * (2 if softcap is None else 3))
+        sizes = {"narrow": hidden.element_size(), "wide": wide.itemsize}
+        held = logit_bytes(compiled=compiled, capped=softcap is not None, **sizes)
         size = chunk_rows(rows, CHUNK_BYTES // (vocabulary * held))
         logits = hidden.new_empty(size, vocabulary)
         gradient = hidden.new_empty(rows if differentiate else 0, hidden.shape[1])
