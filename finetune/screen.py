@@ -41,7 +41,7 @@ class Screen:
             self.console = Console(quiet=quiet, highlight=False, width=PLAIN_WIDTH)
         self._log: Console | None = None
         self._progress: Progress | None = None
-        self._started = self._last = 0.0
+        self._started = 0.0
         self._done = 0
 
     def say(self, *renderables: Any) -> None:
