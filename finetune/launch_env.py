@@ -141,7 +141,7 @@ def row_options(*, flat: bool) -> dict[str, Any]:
 
 
 def parallel(kind: str) -> int:
-    """Processes that share a sequence (`CP`, `SP`) or a layer (`TP`)."""
+    """A size of the launch's `parallelism_config`: `CP`, `SP`, `TP`, `DP_SHARD` or `DP_REPLICATE`."""
     used = on("ACCELERATE_USE_PARALLELISM_CONFIG")
     return int(said(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) if used else 1
 

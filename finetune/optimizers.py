@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 DEFAULT = "adamw_torch_fused"
 SMALLEST = 4096  # numbers of a tensor from which bitsandbytes and torchao keep state in 8 or 4 bits
-_OF_BITSANDBYTES = re.compile("8bit|32bit|bnb|paged|ademamix")
+_OF_BITSANDBYTES = re.compile("8bit|32bit|bnb|ademamix")
 _OF_TORCHAO = re.compile("adamw_torch_[48]bit")
-_LOW_BITS = re.compile("[48]bit|bnb_8bit")
+_LOW_BITS = re.compile("[48]bit")
 # What transformers asks for beside those: by optimizer, the module and its package
 _OF_OTHERS = (
     ("galore.*", "galore_torch", "galore-torch"), ("apollo.*", "apollo_torch", "apollo-torch"),
@@ -30,8 +30,8 @@ _OF_OTHERS = (
 PROJECTS = re.compile("(galore|apollo).*")  # gradients, with state that no checkpoint keeps
 # Bytes of optimizer state for each number that trains; 8 bits: two moments and a scale for 256 of each
 _STATE = (
-    (r"adamw_torch_4bit", 1.06), (r"ademamix_8bit|paged_ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
-    (r".*lion_8bit", 1.02), (r".*lion.*", 4.0), (r"adamw.*8bit|paged_adamw_8bit|adamw_bnb_8bit", 2.03),
+    (r"adamw_torch_4bit", 1.06), (r".*ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
+    (r".*lion_8bit", 1.02), (r".*lion.*", 4.0), (r"(paged_)?adamw.*8bit", 2.03),
     (r"rmsprop_bnb_8bit", 1.02), (r"rmsprop.*|adagrad", 4.0), (r"adafactor", 0.02), (r"sgd", 0.0),
     (r".*adamw.*", 8.0),
 )  # fmt: skip

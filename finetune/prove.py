@@ -189,7 +189,7 @@ def refuse(parts: list[Part], what: str, fix: str) -> None:
 def _train(words: list[str]) -> None:
     """`finetune train` in a process of its own, until it stops as asked."""
     command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (Exit.STOPPED, Exit.DONE):
         said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
         what, fix = "the run of the proof fails", shlex.join(["finetune", *command[3:]])

@@ -155,7 +155,6 @@ def rounding(model: torch.nn.Module) -> dict[str, Any]:
     torchao = sys.modules.get("torchao.quantization.qat.linear")  # what was never imported made no layer
     if torchao is None:
         return {}
-
     return {
         name: module
         for name, module in model.named_modules()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -77,14 +78,12 @@ def gathered_values(value: Any) -> Any:
 
     All processes call it, and the others keep nothing.
     """
-    if isinstance(value, dict):
-        return {key: gathered_values(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(gathered_values(part) for part in value)
-    if isinstance(value, torch.Tensor):
-        made = whole(value).detach()
+
+    def on_main(tensor: torch.Tensor) -> torch.Tensor | None:
+        made = whole(tensor).detach()
         return made.to("cpu", copy=True) if torch.distributed.get_rank() == 0 else None
-    return value
+
+    return recursively_apply(on_main, value)
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

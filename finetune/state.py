@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import torch
 from accelerate import PartialState
+from accelerate.utils import send_to_device
 
 from finetune import adalora, adapters, checkpoint, launch_env, nested, ranks, shards, zero
 from finetune.errors import Exit, Problem, UserError
@@ -243,8 +244,8 @@ def _log(trainer: Any) -> dict[str, Any]:
         "loss": trainer._tr_loss.detach().to("cpu", copy=True),
         "step": trainer._globalstep_last_logged,
         "tokens": trainer._total_train_tokens,
-        "metrics": _on("cpu", trainer._metrics["train"]),
-        "sums": _on("cpu", trainer.sums),
+        "metrics": send_to_device(dict(trainer._metrics["train"]), "cpu"),  # a defaultdict can't be made anew
+        "sums": send_to_device(dict(trainer.sums), "cpu"),
     }
 
 
@@ -253,8 +254,8 @@ def _set_log(trainer: Any, kept: dict[str, Any]) -> None:
     trainer._tr_loss = kept["loss"].to(device)
     trainer._globalstep_last_logged = kept["step"]
     trainer._total_train_tokens = kept["tokens"]
-    trainer._metrics["train"].update(_on(device, kept["metrics"]))
-    trainer.sums.update(_on(device, kept["sums"]))
+    trainer._metrics["train"].update(send_to_device(kept["metrics"], device))
+    trainer.sums.update(send_to_device(kept["sums"], device))
 
 
 def _batches(trainer: Any) -> Any:
@@ -301,12 +302,3 @@ def _as_it_is(places: set[int], tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _on(device: Any, values: dict[str, Any]) -> dict[str, Any]:
-    def moved(value: Any) -> Any:
-        if isinstance(value, list):
-            return [moved(part) for part in value]
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    return {name: moved(value) for name, value in values.items()}

@@ -253,8 +253,8 @@ class Trainer(SFTTrainer):
             for name, key in (("entropy", "entropy"), ("mean_token_accuracy", "correct")):
                 if key in found:
                     metrics[name] = [found[key] / max(found["labels"], 1)]
-        for name in metrics.keys() & {"orthogonality"}:
-            metrics[name] = torch.stack(metrics[name]).tolist()
+        if "orthogonality" in metrics:
+            metrics["orthogonality"] = torch.stack(metrics["orthogonality"]).tolist()
         super().log(logs, start_time)
         if "loss" in logs:  # upstream takes from the sum what it has logged, which leaves NaN as NaN
             self._tr_loss.zero_()

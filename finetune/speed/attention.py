@@ -13,6 +13,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune import attention_choice, launch_env, shapes
@@ -138,11 +139,8 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: Le
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=packed)
     batch = collate([{"input_ids": row, "labels": row} for row in rows])
     real = batch["attention_mask"].bool() if not packed else torch.ones_like(batch["input_ids"]).bool()
-    inputs = {
-        name: value.to(model.device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-        if name != "labels"
-    }
+    batch.pop("labels")
+    inputs: Any = send_to_device(batch, model.device)
     training, off = model.training, list[float]()
     with torch.no_grad(), masked(model.eval()) as name, contextlib.ExitStack() as hooks:
         compare = functools.partial(_compare, model, IMPLEMENTATIONS[attention], name, real, off)
@@ -229,11 +227,8 @@ def _second_of(model: Any, first: Any, second: Any, extra: dict[str, Any]) -> tu
     ids = torch.cat([first, second]).tolist()
     row = {"input_ids": ids, "labels": ids, "seq_lengths": [len(first), len(second)]}
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
-    inputs = {
-        name: value.to(model.device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-        if name != "labels"
-    }
+    batch.pop("labels")
+    inputs: Any = send_to_device(batch, model.device)
     logits = model(**inputs, **{"use_cache": False, **extra}).logits[0, len(first) :]
     loss = torch.nn.functional.cross_entropy(logits[:-1].float(), second[1:].to(model.device))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -102,7 +102,8 @@ def varlen() -> Callable[..., Tensor]:
 
     attend: Callable[..., Any] = varlen_attn
     # torch 2.11 takes fewer key heads as they are, 2.13 wants it said
-    said: dict[str, Any] = {"enable_gqa": True} if _takes(varlen_attn, "enable_gqa") else {}
+    takes = inspect.signature(varlen_attn).parameters
+    said: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
 
     def kernel(
         query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: Any, softcap: Any, borders: Any,
@@ -248,10 +249,6 @@ def flash4() -> Callable[..., Tensor]:
     import flash_attn.cute.interface  # type: ignore[reportMissingImports]  (GPU only)  # noqa: F401 (fails here, if at all)
 
     return flash4_kernel
-
-
-def _takes(function: Any, name: str) -> bool:
-    return name in inspect.signature(function).parameters
 
 
 KERNELS: dict[str, Callable[[], Callable[..., Tensor]]] = {
