@@ -68,10 +68,10 @@ def test_it_asks_the_device_nothing(share: float, compiled: bool) -> None:
 @pytest.mark.parametrize("rows", ["padded", "full rows"])
 def test_a_micro_batch_asks_the_device_nothing(rows: str, small, two_layers, tmp_path) -> None:
     """Of the Trainer: forward, loss, backward, what is logged. The mask is given as the layers want it, for
-    transformers' own way there asks whether any token is padding."""
-    options = ["train.per_device_train_batch_size=2"]
+    transformers' own way there asks whether any token is padding; so no kernel that takes none."""
+    options = ["model.attention=sdpa", "train.per_device_train_batch_size=2"]
     if rows == "full rows":
-        options = ["data.train_on=all", "train.per_device_train_batch_size=1"]
+        options = ["model.attention=sdpa", "data.train_on=all", "train.per_device_train_batch_size=1"]
     trainer = trainer_of(two_layers, tmp_path, "chunked", small[0], *options)
     wrapped = trainer.accelerator.prepare_model(trainer.model)
     batches = iter(trainer.get_train_dataloader())
