@@ -1,10 +1,7 @@
 """Checkpoints on disk: what is published verifies, whatever happens; what can't be kept is said."""
 
-import contextlib
-import errno
 import json
 import os
-import platform
 import resource
 import signal
 import stat
@@ -12,15 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from finetune import checkpoint, claim, hub, nested, run_folder, state
-from finetune.errors import Problem, UserError
+from finetune import checkpoint, hub, nested, run_folder, state
+from finetune.errors import UserError
 
 TREE: dict[str, Any] = {
     "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}, 1: {"empty": torch.zeros(0)}},
@@ -246,101 +242,6 @@ def test_names_stay_inside_their_folder(tmp_path) -> None:
         checkpoint.verify(path)
 
 
-def test_a_run_folder_is_one_run_s(tmp_path) -> None:
-    """Another process gets the holder's name; when that is gone, however it went, the folder is free."""
-    held, told = os.pipe()
-    child = os.fork()
-    if not child:
-        with claim.claimed(str(tmp_path / "run"), "run"):
-            os.write(told, b"1")
-            signal.pause()
-    os.read(held, 1)
-    with (
-        pytest.raises(UserError, match=f"process {child} on") as raised,
-        claim.claimed(str(tmp_path / "run"), "run"),
-    ):
-        pass
-    assert raised.value.code == 2
-    with (
-        pytest.raises(UserError, match=r"in use by|another run"),
-        claim.claimed(str(tmp_path / "run"), "run"),
-    ):
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with claim.claimed(str(tmp_path / "run"), "run"):
-        claim.check_free(str(tmp_path / "run"))
-    assert not (tmp_path / "run" / claim.LOCK).exists()
-
-
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda *given: "20260101-000000")
-    with claim.claimed(None, "a") as one, claim.claimed(None, "a") as other:
-        assert (one, other) == ("runs/a-20260101-000000", "runs/a-20260101-000000-2")
-        assert all((Path(str(path)) / claim.LOCK).exists() for path in (one, other))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch, capsys) -> None:
-    def refuses(*given: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(claim.fcntl, "lockf", refuses)
-    monkeypatch.setattr(claim, "BEAT", 0.02)
-    file = tmp_path / "run" / claim.LOCK
-    with claim.claimed(str(tmp_path / "run"), "run") as path:
-        assert path == str(tmp_path / "run")
-        os.utime(file, (0, 0))
-        end = time.monotonic() + 30
-        while file.stat().st_mtime == 0 and time.monotonic() < end:
-            time.sleep(0.01)
-        with pytest.raises(UserError, match="another run is writing there"), claim.claimed(path, "run"):
-            pass
-    assert "no locks on this file system (No locks available)" in capsys.readouterr().err
-    assert not file.exists()
-
-
-@pytest.mark.parametrize(
-    ("held", "ago", "free"),
-    [
-        ("process 1 on elsewhere, since then\n", 0, False),
-        ("process 1 on elsewhere, since then\n", 100, True),
-        (f"process {2**22 + 1} on {platform.node()}, since then\n", 0, True),  # more than there can be
-        ("", 0, True),
-    ],
-)
-def test_a_lock_s_file_that_is_not_touched_is_nobody_s(held, ago, free, tmp_path, monkeypatch) -> None:
-    """Where the disk knows no locks: after a kill -9 this machine goes on at once, another a minute later."""
-
-    def refuses(*given: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(claim.fcntl, "lockf", refuses)
-    file = tmp_path / claim.LOCK
-    file.write_text(held)
-    os.utime(file, (time.time() - ago,) * 2)
-    said = contextlib.nullcontext() if free else pytest.raises(UserError, match="not touched for 60 s")
-    with said, claim.claimed(str(tmp_path), "run"):
-        assert str(os.getpid()) in file.read_text()
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_lock_that_its_holder_deletes_is_not_taken_for_one(tmp_path, monkeypatch) -> None:
-    """Between the opening and the locking of a file another run ends, and deletes it."""
-    original, seen = claim.fcntl.lockf, []
-
-    def lockf(file: Any, how: int) -> None:
-        original(file, how)
-        if not seen:
-            os.unlink(file.name)
-        seen.append(1)
-
-    monkeypatch.setattr(claim.fcntl, "lockf", lockf)
-    with claim.claimed(str(tmp_path / "run"), "run"):
-        assert len(seen) == 2 and str(os.getpid()) in (tmp_path / "run" / claim.LOCK).read_text()
-
-
 def test_what_is_not_ours_is_not_touched(tmp_path) -> None:
     (tmp_path / "step-9x").mkdir()
     (tmp_path / "mine").mkdir()
@@ -409,11 +310,3 @@ def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
             break
     assert 15 < at < 999
     print(f"\ncrash points of the {case} save: {at - 1}")  # benchmarks/reliability.py --saves
-
-
-def test_a_run_that_is_refused_leaves_no_folders(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError), claim.claimed(None, "run") as folder:
-        assert folder and (tmp_path / folder).is_dir()
-        raise UserError(Problem("refused"))
-    assert not list(tmp_path.iterdir())

@@ -68,7 +68,8 @@ def test_a_tokenizer_cuts_and_pads_nothing_by_itself(weightless: Path) -> None:
     pads |= {"pad_type_id": 0, "pad_token": "<pad>"}
     content = json.loads(path.read_text()) | {"truncation": cuts, "padding": pads}
     path.write_text(json.dumps(content))
-    backend: Any = getattr(model.load_tokenizer(Model(name=str(weightless))), "backend_tokenizer")  # noqa: B009
+    tokenizer: Any = model.load_tokenizer(Model(name=str(weightless)))
+    backend = tokenizer.backend_tokenizer
     assert (backend.truncation, backend.padding) == (None, None)
 
 

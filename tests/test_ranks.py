@@ -359,7 +359,7 @@ def prepares_for_long() -> None:
         ranks.start("cpu")
         slow = 9 * PartialState().is_main_process
         patch.setattr(check, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow))
-        print("prepared:", train.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore
+        print("prepared:", train.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore[reportArgumentType]  (a stand-in)
 
 
 def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:

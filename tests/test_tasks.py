@@ -264,7 +264,11 @@ def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypat
     task = write_task(tmp_path, "chat", ANSWERS[:1], f"kind: exact_match\nchat: true\n{ASKED}")
     asked: list[list[int]] = []
     generate = engine.model.generate
-    heard = lambda **options: (asked.extend(options["input_ids"].tolist()), generate(**options))[1]  # noqa: E731
+
+    def heard(**options: Any) -> Any:
+        asked.extend(options["input_ids"].tolist())
+        return generate(**options)
+
     monkeypatch.setattr(engine.model, "generate", heard)
     said = [
         {"role": role, "content": ANSWERS[0][name]}
