@@ -5,8 +5,8 @@
 
 Models, data, recipe and settings are those of gpu.py. Each row is one launch of N processes; each process
 has as many rows a step as the row says, so work grows with the number of GPUs, and `x of one` is tokens/s
-beside the same row on one GPU, if that was measured. Reported are tokens/s of all GPUs by the median of the
-steps after warm-up, the peak of rank 0's allocator, what DDP exchanged, and the loss of the last step.
+beside the same row on one GPU, if that was measured on the same day. Reported are tokens/s of all GPUs by the
+median of the steps after warm-up, the peak of rank 0's allocator, what DDP exchanged, and the last loss.
 
 lora-*          8B, LoRA r=16 on all linear layers, rows of 4,096, four on each GPU, DDP
 70b-fp8         70B, LoRA r=16 on attention, rows of 8,192, one on each GPU: MLPerf's, DDP on the fp8 base
@@ -275,7 +275,8 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {name} | | failed: {row['reason'].replace('|', '/')} |" + " |" * 6)
             continue
         rate, alone = row["tokens_per_second"], measured.get(f"{name.rpartition(' x')[0]} x1", {})
-        times = f"{rate / alone['tokens_per_second']:.2f}" if "tokens_per_second" in alone else ""
+        beside = alone.get("date") == row["date"]  # machines and kernels of another day are others
+        times = f"{rate / alone['tokens_per_second']:.2f}" if beside else ""
         where = f"{row['gpu']}, {row['torch'].partition('+')[0]}, {row['date']}"
         lines.append(
             f"| {name} | {row['config']} | {rate:,.0f} | {rate / row['gpus']:,.0f} | {times} "

@@ -38,7 +38,7 @@ LARGE_LENGTH = 1024
 # these, and the allocator's peak is not, for nothing sets it back
 RAN_OUT = {"cap-24": 4}
 # What `auto` took when a row was measured, and takes no more: all of gate and up, where 57 of 80 do now
-AS_MEASURED = {"70b-fp8": ("speed.recompute=mlp",)}
+AS_MEASURED = {"70b-fp8 x2": ("speed.recompute=mlp",)}
 NEAR = {"seconds": 0.15, "gib": 0.10}  # the bounds that a plan is to keep
 
 
@@ -114,7 +114,7 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Pla
     path = place / f"{kind}.yaml"
     path.write_text(gpu.RECIPE.format(model=model, data=place / "rows.jsonl", folder=place / "run", **sizes))
     rows = row.batch * (1 if row.shared else count)
-    given = [f"train.effective_batch_size={rows}", *row.changes, *AS_MEASURED.get(kind, ())]
+    given = [f"train.effective_batch_size={rows}", *row.changes, *AS_MEASURED.get(name, ())]
     by, _ = plan_launch.of_config(HERE.parent / "accelerate_configs" / f"{row.config}.yaml")
     by = by._replace(sharing=count) if row.shared else by  # as multi_gpu.command writes its config
     if count == 1:  # in place, as multi_gpu.command has it

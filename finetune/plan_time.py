@@ -38,10 +38,10 @@ HOST = 0.85  # of PCIe's one direction, from and to pinned memory: 54 of 64 GB/s
 HOST_ADAMW = 80e9
 ADAMW_BYTES = 28  # of each number: weight, gradient and two moments read, all but the gradient written
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
-# shape at 4 rows (adapters.json); compiled ones on the fp8 base of recipes/gpus' 24gb_fastest (6.2 ms),
-# 32gb_fastest and 40gb_fastest (7.4; gpu.json); other fused and compiled ones are guessed from LOG.md
+# shape at 4 rows (adapters.json); compiled ones of gpu.json's 135m-bf16 (4.4 ms; 32gb_balanced: at most 4.2),
+# on the fp8 base of its 24gb_fastest (6.2), 32gb_fastest and 40gb_fastest (7.4); fused ones are a guess
 LAUNCH = {
-    "compiled": 1.2e-3,
+    "compiled": 4.0e-3,
     "compiled fp8": 6.5e-3,
     "fused": 4.0e-3,
     "lora": 7.0e-3,
@@ -49,7 +49,7 @@ LAUNCH = {
     "dora": 13.6e-3,
     "ia3": 6.4e-3,
     "full": 6.1e-3,
-    "offloaded": 5.0e-3,  # beside the others: hooks and copies (24gb_smallest, in passes of one row)
+    "offloaded": 2.2e-3,  # beside the others: hooks and copies (24gb_smallest, in passes of one row)
 }
 # Seconds of a step and linear layer for AdaLoRA's regulariser and importances: what is left of gpu.json's
 # adalora-fp8 (224 layers) beside the plan's other parts. Beside LoRA on that machine it took 0.12e-3
