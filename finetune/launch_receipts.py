@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 from finetune import ranks, shards, te
 from finetune.errors import Exit
 from finetune.launch_env import BACKENDS, said, zero_stage
+from finetune.speed import four_bit, fp8
+from finetune.speed.apply import decoder_layers
 
 if TYPE_CHECKING:
     from finetune.hardware import Launch
@@ -64,7 +66,7 @@ class Prepared(TrainerCallback):
 
     def __init__(self, launch: Launch, trainer: Any, ledger: Ledger) -> None:
         self.launch, self.trainer, self.ledger = launch, trainer, ledger
-        self.trained, self.multiplied = numbers(trainer.model), False
+        self.trained, self.looked = numbers(trainer.model), False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model, optimizer = given["model"], given["optimizer"]
@@ -96,13 +98,33 @@ class Prepared(TrainerCallback):
         self.ledger.check()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.launch.fp8 != "TE" or self.multiplied:
+        if self.looked:
             return
-        self.multiplied, made, got = True, len(te.layers(given["model"])), te.rounded(given["model"])
-        how = f"what its layers keep for their scales after step {state.global_step}"
-        asked, ok = f"{made} layers, forward and backward", got == made > 0
-        self.ledger.add("fp8 products", asked, f"{got} layers", how, ok=ok, code=Exit.ENVIRONMENT)
+        self.looked = True
+        if self.launch.fp8 == "TE":
+            made, got = len(te.layers(given["model"])), te.rounded(given["model"])
+            how = f"what its layers keep for their scales after step {state.global_step}"
+            asked, ok = f"{made} layers, forward and backward", got == made > 0
+            self.ledger.add("fp8 products", asked, f"{got} layers", how, ok=ok, code=Exit.ENVIRONMENT)
+        if self.launch.sharded == "FSDP":
+            self._gathered(given["model"])
         self.ledger.check()
+
+    def _gathered(self, model: Any) -> None:
+        """Codes as a forward sees them, which are any bits and no numbers, beside those that are stored."""
+        same = every = 0
+        for layer in decoder_layers(model):
+            coded = [m for m in layer.modules() if four_bit.is_four_bit(m) or isinstance(m, fp8.Fp8Linear)]
+            if coded:
+                stored = shards.sums({str(n): m.weight for n, m in enumerate(coded)})
+                layer.unshard()
+                seen = shards.sums({str(n): m.weight for n, m in enumerate(coded)})
+                layer.reshard()
+                same += sum(seen[name] == stored[name] for name in stored)
+                every += len(coded)
+        if every:
+            how, code = "sums over the bytes of each weight, in parts and gathered", Exit.ENVIRONMENT
+            self.ledger.add("codes that FSDP gathers", f"all {every}", f"all {same}", how, code=code)
 
     def _by_zero(self, model: Any) -> None:
         """The engine's own stage, and this process's share where that splits weights."""

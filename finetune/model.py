@@ -374,8 +374,8 @@ def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any
         bnb_4bit_quant_type=storage,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
-        # as numbers of the launch's precision FSDP moves codes bit for bit; bytes it would not split
-        bnb_4bit_quant_storage=compute if fsdp else torch.uint8,
+        # bytes FSDP would not split, and of numbers of 16 bits it makes others: `exchange.fsdp_policy`
+        bnb_4bit_quant_storage=torch.float32 if fsdp else torch.uint8,
     )
 
 

@@ -400,7 +400,7 @@ def build(
         ),
         optimizer_cls_and_kwargs=None if ratio else made_by,
     )
-    exchange.reduce_in_fp32(trainer.accelerator)
+    exchange.use_policy(trainer.accelerator, adapted)
     trainer.remove_callback(PrinterCallback)
     trainer.micro_batches = rescue.MicroBatches(arguments.per_device_train_batch_size)
     trainer.sums = defaultdict(int)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune import adapter_init, adapters, model, run_folder, scoring, shards
+from finetune.adapter_types import FOUR_BIT
 from finetune.errors import Exit, UserError
 from finetune.speed import fp8_base
 
@@ -55,6 +56,7 @@ def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
     On a CPU the same operations run in the same order when it is reopened, so not a bit may differ.
     """
     exact, split = setup.hardware.device == "cpu", setup.launch.sharded and setup.launch.precision != "no"
+    split = split and setup.storage.value not in FOUR_BIT  # gathered as it is stored: exchange.fsdp_policy
     rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
     by_torchao = any(type(module).__name__ == "Float8Linear" for module in adapted.modules())

@@ -16,8 +16,20 @@ import pytest
 import torch
 import two_ranks
 from conftest import QUICKSTART
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from finetune import checkpoint, cli, hardware, launch_conflicts, model, recipe, resume, stages, stopping
+from finetune import (
+    checkpoint,
+    cli,
+    exchange,
+    hardware,
+    launch_conflicts,
+    model,
+    recipe,
+    resume,
+    stages,
+    stopping,
+)
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 from finetune.sections import Eval, Train
@@ -53,6 +65,33 @@ def one_rank(arguments: list[str]) -> None:
     launch_conflicts._sharding = lambda *given: []  # it refuses what Accelerate would not split
     if code := cli.main(arguments):
         sys.exit(code)
+
+
+def one_rank_as_on_gpus(arguments: list[str]) -> None:
+    """Tensors are copied as CUDA does: a NaN of 16 bits comes out as one and the same (pytorch #159333)."""
+    copied = torch._foreach_copy_
+
+    def through_fp32(to: Any, given: Any, *more: Any) -> None:
+        for tensor, made in zip(given, seen := [one.clone() for one in given], strict=True):
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                made.view(torch.int16)[tensor.isnan()] = 0x7FFF
+        copied(to, seen, *more)
+
+    torch._foreach_copy_ = through_fp32
+    one_rank(arguments)
+
+
+def one_rank_in_16_bits(arguments: list[str]) -> None:
+    """4-bit codes as numbers of 16 bits, as they were gathered once."""
+    made, policy = model._quantised, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def as_bf16(*given: Any, **named: Any) -> Any:
+        config = made(*given, **named)
+        config.bnb_4bit_quant_storage = torch.bfloat16
+        return config
+
+    model._quantised, exchange.fsdp_policy = as_bf16, lambda *_: policy
+    one_rank_as_on_gpus(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +142,17 @@ def test_the_weights_are_split_and_what_is_saved_is_whole(
     assert both[0] == pytest.approx(both[1], rel=near)
 
 
-def on_two_ranks(given: list[str], small: tuple[str, str], place: Path, by_rank_0: str) -> dict[str, Any]:
-    """A run in fp32 that both split, into `place`; its receipts, all of which must hold, by option."""
-    launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0, "ACCELERATE_MIXED_PRECISION": "no"}
+def on_two_ranks(
+    given: list[str],
+    small: tuple[str, str],
+    place: Path,
+    by_rank_0: str,
+    precision: str = "no",
+    rank: Any = one_rank,
+) -> dict[str, Any]:
+    """A run that both split, into `place`; its receipts, all of which must hold, by option."""
+    launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
+    launch["ACCELERATE_MIXED_PRECISION"] = precision
     words = [
         "train",
         str(QUICKSTART),
@@ -115,7 +162,7 @@ def on_two_ranks(given: list[str], small: tuple[str, str], place: Path, by_rank_
         "eval.general=false",
         "--quiet",
     ]
-    two_ranks.run(one_rank, [*words, f"train.output_dir={place}"], **launch)
+    two_ranks.run(rank, [*words, f"train.output_dir={place}"], **launch)
     receipts = json.loads((place / "receipts.json").read_text())
     assert all(one["ok"] for one in receipts)
     return {one["option"]: one["got"] for one in receipts}
@@ -130,6 +177,19 @@ def test_other_adapters_train_what_one_process_does(
     found = on_two_ranks(given, small, tmp_path / "two", by_rank_0)
     assert found["split by FSDP"].startswith("50.0%")
     assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=2e-6)
+
+
+def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, monkeypatch) -> None:
+    """Whatever bits they are: what lies in numbers of 16 bits is other codes where CUDA has copied it."""
+    given = ["adapter.type=qlora", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
+    given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
+    place = tmp_path / "two"
+    found = on_two_ranks(given, small, place, "false", "bf16", one_rank_as_on_gpus)
+    assert found["codes that FSDP gathers"] == "all 14" and found["saved weights"] == "0"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert losses(RunFolder(place)) == pytest.approx(losses(train(*given)), rel=2e-3)
+    with pytest.raises(AssertionError, match="codes that FSDP gathers: asked for one thing, got another"):
+        on_two_ranks(given, small, tmp_path / "once", "false", "bf16", one_rank_in_16_bits)
 
 
 def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:

@@ -77,7 +77,7 @@ def small_model(kind: str, *, read: bool = True) -> Any:
                 base.model.layers.set_submodule(name, Fp8Linear.of(module))
                 base.model.layers.get_submodule(name).pack()
     if kind == "nf4":
-        base = in_four_bits(base, storage=torch.bfloat16)
+        base = in_four_bits(base, storage=torch.float32)
     torch.manual_seed(1 if read else 2)
     config = LoraConfig(r=8, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM")
     made = get_peft_model(base, config)
@@ -98,7 +98,7 @@ def split(model: Any, *, by_rank_0: bool) -> Any:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
         cpu_ram_efficient_loading=by_rank_0,
     )  # fmt: skip
-    plugin.mixed_precision_policy = exchange.fsdp_policy("bf16")
+    plugin.mixed_precision_policy = exchange.fsdp_policy("bf16", model)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16", device=torch.device("cpu"),
         is_main_process=os.environ["RANK"] == "0",

@@ -154,7 +154,10 @@ class Fp8Linear(torch.nn.Linear):
         return made
 
     def pack(self) -> None:
-        """Take two codes for one bf16 number: FSDP casts what it gathers to bf16, and so not these bits."""
+        """Take two codes for one bf16 number: FSDP casts what it gathers to bf16, and so not these bits.
+
+        Codes of numbers make no NaN, of which a copy would be another (`exchange.fsdp_policy`).
+        """
         packed = self.weight.detach().view(torch.bfloat16)
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
 
