@@ -317,7 +317,7 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
         if not runs or current != base:  # else it stands on the baseline, and took turns with it
             runs, before = beside(bench, rung, variant, current, last)
         gate = bench.of(current if others else base)
-        found = row["stacked"] = ablate_judge.judge(bench.scale, rung, runs, before, gate)
+        found = row["stacked"] = ablate_judge.judge(bench.scale, rung, runs, before, gate, rows)
         row |= {"status": found["verdict"], "why": found["why"]}
         if found["verdict"] == "kept":
             current, last, others = variant, (rung.name, rung.kind), others or rung.gate == "held_out"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune import measured
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from finetune.ladder import Measure, Rung
 
     Runs = list[dict[str, Any]]  # figures, by `measured.figures`
@@ -50,12 +52,16 @@ def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) 
     return one[scale.rate] > beside[scale.rate]
 
 
-def judge(scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs) -> dict[str, Any]:
+def judge(
+    scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs, rows: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """What a rung gained over what it stands on, whether its losses hold, and the verdict.
 
     Args:
         before: runs of what it stands on, taking turns with its own.
         gate: whose losses are the measure.
+        rows: of the ladder's rungs. What gains nothing is kept for one that stands on it and made more,
+            alone, than all that is stacked so far: without it that one could not be stacked.
     """
     failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
     if failed:
@@ -72,7 +78,19 @@ def judge(scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs) -> dic
         helps = memory < 1 - less and ratio >= 1 - sure
         why = f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}"
         return found | {"verdict": "kept" if helps else "dropped", "why": why}
-    return found | {"verdict": "kept" if ratio > 1 + sure else "dropped", "why": said}
+    if ratio > 1 + sure:
+        return found | {"verdict": "kept", "why": said}
+    stacked = found["against"][scale.rate] * (1 + sure)
+    above = [row["name"] for row in rows if rung.name in row["on"] and _rate(scale, row) > stacked]
+    if above:
+        return found | {"verdict": "kept", "why": f"{said}, but {', '.join(above)} on it made more alone"}
+    return found | {"verdict": "dropped", "why": said}
+
+
+def _rate(scale: Scale, row: dict[str, Any]) -> float:
+    """What a rung made alone; 0: it was not measured, or is not to be had."""
+    alone = row.get("alone", {"verdict": "error"})
+    return 0.0 if alone["verdict"] in ("error", "failed") else alone[scale.rate]
 
 
 def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str, Any]) -> str:
