@@ -204,10 +204,8 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
             fp8_base.add_receipt(loaded, ledger)
         if setup.launch.sharded == "FSDP":
             fp8_base.pack(loaded)
-    elif ledger and setup.storage.value in QUANTISED and (stacked := modules.of_experts(loaded)):
-        sizes = f"{stacked / 2**20:.1f} of {loaded.get_memory_footprint() / 2**20:.1f} MiB"
-        said = f"of the base in {setup.storage.value} {sizes} stay as they are: experts are no linear layers"
-        ledger.notes.append(said)
+    elif ledger and setup.storage.value in QUANTISED:
+        modules.add_coded_receipt(loaded, setup.storage.value, ledger)
     if not local_path(model.name):
         loaded.config._commit_hash = _commit(model)  # transformers no longer does (5.22)
     if model.add_tokens:
@@ -396,6 +394,13 @@ def _from_hub(load: Any, model: Model, **options: Any) -> Any:
             untrusted.check_hub(model.name, revision, "model.name")
         # said, not left out: without it transformers asks at the terminal whether it may run the code
         return load(model.name, revision=revision, trust_remote_code=False, **options)
+    except ImportError as error:  # of a checkpoint that others quantised
+        what, fix = (
+            "its weights want a package that is not here",
+            "install it, or take the weights in 16 bits",
+        )
+        problem = Problem(what, "model.name", found=first_line(error), fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.errors import Problem, UserError, nearest
+from finetune.errors import Exit, Problem, UserError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from finetune.receipts import Ledger
 
 TEXT_MODEL = "language_model"  # what transformers calls the decoder of a multimodal model
 _NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
@@ -36,6 +38,27 @@ def of_experts(model: Any) -> int:
     """Bytes of the experts' weights that stand in one parameter for all: no linear layers."""
     named = model.named_parameters()
     return sum(p.nbytes for name, p in named if p.dim() == 3 and ".experts." in name)
+
+
+def add_coded_receipt(model: Any, storage: str, ledger: Ledger) -> None:
+    """Linear layers of a base that bitsandbytes or torchao quantised, and what it weighs, counted on the live
+    model, before an adapter is on it."""
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
+    coded = sum(_storage(layer) == storage for layer in linear)
+    whole, stacked = (count / 2**20 for count in (model.get_memory_footprint(), of_experts(model)))
+    got = f"{coded} of {len(linear)} linear layers, {whole:.2f} MiB in all"
+    got += f"; {stacked:.2f} MiB of experts stay: they are no linear layers" if stacked else ""
+    how = "what the layers of the live model hold"
+    ledger.add("speed.base", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
+
+
+def _storage(layer: Any) -> str:
+    """What a linear layer's weight is stored as, by the values of speed.base; empty: as numbers."""
+    weight, kind = layer.weight, type(layer).__name__
+    if type(weight).__module__.startswith("torchao."):
+        return "torchao_int8"
+    return weight.quant_state.quant_type if kind == "Linear4bit" else "int8" if kind == "Linear8bitLt" else ""
 
 
 def tensors(folder: Path) -> dict[str, list[int]]:

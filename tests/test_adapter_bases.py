@@ -67,6 +67,8 @@ def test_a_quantised_base_trains_through_the_command(storage: str, train, two_la
     run = train(f"speed.base={storage}", f"model.name={two_layers}", "train.max_steps=5")
     got = {receipt["option"]: receipt for receipt in run.read("receipts.json")}
     assert all(receipt["ok"] for receipt in got.values())
+    assert got["speed.base"]["asked"] == storage
+    assert got["speed.base"]["got"].startswith("14 of 14 linear layers, ")
     assert f'storage: "{storage}"' in run.recipe.read_text()
 
 

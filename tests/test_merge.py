@@ -9,7 +9,8 @@ import torch
 from conftest import MODEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import cli, evaluate, hardware, model, quantize, recipe
+from finetune import cli, evaluate, hardware, model, modules, quantize, recipe
+from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.sections import Model
@@ -239,8 +240,17 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
     assert said == f"{quantize.KEPT}, experts (0.1 MB, 50% of what is stored: they are no linear layers)"
     assert quantize.kept(torch.nn.Linear(2, 2), 1) == quantize.KEPT
     model.load(Model(name=str(tmp_path)), setup, "cpu", ledger := Ledger())
-    (note,) = ledger.notes
-    assert note.startswith("of the base in nf4 0.") and "experts are no linear layers" in note
+    (found,) = ledger.as_json()
+    assert found["option"] == "speed.base" and found["ok"] and found["got"].startswith("4 of 4 ")
+    assert found["got"].endswith("; 0.19 MiB of experts stay: they are no linear layers")
+
+
+def test_a_base_that_is_none_of_codes_is_no_quantised_one(two_layers) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(two_layers)
+    modules.add_coded_receipt(plain, "nf4", ledger := Ledger())
+    with pytest.raises(UserError, match="asked for one thing, got another") as raised:
+        ledger.check()
+    assert raised.value.code == 3 and "0 of 14 linear layers" in str(raised.value)
 
 
 def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:

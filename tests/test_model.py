@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,16 @@ def test_what_a_model_computes_of_itself_is_as_it_makes_it(family: str) -> None:
     zero.own_buffers(made)
     for name, buffer in made.named_buffers():
         assert buffer.dtype == whole[name].dtype and torch.equal(buffer, whole[name]), name
+
+
+def test_weights_that_want_a_package_which_is_not_there(two_layers, tmp_path, capsys) -> None:
+    """As others quantise them; `finetune check` reads no weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(two_layers, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "hqq", "quant_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="lora")
+    with pytest.raises(UserError, match="want a package that is not here") as raised:
+        model.load(Model(name=str(folder)), setup, "cpu")
+    assert raised.value.code == Exit.ENVIRONMENT and "hqq" in str(raised.value)
