@@ -225,7 +225,8 @@ def rounded(recipe: Recipe) -> list[str]:
     """What is worth knowing of the adapter under this launch."""
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
     splitter, precision = launch_env.splitter(), launch_env.said("ACCELERATE_MIXED_PRECISION")
-    if kind != "ia3" or not splitter or precision not in ("bf16", "fp16") or rate >= IA3_RATE:
+    as_stored = splitter == "FSDP" and recipe.speed.base in adapter_types.FOUR_BIT  # exchange.fsdp_policy
+    if kind != "ia3" or not splitter or as_stored or precision not in ("bf16", "fp16") or rate >= IA3_RATE:
         return []
     steps = "1/256" if precision == "bf16" else "1/2048"
     said = f"train.learning_rate: {rate:g} is little under {splitter}, which rounds IA3's factors, about 1, "

@@ -187,13 +187,20 @@ def test_a_sliding_window_is_not_cut(window: int | None, launched, tmp_path) -> 
 
 
 @pytest.mark.parametrize(
-    ("variables", "rate", "said"), [(FSDP, 4e-3, True), (FSDP, 1e-1, False), ({}, 4e-3, False)]
+    ("variables", "rate", "base", "said"),
+    [
+        (FSDP, 4e-3, "auto", True),
+        (FSDP, 1e-1, "auto", False),
+        (FSDP, 4e-3, "nf4", False),
+        ({}, 4e-3, "auto", False),
+    ],
 )
 def test_ia3_is_told_where_its_factors_are_rounded(
-    variables: dict[str, str], rate: float, said: bool, launched
+    variables: dict[str, str], rate: float, base: str, said: bool, launched
 ) -> None:
     launched(**variables)
-    asked = recipe.load(QUICKSTART, ["adapter.type=ia3", f"train.learning_rate={rate}"])
+    given = ["adapter.type=ia3", f"train.learning_rate={rate}", f"speed.base={base}"]
+    asked = recipe.load(QUICKSTART, given)
     later = check.advice(asked)  # which cli.train leaves to the plan that a run shows
     shown = [note for note in check.run(asked) if note not in later]
     assert ("rounds IA3's factors" in " ".join(shown)) == said
