@@ -264,7 +264,7 @@ def ends_late(words: list[str]) -> None:
     after = report.after
 
     def slowly(*given: Any) -> Any:
-        time.sleep(4)
+        time.sleep(1)
         Path("written").touch()
         return after(*given)
 
@@ -352,19 +352,19 @@ def prepares_for_long() -> None:
 
     from finetune import check, train
 
-    os.environ[launch_env.TIMEOUT] = "4"
+    os.environ[launch_env.TIMEOUT] = "3"
     recipe: Any = SimpleNamespace(data=SimpleNamespace(streaming=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "facts", lambda *_: {})
         ranks.start("cpu")
-        slow = 9 * PartialState().is_main_process
+        slow = 6 * PartialState().is_main_process
         patch.setattr(check, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow))
         print("prepared:", train.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore[reportArgumentType]  (a stand-in)
 
 
 def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:
     said = two_ranks.run(prepares_for_long)
-    assert said.count("prepared: 9") == said.count("prepared: 0") == 1, said
+    assert said.count("prepared: 6") == said.count("prepared: 0") == 1, said
 
 
 def looks_at_its_base(decomposed: bool) -> None:

@@ -20,6 +20,8 @@ import torch
 from conftest import metrics, receipts
 from safetensors.torch import load_file
 
+from finetune import cli
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -96,8 +98,6 @@ def command(words: list[str]) -> None:
     imported: before this process has been told which are its own."""
     if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew
         os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
-    from finetune import cli
-
     if code := cli.main(words):
         sys.exit(code)
 
@@ -128,4 +128,5 @@ def _rank(
     if "WORLD_SIZE" in environment:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(cwd)
+    cli.RANK_0_FIRST = 0  # no launcher ends rank 0 as soon as another has left: it has GRACE
     function(*arguments)
