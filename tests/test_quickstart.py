@@ -1,16 +1,20 @@
 """The promise of the quickstart, as written: base under 5 %, tuned at 90 % or more."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 
+import pytest
 from conftest import DATA, QUICKSTART, ROOT
 
 from finetune.run_folder import RunFolder
 
 
+@pytest.mark.alone
 def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
+    """With both cores to itself, as a user's has them: two threads take less than half the time of one."""
     command = [
         sys.executable,
         "-m",
@@ -20,7 +24,8 @@ def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
         f"train.output_dir={tmp_path / 'run'}",
     ]
     started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stderr
     run = RunFolder(tmp_path / "run")
