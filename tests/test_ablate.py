@@ -9,14 +9,11 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 from conftest import QUICKSTART, ROOT, module_of
 
@@ -270,28 +267,6 @@ def test_results_of_other_hardware_are_refused(climbed: Climbed, tmp_path, capsy
     environment.write_text(json.dumps(changed))
     assert climbed.again(copy) == 2
     assert "NOT COMPARABLE" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_ends_with_its_ladder(number: int, tmp_path, small, two_layers) -> None:
-    """By SIGTERM with exit 75 and what to do next; by SIGKILL all the same, without a word."""
-    (tmp_path / "ladder.yaml").write_text("measure: {steps: 9999}\nbaseline: {}\nrungs: []\n")
-    words = ["ablate", str(QUICKSTART), *small, f"model.name={two_layers}", "train.effective_batch_size=2"]
-    words += ["--ladder", str(tmp_path / "ladder.yaml"), "--output", str(tmp_path / "results")]
-    command = [sys.executable, "-m", "finetune", *words]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "results" / "baseline" / "quickstart-baseline-1" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    made = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
-    assert len(made) >= 2 and psutil.wait_procs(made, timeout=30)[1] == []
-    if number == signal.SIGTERM:
-        assert process.returncode == 75
-        assert "stopped by SIGTERM" in said and "the same command again goes on" in said
 
 
 def job_of(climbed: Climbed, asked: ab_test.Asked, side: int, place: Path) -> measured.Job:
