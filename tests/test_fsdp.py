@@ -39,7 +39,7 @@ from finetune.speed import apply
 # FSDP computes with every parameter in bf16, autocast leaves norms in fp32
 KINDS = {"lora": ("false", "no", 2e-6), "full": ("true", "bf16", 0.01)}
 # In fp32; whether rank 0 alone reads the base: not under fsdp2_8_quantised
-OTHERS = [("dora", "false"), ("ia3", "true"), ("ia3", "false"), ("vera", "false")]
+OTHERS = [("dora", "false"), ("ia3", "true"), ("vera", "false")]
 ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     "ACCELERATE_USE_FSDP": "true",
