@@ -64,7 +64,7 @@ def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> Non
 
 @pytest.mark.parametrize("storage", ["fp4", "int8", "torchao_int8"])
 def test_a_quantised_base_trains_through_the_command(storage: str, train, two_layers) -> None:
-    run = train(f"speed.base={storage}", f"model.name={two_layers}", "train.max_steps=5")
+    run = train(f"speed.base={storage}", f"model.name={two_layers}")
     got = {receipt["option"]: receipt for receipt in run.read("receipts.json")}
     assert all(receipt["ok"] for receipt in got.values())
     assert got["speed.base"]["asked"] == storage

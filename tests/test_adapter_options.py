@@ -27,7 +27,7 @@ PLAIN: list[RunFolder] = []  # a run on the base as it was published, trained on
 def test_first_weights_out_of_the_base_s_are_saved_as_plain_lora(init: str, train, two_layers) -> None:
     """The base moved into the adapter; what is saved loads on the base as it was published."""
     options = (f"adapter.init_lora_weights={init}", "adapter.r=8", f"model.name={two_layers}")
-    run = train(*options, "train.max_steps=4", "train.learning_rate=1e-3")
+    run = train(*options, "train.max_steps=2", "train.learning_rate=1e-3")
     got = receipts(run)
     assert all(receipt["ok"] for receipt in got.values())
     assert got["adapter.init_lora_weights"]["got"].startswith(f"{init}: logits of one batch differ by")
@@ -44,7 +44,7 @@ def test_first_weights_out_of_the_base_s_are_saved_as_plain_lora(init: str, trai
 
 def test_eva_puts_ranks_where_the_inputs_vary(train, two_layers) -> None:
     options = ("adapter.init_lora_weights=eva", "adapter.r=4", "adapter.target_modules=[q_proj, down_proj]")
-    run = train(*options, f"model.name={two_layers}", "train.max_steps=4", "train.learning_rate=1e-2")
+    run = train(*options, f"model.name={two_layers}", "train.max_steps=2", "train.learning_rate=1e-2")
     assert all(receipt["ok"] for receipt in receipts(run).values())
     ranks = {
         len(tensor)
@@ -75,8 +75,8 @@ def test_an_initialisation_that_did_nothing_stops_the_run() -> None:
 
 
 def test_loraplus_teaches_b_faster(train, two_layers) -> None:
-    slow = train(f"model.name={two_layers}", "train.max_steps=4", name="slow")
-    fast = train("adapter.loraplus_lr_ratio=16", f"model.name={two_layers}", "train.max_steps=4", name="fast")
+    slow = train(f"model.name={two_layers}", "train.max_steps=2", name="slow")
+    fast = train("adapter.loraplus_lr_ratio=16", f"model.name={two_layers}", "train.max_steps=2", name="fast")
     assert receipts(fast)["adapter.loraplus_lr_ratio"]["got"] == "A 0.004, B 0.064"
 
     def size(run: RunFolder, part: str) -> float:
@@ -101,7 +101,7 @@ def test_ranks_layers_and_parameters_as_peft_has_them(train, two_layers) -> None
         "adapter.exclude_modules=[v_proj]",
         "adapter.target_parameters=[down_proj.weight]",
         f"model.name={two_layers}",
-        "train.max_steps=4",
+        "train.max_steps=2",
     )
     got = receipts(run)
     assert got["adapter.target_modules"]["got"] == "q_proj 1"
@@ -178,7 +178,7 @@ def test_whole_modules_train_beside_the_adapter(train, untied) -> None:
         "adapter.modules_to_save=[lm_head]",
         "adapter.target_modules=[q_proj]",
         f"model.name={untied}",
-        "train.max_steps=4",
+        "train.max_steps=2",
     )
     got = receipts(run)
     assert got["adapter.modules_to_save"]["got"] == "1 tensors train"
@@ -197,8 +197,8 @@ def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path
     biased.save_pretrained(folder)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
     options = ("adapter.target_modules=[q_proj]", f"model.name={folder}", "train.learning_rate=1e-2")
-    run = train("adapter.bias=all", *options, "train.max_steps=4", name="all")
-    none = train(*options, "train.max_steps=4", name="none")
+    run = train("adapter.bias=all", *options, "train.max_steps=2", name="all")
+    none = train(*options, "train.max_steps=2", name="none")
     assert "weights 8 of 8" in receipts(run)["trained weights moved"]["got"]
     assert run.read("eval.json")["base"] == none.read("eval.json")["base"]
     assert run.read("eval.json")["tuned"]["loss"] < none.read("eval.json")["tuned"]["loss"]
@@ -250,8 +250,8 @@ def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
 
 def test_training_goes_on_from_an_adapter(train, two_layers) -> None:
     options = (f"model.name={two_layers}", "train.learning_rate=1e-2")
-    first = train(*options, "train.max_steps=6", name="first")
-    second = train(f"adapter.from={first.path}", *options, "adapter.r=16", "train.max_steps=6", name="second")
+    first = train(*options, "train.max_steps=2", name="first")
+    second = train(f"adapter.from={first.path}", *options, "adapter.r=16", "train.max_steps=2", name="second")
     got = receipts(second)
     assert got["adapter.from"]["got"].startswith("all 28") and all(r["ok"] for r in got.values())
     before, after = (run.read("eval.json")["tuned"]["loss"] for run in (first, second))
@@ -273,7 +273,7 @@ def test_all_layers_asked_of_an_adapter_that_has_fewer(train, two_layers, capsys
 
 def test_what_training_can_t_go_on_from(train, two_layers, tmp_path, capsys) -> None:
     lora = train(f"model.name={two_layers}", name="lora")
-    ada = train("adapter.type=adalora", f"model.name={two_layers}", "train.max_steps=4", name="ada")
+    ada = train("adapter.type=adalora", f"model.name={two_layers}", "train.max_steps=2", name="ada")
     (tmp_path / "empty").mkdir()
     for options, says in (
         ((f"adapter.from={lora.path}", "adapter.type=dora", f"model.name={two_layers}"), "another type"),
@@ -290,10 +290,10 @@ def test_what_training_can_t_go_on_from(train, two_layers, tmp_path, capsys) -> 
 
 
 def test_stacking_on_another_base_has_to_be_asked_for(train, two_layers, untied) -> None:
-    lora = train(f"model.name={two_layers}", "train.max_steps=4", name="lora")
+    lora = train(f"model.name={two_layers}", "train.max_steps=2", name="lora")
     options = (f"adapter.from={lora.path}", f"model.name={untied}")
     train(*options, code=2, name="refused")
-    run = train(*options, "adapter.from_other_base=true", "train.max_steps=4", name="asked")
+    run = train(*options, "adapter.from_other_base=true", "train.max_steps=2", name="asked")
     assert receipts(run)["base of the adapter"]["got"] == str(untied)
 
 
@@ -306,7 +306,7 @@ def test_dora_on_rows_of_zeros_is_finite(train, tmp_path) -> None:
         model.model.layers[5].mlp.down_proj.weight[:5] = 0
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
-    run = train("adapter.type=dora", f"model.name={folder}", "train.max_steps=4")
+    run = train("adapter.type=dora", f"model.name={folder}", "train.max_steps=2")
     got = receipts(run)
     assert got["DoRA on rows of zeros"]["got"].startswith("6 given") and got["saved weights"]["got"] == "0"
 

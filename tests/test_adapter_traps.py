@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, in_bf16: str) -> None:
     """The rest of the base is rounded to bf16 without them; what was trained is saved bit for bit."""
-    run = train(in_bf16, f"adapter.init_lora_weights={init}", f"model.name={two_layers}", "train.max_steps=4")
+    given = [f"adapter.init_lora_weights={init}", f"model.name={two_layers}", "data.validation=null"]
+    run = train(in_bf16, *given)
     got = receipts(run)
     assert got["saved tensors"]["got"] == "all 28" and all(receipt["ok"] for receipt in got.values())
 
@@ -185,9 +186,8 @@ def test_loraplus_leaves_no_weight_behind(train, two_layers) -> None:
 @pytest.mark.parametrize("options", [("adapter.modules_to_save=[norm]",), ("adapter.type=ln_tuning",)])
 def test_whole_modules_move_under_bf16_too(options, train, two_layers, in_bf16: str) -> None:
     """A step of 2e-4 on a weight of 1 is nothing in bf16; they train in fp32 and are saved as they load."""
-    run = train(
-        in_bf16, *options, f"model.name={two_layers}", "train.max_steps=4", "train.learning_rate=2e-4"
-    )
+    given = [f"model.name={two_layers}", "train.learning_rate=2e-4", "data.validation=null"]
+    run = train(in_bf16, *options, *given)
     got = receipts(run)
     assert "5 of 5" in got["trained weights moved"]["got"]
     assert all(receipt["ok"] for receipt in got.values())

@@ -42,13 +42,13 @@ def test_the_types_are_those_of_peft() -> None:
 
 @pytest.fixture
 def run_of(train, two_layers):
-    """`run_of(type)`: a run of six steps, trained once for all tests of a type."""
+    """`run_of(type)`: a run of three steps, trained once for all tests of a type."""
 
     def of(kind: str) -> RunFolder:
         if kind not in RUNS:
             options = (f"adapter.type={kind}", f"train.learning_rate={RATES.get(kind, 5e-3)}")
-            short = ("train.max_steps=6", "train.effective_batch_size=4", "eval.max_new_tokens=2")
-            more = OPTIONS.get(kind, ())
+            short = ("train.max_steps=3", "train.effective_batch_size=4", "eval.max_new_tokens=2")
+            more = ("train.logging_steps=3", *OPTIONS.get(kind, ()))  # one chart for the report
             RUNS[kind] = train(*options, *more, *short, f"model.name={two_layers}", name=kind)
         return RUNS[kind]
 

@@ -35,7 +35,7 @@ def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -
         "train.max_steps=200",
         "train.effective_batch_size=1",
         "train.learning_rate=8e-3",
-        "eval.max_new_tokens=256",
+        "eval.max_new_tokens=128",
     )
     scores = run.read("eval.json")
     assert scores["base"]["ended"] < 1.0, "the base did not know how"

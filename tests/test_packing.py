@@ -1,5 +1,7 @@
 """Documents in one row: apart, whole, and worth the same loss as alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import MODEL, metrics
@@ -185,16 +187,19 @@ def test_what_fills_a_batch_up_is_in_no_document_longer_than_the_longest(filled:
         assert (one - other).norm() <= 1e-11 * (1 + one.norm())
 
 
-def test_a_step_on_packed_rows_is_a_step_on_the_same_documents(train) -> None:
-    """All 96 documents in one step: padded, flattened and packed."""
+def test_a_step_on_packed_rows_is_a_step_on_the_same_documents(train, small, tmp_path) -> None:
+    """All 32 documents in one step: padded, flattened and packed."""
+    documents = Path(small[0].partition("=")[2]).read_text().splitlines()[:32]
+    (tmp_path / "rows.jsonl").write_text("\n".join(documents) + "\n")
     one = ["train.max_steps=1", "train.logging_steps=1", "data.validation=null"]
-    padded = train(*one, "train.effective_batch_size=96", name="padded")
-    flat = train(*one, "train.effective_batch_size=96", "data.padding_free=true", name="flat")
-    rows = 24
+    one.append(f"data.name={tmp_path / 'rows.jsonl'}")
+    padded = train(*one, "train.effective_batch_size=32", name="padded")
+    flat = train(*one, "train.effective_batch_size=32", "data.padding_free=true", name="flat")
+    rows = 8
     dense = [*one, f"train.effective_batch_size={rows}", "data.packing=true", "data.max_length=512"]
     dense = train(*dense, name="packed")
     report = dense.read("data_report.json")["train"]
-    assert report["packing"]["rows"] == rows and report["kept"] == 96
+    assert report["packing"]["rows"] == rows and report["kept"] == 32
     for other in (flat, dense):
         assert metrics(other)[0]["loss"] == pytest.approx(metrics(padded)[0]["loss"], rel=1e-5)
         assert metrics(other)[0]["grad_norm"] == pytest.approx(metrics(padded)[0]["grad_norm"], rel=1e-3)

@@ -33,14 +33,14 @@ def run_recipe(tmp_path: Path, **values: object) -> RunFolder:
 def test_a_real_tinystories_llama_learns_to_tell_spam(tmp_path) -> None:
     more = f"validation: {ASSETS}/ci-sms/test.jsonl, max_length: 512"
     data = f"{ASSETS}/ci-sms/train.jsonl"
-    settings = {"model": "stories260K-eos-hf", "kind": "lora", "rate": "5e-3", "steps": 170, "batch": 16}
+    settings = {"model": "stories260K-eos-hf", "kind": "lora", "rate": "1e-2", "steps": 80, "batch": 16}
     scores = run_recipe(tmp_path, data=data, more=more, **settings).read("eval.json")
     assert scores["base"]["exact_match"] < 0.05
     assert scores["tuned"]["exact_match"] >= 0.85
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_real_instructions_on_a_sharded_bf16_model(kind: str, tmp_path) -> None:
+def test_real_instructions_on_a_sharded_bf16_model(tmp_path) -> None:
+    """DoRA reads the base's weights too; LoRA on a base in bf16: test_adapter_traps.py."""
     rows = json.loads((ASSETS / "instruct-rasbt-1100" / "instruction-data.json").read_text())
     lines = []
     for row in rows[:120]:
@@ -49,7 +49,7 @@ def test_real_instructions_on_a_sharded_bf16_model(kind: str, tmp_path) -> None:
         lines.append(json.dumps({"messages": turns}))
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(lines) + "\n")
-    settings = {"model": "books-16m", "kind": kind, "rate": "2e-3", "steps": 8, "batch": 8}
+    settings = {"model": "books-16m", "kind": "dora", "rate": "2e-3", "steps": 6, "batch": 8}
     run = run_recipe(tmp_path, data=data, more="validation_fraction: 0.05", **settings)
     assert metrics(run)[-1]["loss"] < metrics(run)[0]["loss"]
     scores = run.read("eval.json")
@@ -62,7 +62,7 @@ def test_real_questions_as_prompt_and_completion(tmp_path) -> None:
     data = tmp_path / "rows.jsonl"
     pairs = [{"prompt": f"{row['question']}\n", "completion": row["answer"]} for row in rows]
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    settings = {"model": "books-16m", "kind": "ia3", "rate": "5e-2", "steps": 4, "batch": 8}
+    settings = {"model": "books-16m", "kind": "ia3", "rate": "5e-2", "steps": 2, "batch": 4}
     run = run_recipe(tmp_path, data=data, more="validation_fraction: 0.1", **settings)
     report = run.read("data_report.json")["train"]
     assert list(report["formats"].values()) == ["prompt_completion"] and report["kept"] == 54

@@ -15,8 +15,10 @@ from transformers import (
 )
 
 from finetune import architecture, cli, plan_adapter, recipe
+from finetune.run_folder import RunFolder
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+RUNS: dict[str, RunFolder] = {}
 # peft 0.21.2 looks among modules for patterns that it makes for experts' weights (tuners/tuners_utils.py)
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 
@@ -60,20 +62,33 @@ def deepseek(two_layers: Path, tmp_path_factory) -> Path:
     return saved(DeepseekV3ForCausalLM(config), tmp_path_factory.mktemp("deepseek"), two_layers)
 
 
+@pytest.fixture
+def run_of(train, gemma: Path):
+    """`run_of(options)`: a run of two steps, trained once for all tests."""
+
+    def of(options: list[str]) -> RunFolder:
+        key = " ".join(options)
+        if key not in RUNS:
+            RUNS[key] = train(f"model.name={gemma}", *options)
+        return RUNS[key]
+
+    return of
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["adapter.type=lora"],
         ["adapter.type=dora", "adapter.target_modules=[q_proj, v_proj]", "adapter.exclude_modules=[v_proj]"],
         ["adapter.type=adalora"],
-        ["adapter.type=ia3", "train.learning_rate=0.1"],
+        ["adapter.type=ia3"],
         ["adapter.type=vera", "adapter.target_modules=[q_proj]"],
         ["adapter.type=lora", "adapter.bias=all"],
     ],
     ids=["lora", "names", "adalora", "ia3", "vera", "biases"],
 )
-def test_no_adapter_in_towers_that_no_text_runs_through(options: list[str], train, gemma: Path) -> None:
-    run = train(f"model.name={gemma}", "train.max_steps=5", *options)
+def test_no_adapter_in_towers_that_no_text_runs_through(options: list[str], run_of) -> None:
+    run = run_of(options)
     got = receipts(run)
     assert all(receipt["ok"] for receipt in got.values())
     assert got["trained in multi_modal_projector, vision_tower"]["got"] == "nothing"
@@ -86,8 +101,8 @@ def test_no_adapter_in_towers_that_no_text_runs_through(options: list[str], trai
     )
 
 
-def test_full_fine_tuning_leaves_towers_as_they_are(train, gemma: Path) -> None:
-    run = train(f"model.name={gemma}", "train.max_steps=4", "adapter.type=full")
+def test_full_fine_tuning_leaves_towers_as_they_are(run_of, gemma: Path) -> None:
+    run = run_of(["adapter.type=full"])
     got = receipts(run)
     assert all(receipt["ok"] for receipt in got.values())
     assert got["trained in multi_modal_projector, vision_tower"]["got"] == "nothing"
@@ -97,10 +112,10 @@ def test_full_fine_tuning_leaves_towers_as_they_are(train, gemma: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "adalora", "ia3", "full"])
-def test_a_plan_counts_what_a_run_trains(kind: str, train, gemma: Path) -> None:
-    options = [f"model.name={gemma}", f"adapter.type={kind}", "train.max_steps=4"]
-    run = train(*options)
-    loaded = recipe.load(QUICKSTART, options)
+def test_a_plan_counts_what_a_run_trains(kind: str, run_of, gemma: Path) -> None:
+    options = [f"adapter.type={kind}"]
+    run = run_of(options)
+    loaded = recipe.load(QUICKSTART, [f"model.name={gemma}", *options, "train.max_steps=2"])
     planned = plan_adapter.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 4)
     trained = receipts(run)["trainable parameters"]["got"].partition(" of ")[0]
     assert f"{planned.trained:,}" == trained

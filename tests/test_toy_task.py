@@ -34,6 +34,7 @@ def test_it_counts_on_where_there_is_a_learning_rate(kind: str, rate: float, tra
         "data.expect.in_validation=1",
         f"train.max_steps={STEPS.get(kind, 24)}",
         "train.warmup_steps=4",
+        "train.logging_steps=12",
         "train.effective_batch_size=8",
         "eval.max_new_tokens=5",
         "eval.samples=0",
