@@ -17,12 +17,7 @@ RATES = {"dora": "1e-3", "ia3": "1e-2", "qlora": "1e-3", "full": "1e-4"}
 @pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize(
     ("config", "kind", "fused"),
-    [
-        ("cpu_2", "qlora", "auto"),
-        ("cpu_2", "full", "auto"),
-        ("cpu_2", "dora", "true"),
-        ("ddp_2", "ia3", "auto"),
-    ],
+    [*(("cpu_2", kind, "auto") for kind in RATES), ("ddp_2", "ia3", "auto"), ("cpu_2", "dora", "true")],
 )
 def test_two_processes_train_what_one_does(
     config: str, kind: str, fused: str, train, small, two_layers, tmp_path
