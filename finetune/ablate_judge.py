@@ -60,8 +60,8 @@ def judge(
     Args:
         before: runs of what it stands on, taking turns with its own.
         gate: whose losses are the measure.
-        rows: of the ladder's rungs. What gains nothing is kept for one that stands on it and made more,
-            alone, than all that is stacked so far: without it that one could not be stacked.
+        rows: of the ladder's rungs. What neither gains nor costs is kept for one that stands on it and
+            made more, alone, than all that is stacked so far: without it that one could not be stacked.
     """
     failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
     if failed:
@@ -81,8 +81,9 @@ def judge(
     if ratio > 1 + sure:
         return found | {"verdict": "kept", "why": said}
     stacked = found["against"][scale.rate] * (1 + sure)
-    above = [row["name"] for row in rows if rung.name in row["on"] and _rate(scale, row) > stacked]
-    if above:
+    open_yet = [row for row in rows if rung.name in row["on"] and not row["status"]]
+    above = [row["name"] for row in open_yet if _rate(scale, row) > stacked]
+    if above and not found["worse"]:
         return found | {"verdict": "kept", "why": f"{said}, but {', '.join(above)} on it made more alone"}
     return found | {"verdict": "dropped", "why": said}
 

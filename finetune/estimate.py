@@ -104,8 +104,8 @@ class Keeps(NamedTuple):
     four_bit: bool = False
     """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
     uncast: bool = False
-    """Adapters are in 16 bits while they run (FSDP2 gathers them so, ZeRO keeps them so): PEFT casts no
-    input, and each adapter keeps what the layer before it has made."""
+    """PEFT casts no input, and each adapter keeps what the layer before it has made: adapters run in 16 bits
+    (FSDP2 gathers them so, but on a 4-bit base, where PEFT never casts; ZeRO keeps them so)."""
     fp8: bool = False
     """The base's products are in fp8."""
     head: bool = False

@@ -1,4 +1,5 @@
-"""What processes of data parallelism exchange: an adapter's gradients, once a step, in one piece."""
+"""What processes exchange: under data parallelism an adapter's gradients, once a step, in one piece; under
+FSDP weights, and in what precision."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def average(model: Any) -> int:
 
 
 def use_policy(accelerator: Any, model: torch.nn.Module) -> None:
-    """Let FSDP add up gradients in fp32, and return what the model returns.
+    """Let FSDP gather weights as `fsdp_policy` has it, add up gradients in fp32, and return what the model
+    returns.
 
     Accelerate's own policy for bf16 casts both: the summed loss of a batch would lose all but three digits.
     """

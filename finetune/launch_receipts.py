@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -12,7 +13,6 @@ from finetune import ranks, shards, te
 from finetune.errors import Exit
 from finetune.launch_env import BACKENDS, said, zero_stage
 from finetune.speed import four_bit, fp8
-from finetune.speed.apply import decoder_layers
 
 if TYPE_CHECKING:
     from finetune.hardware import Launch
@@ -62,7 +62,8 @@ def asked_of(backend: str) -> dict[str, str]:
 
 
 class Prepared(TrainerCallback):
-    """Receipts of the model as it is prepared: what trains, what of it the optimizer holds, what is split."""
+    """Receipts of the model as it is prepared: what trains, what of it the optimizer holds, what is split;
+    and after the first step of what was multiplied, or gathered, in codes."""
 
     def __init__(self, launch: Launch, trainer: Any, ledger: Ledger) -> None:
         self.launch, self.trainer, self.ledger = launch, trainer, ledger
@@ -111,20 +112,26 @@ class Prepared(TrainerCallback):
         self.ledger.check()
 
     def _gathered(self, model: Any) -> None:
-        """Codes as a forward sees them, which are any bits and no numbers, beside those that are stored."""
-        same = every = 0
-        for layer in decoder_layers(model):
-            coded = [m for m in layer.modules() if four_bit.is_four_bit(m) or isinstance(m, fp8.Fp8Linear)]
-            if coded:
-                stored = shards.sums({str(n): m.weight for n, m in enumerate(coded)})
-                layer.unshard()
-                seen = shards.sums({str(n): m.weight for n, m in enumerate(coded)})
-                layer.reshard()
-                same += sum(seen[name] == stored[name] for name in stored)
-                every += len(coded)
-        if every:
-            how, code = "sums over the bytes of each weight, in parts and gathered", Exit.ENVIRONMENT
-            self.ledger.add("codes that FSDP gathers", f"all {every}", f"all {same}", how, code=code)
+        """Codes as a forward sees them, which are any bits and no numbers, beside the stored parts."""
+        shards.give_back(model)
+        coded = {
+            name: module
+            for name, module in model.named_modules()
+            if four_bit.is_four_bit(module) or isinstance(module, fp8.Fp8Linear)
+        }
+        if not coded:
+            return
+        split = {name: m.weight for name, m in coded.items() if isinstance(m.weight, DTensor)}
+        stored, seen = shards.sums(split), dict[str, tuple[int, int]]()
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                whole = {name: coded[name].weight for name in split.keys() - seen.keys()}
+                seen |= shards.sums({n: w for n, w in whole.items() if not isinstance(w, DTensor)})
+                unit.reshard()
+        same = sum(seen.get(name) == stored[name] for name in stored)
+        how, code = "sums over the bytes of each weight, in parts and gathered", Exit.ENVIRONMENT
+        self.ledger.add("codes that FSDP gathers", f"all {len(coded)}", f"all {same}", how, code=code)
 
     def _by_zero(self, model: Any) -> None:
         """The engine's own stage, and this process's share where that splits weights."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub, launch_env, modules, shapes, untrusted
-from finetune.adapter_types import QUANTISED
+from finetune.adapter_types import FOUR_BIT, QUANTISED
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.hardware import DTYPES, STORED
 from finetune.recipe import local_path
@@ -172,8 +172,7 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
     if setup.storage.value in QUANTISED:
         options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
-        fsdp = setup.launch.sharded == "FSDP"
-        options["quantization_config"] = _quantised(setup.storage.value, options["dtype"], fsdp=fsdp)
+        options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])
     else:
         options["dtype"] = getattr(torch, STORED[setup.storage.value])
     # Accelerate hands on what rank 0 read; DeepSpeed splits it while it is read, and takes no map
@@ -206,6 +205,10 @@ def load(model: Model, setup: Setup, device: str, ledger: Ledger | None = None) 
             fp8_base.pack(loaded)
     elif ledger and setup.storage.value in QUANTISED:
         modules.add_coded_receipt(loaded, setup.storage.value, ledger)
+    if setup.storage.value in FOUR_BIT and setup.launch.sharded == "FSDP":
+        from finetune.speed import four_bit
+
+        four_bit.pack(loaded)
     if not local_path(model.name):
         loaded.config._commit_hash = _commit(model)  # transformers no longer does (5.22)
     if model.add_tokens:
@@ -350,7 +353,7 @@ def config_against_fp8(config: Any) -> str:
     return ""
 
 
-def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any:
+def _quantised(storage: str, compute: torch.dtype) -> Any:
     """transformers' quantisation config: our fp8; NF4 and FP4 in blocks of 64 with double quantisation (arXiv
     2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
     if storage == "fp8":
@@ -362,7 +365,6 @@ def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any
         from transformers import TorchAoConfig
 
         return TorchAoConfig(Int8WeightOnlyConfig())
-    import torch
     from transformers import BitsAndBytesConfig
 
     if storage == "int8":
@@ -372,8 +374,6 @@ def _quantised(storage: str, compute: torch.dtype, *, fsdp: bool = False) -> Any
         bnb_4bit_quant_type=storage,
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
-        # bytes FSDP would not split, and of numbers of 16 bits it makes others: `exchange.fsdp_policy`
-        bnb_4bit_quant_storage=torch.float32 if fsdp else torch.uint8,
     )
 
 
@@ -394,12 +394,9 @@ def _from_hub(load: Any, model: Model, **options: Any) -> Any:
             untrusted.check_hub(model.name, revision, "model.name")
         # said, not left out: without it transformers asks at the terminal whether it may run the code
         return load(model.name, revision=revision, trust_remote_code=False, **options)
-    except ImportError as error:  # of a checkpoint that others quantised
-        what, fix = (
-            "its weights want a package that is not here",
-            "install it, or take the weights in 16 bits",
-        )
-        problem = Problem(what, "model.name", found=first_line(error), fix=fix)
+    except ImportError as error:  # of a tokenizer, or of a checkpoint that others quantised
+        fix = "install it; of weights that are quantised take those in 16 bits"
+        problem = Problem("wants a package that is not here", "model.name", found=first_line(error), fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (OSError, ValueError) as error:
         reason = first_line(error)

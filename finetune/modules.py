@@ -48,6 +48,7 @@ def add_coded_receipt(model: Any, storage: str, ledger: Ledger) -> None:
     coded = sum(_storage(layer) == storage for layer in linear)
     whole, stacked = (count / 2**20 for count in (model.get_memory_footprint(), of_experts(model)))
     got = f"{coded} of {len(linear)} linear layers, {whole:.2f} MiB in all"
+    got += f"; {len(linear) - coded} stay as numbers" if coded < len(linear) else ""
     got += f"; {stacked:.2f} MiB of experts stay: they are no linear layers" if stacked else ""
     how = "what the layers of the live model hold"
     ledger.add("speed.base", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
@@ -55,10 +56,12 @@ def add_coded_receipt(model: Any, storage: str, ledger: Ledger) -> None:
 
 def _storage(layer: Any) -> str:
     """What a linear layer's weight is stored as, by the values of speed.base; empty: as numbers."""
-    weight, kind = layer.weight, type(layer).__name__
+    weight = layer.weight
     if type(weight).__module__.startswith("torchao."):
         return "torchao_int8"
-    return weight.quant_state.quant_type if kind == "Linear4bit" else "int8" if kind == "Linear8bitLt" else ""
+    if type(layer).__name__ == "Linear8bitLt":
+        return str(weight.dtype).removeprefix("torch.")
+    return getattr(getattr(weight, "quant_state", None), "quant_type", "")
 
 
 def tensors(folder: Path) -> dict[str, list[int]]:

@@ -225,8 +225,9 @@ def check_space(
         ranks.from_main(lambda: state.check_memory(held, state.available(groups)))
 
 
-def base_of(adapted: Any, found: Found | None, ledger: Ledger) -> str:
-    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused."""
+def frozen_fingerprint(adapted: Any, found: Found | None, ledger: Ledger) -> str:
+    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused, before
+    anything in its folder is changed."""
 
     def look() -> str:
         return model.fingerprint(adapters.frozen(adapted))

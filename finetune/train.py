@@ -133,7 +133,7 @@ def _run(
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     stages.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
-    contract["base"] = stages.base_of(adapted, found, ledger)  # nothing in the folder is changed before
+    contract["base"] = stages.frozen_fingerprint(adapted, found, ledger)
     if recipe.train.per_device_train_batch_size == "auto":
         batch = stages.search_batch(
             adapted, recipe, setup, batch, found, prepared.train, tokenizer, fast, arguments, ledger

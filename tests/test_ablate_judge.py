@@ -46,17 +46,19 @@ def test_what_noise_explains_is_no_gain() -> None:
 def test_what_gains_nothing_is_kept_for_what_made_more_on_it() -> None:
     """bf16 gains nothing in eager passes of few tokens, and compiling stands on it."""
     made = Rung.model_validate({"name": "it", "kind": "it", "what": "it"})
-    before, after = runs(100), runs(97)
-    scale = bench(before=before, after=after).scale
+    before = runs(100)
 
-    def said(rate: float, verdict: str = "dropped", on: str = "it") -> tuple[str, str]:
-        row = {"name": "more", "on": [on], "alone": {"verdict": verdict, "tokens_per_second": rate}}
-        rows = [{"name": "it", "on": []}, row]
+    def said(rate: float, of: float = 98, verdict: str = "dropped", **row: Any) -> tuple[str, str]:
+        alone = {"verdict": verdict, "tokens_per_second": rate}
+        rows = [{"name": "it", "on": []}, {"name": "more", "on": ["it"], "status": "", "alone": alone, **row}]
+        after = runs(of)
+        scale = bench(before=before, after=after).scale
         found = ablate_judge.judge(scale, made, after, before, before, rows)
         return found["verdict"], found["why"]
 
-    assert said(150) == ("kept", "-3.0% tokens/s (noise 2.8%), but more on it made more alone")
-    assert said(101)[0] == said(150, "failed")[0] == said(150, on="other")[0] == "dropped"
+    assert said(150) == ("kept", "-2.0% tokens/s (noise 2.8%), but more on it made more alone")
+    assert said(101)[0] == said(150, verdict="failed")[0] == said(150, on=["other"])[0] == "dropped"
+    assert said(150, of=90)[0] == said(150, status="skipped")[0] == "dropped"
 
 
 def test_a_busy_cpu_is_judged_by_cpu_seconds() -> None:

@@ -58,6 +58,19 @@ def test_the_operator_is_one_and_its_codes_are_not_copied() -> None:
     assert torch.equal(four_bit.weight(made), expected)
 
 
+def test_packed_for_fsdp_they_are_the_same_codes_in_fp32() -> None:
+    """Also of a checkpoint whose codes were bytes; shared with nothing, and packed once."""
+    made = layer(64, 128, torch.float32, "nf4", nested=True)
+    x, codes = torch.randn(3, 128), made.weight.data.clone()
+    expected, weight = made(x), four_bit.weight(made)
+    for _ in range(2):
+        four_bit.pack(torch.nn.Sequential(made))
+    assert isinstance(made.weight, nn.Params4bit) and made.weight.dtype == torch.float32
+    assert made.weight.shape == (64 * 128 // 8, 1) and not made.weight.requires_grad
+    assert torch.equal(made.weight.data.view(-1).view(torch.uint8), codes.view(-1))
+    assert torch.equal(made(x), expected) and torch.equal(four_bit.weight(made), weight)
+
+
 def adapted(**sizes: int) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -33,7 +33,7 @@ from finetune import (
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 from finetune.sections import Eval, Train
-from finetune.speed import apply
+from finetune.speed import apply, four_bit
 
 # Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
 # FSDP computes with every parameter in bf16, autocast leaves norms in fp32
@@ -83,14 +83,9 @@ def one_rank_as_on_gpus(arguments: list[str]) -> None:
 
 def one_rank_in_16_bits(arguments: list[str]) -> None:
     """4-bit codes as numbers of 16 bits, as they were gathered once."""
-    made, policy = model._quantised, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-    def as_bf16(*given: Any, **named: Any) -> Any:
-        config = made(*given, **named)
-        config.bnb_4bit_quant_storage = torch.bfloat16
-        return config
-
-    model._quantised, exchange.fsdp_policy = as_bf16, lambda *_: policy
+    policy, packed = MixedPrecisionPolicy(torch.bfloat16, torch.float32), four_bit.pack
+    exchange.fsdp_policy = lambda *_: policy
+    four_bit.pack = lambda base: packed(base, torch.bfloat16)
     one_rank_as_on_gpus(arguments)
 
 

@@ -284,6 +284,6 @@ def test_weights_that_want_a_package_which_is_not_there(two_layers, tmp_path, ca
     config["quantization_config"] = {"quant_method": "hqq", "quant_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
     setup = hardware.choose(attention="sdpa", base="auto", adapter_type="lora")
-    with pytest.raises(UserError, match="want a package that is not here") as raised:
+    with pytest.raises(UserError, match="wants a package that is not here") as raised:
         model.load(Model(name=str(folder)), setup, "cpu")
     assert raised.value.code == Exit.ENVIRONMENT and "hqq" in str(raised.value)

@@ -11,8 +11,10 @@ from conftest import MODEL, ROOT
 from pyarrow import parquet
 
 from finetune import cli, recipe
+from finetune.data import load
 from finetune.data.bundled import read_template
 from finetune.data.prepare import prepare
+from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.sections import Data, Model, Source
@@ -238,3 +240,16 @@ def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path
     with pytest.raises(UserError, match="can't be loaded") as raised:
         list(load._hub(Source(name=str(tmp_path / "none"), split="train")))
     assert raised.value.code == 3
+
+
+def test_two_subsets_of_one_hub_set_are_two_sources(tmp_path, tokenizer, monkeypatch) -> None:
+    """Each of a format of its own, and with its own share of the mix."""
+    held = {"a": {"prompt": "Who?", "completion": "Maria."}, "b": {"instruction": "Who?", "output": "Omar."}}
+    monkeypatch.setattr(load, "_hub", lambda one: iter([Row(held[one.subset], f"{one.name}[0]")]))
+    monkeypatch.setattr(load, "_commit", lambda source: "c0ffee")
+    names = [{"name": "org/rows", "subset": subset, "split": "train"} for subset in held]
+    data = Data.model_validate({"name": names, "cache": str(tmp_path / "cache")})
+    made = prepare(data, tokenizer, 0, None)
+    report = made.report["train"]
+    assert report.kept == 2 and len(report.formats) == len(report.mix) == 2, report
+    assert [*report.mix] == ["org/rows a train", "org/rows b train"]

@@ -378,7 +378,7 @@ def looks_at_its_base(decomposed: bool) -> None:
         base.bias.zero_()
         patch.setattr(adapter_init, "rebases", lambda _: decomposed)
         try:
-            print("base:", stages.base_of(base, None, Ledger()))
+            print("base:", stages.frozen_fingerprint(base, None, Ledger()))
         except UserError as error:
             print(f"refused: {error}")
 

@@ -74,7 +74,7 @@ class Report:
     reasons: dict[str, list[str]] = field(default_factory=dict)
     """Of bad rows that are left out: what is wrong with the first of each kind."""
     mix: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Source -> rows, tokens and weight, where there are several."""
+    """Source -> rows, tokens and weight."""
     packing: dict[str, float] = field(default_factory=dict)
     """Rows after packing, token budget and share of it that is filled."""
     seen: int = 0

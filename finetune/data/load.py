@@ -87,7 +87,7 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
         rows = read(source, "data.name")
         return (row for row in rows if isinstance(row, Row) and digest(row, seed, data) in held_out)
 
-    return [(source.name, chosen(source)) for source in sources(data)] if held_out else []
+    return [(hub_name(source), chosen(source)) for source in sources(data)] if held_out else []
 
 
 def draw_held_out(data: Data, seed: int) -> set[int]:
@@ -247,7 +247,7 @@ def examples(
 
 
 def hub_name(source: Source) -> str:
-    """A Hub data set with its subset and split."""
+    """A source with its subset and split, which two of one Hub data set differ by."""
     return " ".join(filter(None, (source.name, source.subset, source.split)))
 
 

@@ -47,7 +47,8 @@ CHUNK, CHARACTERS = 4000, 4_000_000  # rows encoded together, at most, and their
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows to train on (`input_ids`, `labels`; `seq_lengths` if packed), and what became of all rows."""
+    """Rows to train on (`input_ids`, `labels`; `seq_lengths` if packed; `where` each comes from, and what was
+    `cut` of it), and what became of all rows."""
 
     train: Any  # Dataset, or IterableDataset where rows are read while training
     report: dict[str, Report]  # train, validation
@@ -266,12 +267,13 @@ def _build(
     with contextlib.closing(documents):
         for source in load.sources(data):
             first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
-            for example, found in audited(load.training(data, source, drawn, seed), data, audit, source.name):
+            name = load.hub_name(source)
+            for example, found in audited(load.training(data, source, drawn, seed), data, audit, name):
                 for document in found:
                     documents.add(document, example.where)
             times.append(_times(source.weight, audit.digests[first:], seed))
             shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
-            audit.report.mix[source.name] = {"weight": source.weight, **shares}
+            audit.report.mix[name] = {"weight": source.weight, **shares}
     report = audit.finish(documents.place, held)
     audit.check(data, held.report.kept)
     report.sources = sources

@@ -22,6 +22,17 @@ def is_four_bit(base: Any) -> bool:
     return type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes.")
 
 
+def pack(base: Any, numbers: torch.dtype = torch.float32) -> None:
+    """Codes as FSDP can split them: eight as one fp32 number. Bytes it would not split, and of numbers of 16
+    bits it would make others (`exchange.fsdp_policy`)."""
+    for layer in base.modules():
+        if is_four_bit(layer) and layer.weight.dtype != numbers:
+            held = {name: value for name, value in vars(layer.weight).items() if name != "data"}
+            packed = layer.weight.detach().as_subclass(torch.Tensor).view(-1).view(numbers).view(-1, 1)
+            layer.weight = type(layer.weight)(packed, **{**held, "quant_storage": numbers})
+            layer.quant_storage = numbers
+
+
 def obstacle(base: Any) -> str:
     """Why a `Linear4bit` can't be dequantised by `ops.dequantise`; the empty string if it can."""
     state = base.weight.quant_state

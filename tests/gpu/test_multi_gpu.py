@@ -41,6 +41,7 @@ FP8 = "speed.base=fp8"
 IA3 = ("adapter.type=ia3", "train.learning_rate=1e-1")  # its own: steps that bf16 does not round away
 FULL = ("adapter.type=full", "train.learning_rate=5e-4")
 LONG = ("model.attention=sdpa", "speed.recompute=all")
+CODES = ("split by FSDP", "codes that FSDP gathers")
 EACH = (("adapter.type=lora",), ("adapter.type=dora",), IA3, FULL)
 # config, what the recipe says, relative difference of losses that is allowed, receipts that must be there
 CASES = [
@@ -74,12 +75,12 @@ CASES = [
     ("fsdp2_8_quantised", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
     ("fsdp2_8_quantised", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
     ("fsdp2_8_quantised", [*IA3], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_quantised", ["adapter.type=qlora"], 0.02, ("split by FSDP",)),
+    ("fsdp2_8_quantised", ["adapter.type=qlora"], 0.02, CODES),
     ("fsdp2_8_quantised", [*FULL], 0.02, ("split by FSDP",)),
-    pytest.param("fsdp2_8_quantised", ["adapter.type=lora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
-    pytest.param("fsdp2_8_quantised", ["adapter.type=dora", FP8], 0.03, ("split by FSDP",), marks=needs_fp8),
+    pytest.param("fsdp2_8_quantised", ["adapter.type=lora", FP8], 0.03, CODES, marks=needs_fp8),
+    pytest.param("fsdp2_8_quantised", ["adapter.type=dora", FP8], 0.03, CODES, marks=needs_fp8),
     # vectors that are gathered in bf16 turn codes into the next ones
-    pytest.param("fsdp2_8_quantised", [*IA3, FP8], 0.05, ("split by FSDP",), marks=needs_fp8),
+    pytest.param("fsdp2_8_quantised", [*IA3, FP8], 0.05, CODES, marks=needs_fp8),
     ("context_parallel_4", ["adapter.type=lora", *LONG], 0.02, ("split by FSDP",)),
     ("context_parallel_4", ["adapter.type=dora", *LONG], 0.02, ("split by FSDP",)),
     ("context_parallel_4", [*IA3, *LONG], 0.02, ("split by FSDP",)),
