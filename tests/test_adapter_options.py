@@ -250,8 +250,8 @@ def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
 
 def test_training_goes_on_from_an_adapter(train, two_layers) -> None:
     options = (f"model.name={two_layers}", "train.learning_rate=1e-2")
-    first = train(*options, "train.max_steps=2", name="first")
-    second = train(f"adapter.from={first.path}", *options, "adapter.r=16", "train.max_steps=2", name="second")
+    first = train(*options, "train.max_steps=6", name="first")
+    second = train(f"adapter.from={first.path}", *options, "adapter.r=16", "train.max_steps=6", name="second")
     got = receipts(second)
     assert got["adapter.from"]["got"].startswith("all 28") and all(r["ok"] for r in got.values())
     before, after = (run.read("eval.json")["tuned"]["loss"] for run in (first, second))
