@@ -115,16 +115,15 @@ def first_rows(data: Data) -> list[str]:
     for source, key in load.named(data):
         if load.files(source.name, key) is None:
             continue
-        name = load.hub_name(source)
         try:
-            rows = load.examples(load.read(source, key), data, name, formats, {})
+            rows = load.examples(load.read(source, key), data, source.name, formats, {})
             for row in islice(rows, FIRST):
                 count += 1
-                wanted = formats.get(name, "")
+                wanted = formats.get(source.name, "")
                 if isinstance(row, BadRow):
-                    found.add(row, name, wanted)
+                    found.add(row, source.name, wanted)
                 else:
-                    found.of_format(name, wanted, wanted, row.where)
+                    found.of_format(source.name, wanted, wanted, row.where)
         except UserError as error:
             problems += error.problems
     kinds = dict.fromkeys(kind for kind, _ in found.first)

@@ -87,7 +87,7 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
         rows = read(source, "data.name")
         return (row for row in rows if isinstance(row, Row) and digest(row, seed, data) in held_out)
 
-    return [(hub_name(source), chosen(source)) for source in sources(data)] if held_out else []
+    return [(title(source), chosen(source)) for source in sources(data)] if held_out else []
 
 
 def draw_held_out(data: Data, seed: int) -> set[int]:
@@ -247,8 +247,13 @@ def examples(
 
 
 def hub_name(source: Source) -> str:
-    """A source with its subset and split, which two of one Hub data set differ by."""
+    """A Hub data set with its subset and split."""
     return " ".join(filter(None, (source.name, source.subset, source.split)))
+
+
+def title(source: Source) -> str:
+    """What a source is called: files by their name, a Hub data set also by what two of one may differ by."""
+    return hub_name(source) if files(source.name, "data.name") is None else source.name
 
 
 def _commit(source: Source) -> str:

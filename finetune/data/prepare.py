@@ -267,7 +267,7 @@ def _build(
     with contextlib.closing(documents):
         for source in load.sources(data):
             first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
-            name = load.hub_name(source)
+            name = load.title(source)
             for example, found in audited(load.training(data, source, drawn, seed), data, audit, name):
                 for document in found:
                     documents.add(document, example.where)
