@@ -1,4 +1,4 @@
-"""Names of a model's modules and parameters, and which of them a recipe's names match."""
+"""Names of a model's modules and parameters, and which of them a recipe's names match; what they weigh."""
 
 from __future__ import annotations
 
@@ -40,16 +40,21 @@ def of_experts(model: Any) -> int:
     return sum(p.nbytes for name, p in named if p.dim() == 3 and ".experts." in name)
 
 
+def size(count: float) -> str:
+    """A number of bytes, to be read."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
 def add_coded_receipt(model: Any, storage: str, ledger: Ledger) -> None:
     """Linear layers of a base that bitsandbytes or torchao quantised, and what it weighs, counted on the live
     model, before an adapter is on it."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
     coded = sum(_storage(layer) == storage for layer in linear)
-    whole, stacked = (count / 2**20 for count in (model.get_memory_footprint(), of_experts(model)))
-    got = f"{coded} of {len(linear)} linear layers, {whole:.2f} MiB in all"
+    stacked = of_experts(model)
+    got = f"{coded} of {len(linear)} linear layers, {size(model.get_memory_footprint())} in all"
     got += f"; {len(linear) - coded} stay as numbers" if coded < len(linear) else ""
-    got += f"; {stacked:.2f} MiB of experts stay: they are no linear layers" if stacked else ""
+    got += f"; {size(stacked)} of experts stay: they are no linear layers" if stacked else ""
     how = "what the layers of the live model hold"
     ledger.add("speed.base", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
 

@@ -159,6 +159,7 @@ def test_a_type_that_can_t_train_rows_says_how_to(train, capsys) -> None:
         ("two_layers", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], ""),
     ],
 )
+# PEFT warns of ties that are lost or asked for: that is looked at (peft 0.21.2, tuners/tuners_utils.py)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:You have requested")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_new_rows_train_in_the_head_too_or_it_is_refused(base, saved, says, train, request, capsys) -> None:

@@ -230,6 +230,7 @@ def test_two_runs_that_differ(done, capsys) -> None:
     assert cli.main(["compare", a, b]) == 0
 
 
+# huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
 @pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
 def test_runs_on_the_hub(hub, trained, tmp_path, monkeypatch, capsys) -> None:
     """RUN_A as well as RUN_B."""

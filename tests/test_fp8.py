@@ -217,6 +217,7 @@ def test_peft_s_magnitude_is_that_of_the_dequantised_weight() -> None:
             assert magnitude.dtype == torch.float32 and error(magnitude.detach(), rows) < 1e-6
 
 
+# Types say what they can't do later, such as BEFT that can't be merged (peft 0.21.2, tuners/beft/layer.py)
 @pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
 @pytest.mark.parametrize("kind", TYPES)
 def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:

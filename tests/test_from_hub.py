@@ -16,6 +16,7 @@ from finetune.errors import UserError
 from finetune.publish import without_paths
 from finetune.run_folder import RunFolder
 
+# huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
 HERE = [f"model.name={MODEL}", f"data.validation={DATA / 'test.jsonl'}"]
 

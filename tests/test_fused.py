@@ -141,6 +141,7 @@ def test_experts_are_left_to_peft() -> None:
 
 
 @pytest.mark.parametrize("base_stored", ["plain", "nf4"])
+# PEFT says that merging rounds a 4-bit base anew, as it does (peft 0.21.2, tuners/lora/bnb.py)
 @pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit")
 def test_names_state_and_the_base_alone_stay(base_stored: str) -> None:
     model = adapted(TYPES["lora"](), dtype=torch.float32, base=base_stored)

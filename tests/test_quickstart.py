@@ -14,7 +14,7 @@ from finetune.run_folder import RunFolder
 
 @pytest.mark.alone
 def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
-    """With both cores to itself, as a user's has them: two threads take less than half the time of one."""
+    """With both cores to itself, as a user's has them."""
     command = [
         sys.executable,
         "-m",

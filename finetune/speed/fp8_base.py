@@ -174,11 +174,11 @@ def add_receipt(base: Any, ledger: Ledger) -> None:
     plain = len(linear) - len(layers) - narrow
     coded = sum(t.nbytes for m in layers for t in (*m.parameters(), *m.buffers()))
     whole = base.get_memory_footprint()
-    got = f"{len(layers)} of {len(linear)} linear layers, {_size(coded)} of {_size(whole)}"
+    got = f"{len(layers)} of {len(linear)} linear layers, {modules.size(coded)} of {modules.size(whole)}"
     got += f"; {narrow} stay: sides not divisible by {FP8_MULTIPLE}" if narrow else ""
     got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
     stacked = modules.of_experts(base)
-    got += f"; {_size(stacked)} of experts stay: they are no linear layers" if stacked else ""
+    got += f"; {modules.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
     ledger.add("speed.base", "fp8", got, how, ok=bool(layers))
 
@@ -224,10 +224,6 @@ def pack(base: Any) -> None:
     for layer in base.modules():
         if isinstance(layer, Fp8Linear):
             layer.pack()
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def _module(model: Any, name: str) -> Any:
