@@ -358,7 +358,7 @@ def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> b
     found, missing = row["alone"], [name for name in rung.on if name not in kept]
     if rung.name in bench.strange:
         row |= {"status": "NOT COMPARABLE", "why": bench.strange[rung.name]}
-    elif found["verdict"] in ("error", "failed") or found["worse"]:
+    elif found["verdict"] in ("error", "failed"):  # not if it was slower: on a stack it may gain
         row |= {"status": found["verdict"], "why": f"alone: {found['why']}"}
     elif missing:
         row |= {"status": "dropped", "why": f"it stands on {', '.join(missing)}, which the stack has not"}
@@ -373,7 +373,7 @@ def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> d
     values = {}
     for row in rows:
         rung = bench.ladder.rung(row["name"])
-        slower = rung.gain == "speed" and row.get("alone", {}).get("worse")
+        slower = rung.gain == "speed" and row.get("stacked", row.get("alone", {})).get("worse")
         hurt = row["status"] in ("failed", "error") or slower
         if row["status"] == "kept" or hurt:
             values |= {k: variant.values[k] for k in ladder.keys(rung) if k in variant.values}
