@@ -38,10 +38,11 @@ HOST = 0.85  # of PCIe's one direction, from and to pinned memory: 54 of 64 GB/s
 HOST_ADAMW = 80e9
 ADAMW_BYTES = 28  # of each number: weight, gradient and two moments read, all but the gradient written
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
-# shape at 4 rows (adapters.json); compiled ones of gpu.json's 135m-bf16 (4.4 ms; 32gb_balanced: at most 4.2),
-# on the fp8 base of its 24gb_fastest (6.2), 32gb_fastest and 40gb_fastest (7.4); fused ones are a guess
+# shape at 4 rows (adapters.json); compiled ones of gpu.json's 135m-bf16 and 135m-full, on the fp8 base of its
+# 24gb_fastest (6.2), 32gb_fastest and 40gb_fastest (7.4); fused ones are a guess
 LAUNCH = {
     "compiled": 4.0e-3,
+    "compiled full": 3.2e-3,  # no adapter is launched
     "compiled fp8": 6.5e-3,
     "fused": 4.0e-3,
     "lora": 7.0e-3,
@@ -164,7 +165,8 @@ def seconds(
     lora = "qlora" if kept.four_bit else "lora"
     kind = "full" if step.full else "dora" if has.columns and has.rank else lora if has.rank else "ia3"
     how = "compiled" if kept.compiled else "fused" if kept.fused else kind
-    how += " fp8" * (kept.compiled and step.storage == "fp8")
+    if kept.compiled:
+        how += " full" if step.full else " fp8" if step.storage == "fp8" else ""
     launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * one.layers * (1 + again / 3)
     rest = REST * one.layers
     parts = {

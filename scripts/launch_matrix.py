@@ -48,7 +48,7 @@ PROVED = {  # `ALL` but what is refused
     "context_parallel_4": ALL,
     "fsdp2_8": ALL,
     "fsdp2_8_offload": ALL,
-    "fsdp2_8_quantised": tuple(name for name in ALL if name != "qlora"),  # mended since it ran on GPUs
+    "fsdp2_8_quantised": ALL,
     "multi_node": ALL,
     "zero2_8": ALL,
     "zero3_8": ALL,
