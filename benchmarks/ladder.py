@@ -1,7 +1,7 @@
 """The ladder of optimisations (`finetune ablate`), into ladder.json, ladder.md and ladder.svg.
 
     python benchmarks/ladder.py                                           # the quickstart
-    python benchmarks/ladder.py --shape 8b --layers 4 --repeats 1         # Llama-3.1-8B's widths, on a GPU
+    python benchmarks/ladder.py --shape 8b --layers 2 --repeats 1         # Llama-3.1-8B's widths, on a GPU
     python benchmarks/ladder.py --shape 8b --repeats 3 --steps 12         # all 32 layers
 
 With --shape: random weights, and documents of real lengths (those of gpu.py: log-normal, 400 tokens in the

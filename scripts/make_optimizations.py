@@ -24,7 +24,7 @@ writes the recipe with what did.
 Alone: times the {unit} of a baseline in fp32 with everything off (or of that with the rungs that one stands
 on), ± what noise explains; one run's noise was {noise} ([all of it](../benchmarks/ladder.md)).
 
-**On a GPU**: the same on four layers of an 8B Llama's widths, {gpu}
+**On a GPU**: the same on two layers of an 8B Llama's widths, {gpu}
 ([all of it](../benchmarks/ladder_gpu.md)). **Whole model**: between rows of
 [benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
 {device}).
