@@ -17,7 +17,7 @@ from finetune.errors import Exit
 from finetune.speed import apply, fp8_base, offload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from finetune.hardware import Choice, Hardware, Setup
     from finetune.receipts import Ledger
@@ -206,18 +206,17 @@ class FirstStep(TrainerCallback):
             yield
             return
         self.rounding = qat.Watch(model)
-        cpu = [torch.profiler.ProfilerActivity.CPU]
-        # one cycle alone; without `acc_events` torch 2.11 warns that there might be more
         try:
-            with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profile:
+            with torch.autograd.profiler.profile(record_shapes=True) as profile:
                 yield
         finally:
             for hook in self.rounding.hooks:
                 hook.remove()
-        self.seen_dtype = product_dtype(profile)
-        events = profile.events() or ()
-        self.operations = {event.name: event.input_shapes for event in events}
-        self.fp8_gemms = sum(event.name == "aten::_scaled_mm" for event in events)
+        # not `profile.function_events`, which makes a tree of them: seconds for a large model
+        events = cast("Any", profile).kineto_results.events()
+        self.seen_dtype = product_dtype(events)
+        self.operations = {event.name(): event.shapes() for event in events}
+        self.fp8_gemms = sum(event.name() == "aten::_scaled_mm" for event in events)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.first = state.global_step + 1
@@ -293,10 +292,10 @@ PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 DTYPES = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16"}
 
 
-def product_dtype(profile: torch.profiler.profile) -> str:
+def product_dtype(events: Sequence[Any]) -> str:
     """The dtype in which most FLOPs of the profiled matrix products are."""
     flops: Counter[str] = Counter()
-    for event in cast("Any", profile.profiler).kineto_results.events():
+    for event in events:
         if (left := PRODUCTS.get(event.name())) is not None:
             shapes = event.shapes()
             flops[event.dtypes()[left]] += math.prod(shapes[left]) * shapes[left + 1][-1]
