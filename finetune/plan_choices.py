@@ -130,9 +130,8 @@ def room(
     share: Share,
 ) -> tuple[estimate.Memory, float]:
     """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
-    base = plan_memory.weights(found, storage, precision) / estimate.GIB
-    adapter = 4 * has.trained / estimate.GIB if kept.adapted else 0.0
-    held = base / share.weights / (2 if share.half and not kept.adapted else 1) + adapter / share.weights
+    held = plan_memory.of_process(found, storage, precision, share, full=not kept.adapted)
+    held += 4 * has.trained / estimate.GIB / share.weights if kept.adapted else 0.0
     held += share.gathered + (0.0 if kept.adapted else share.outside)
     system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
     free = max(0.0, machine.memory_gib - system - held)

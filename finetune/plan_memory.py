@@ -33,13 +33,23 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
             coded += size * other
         elif storage == "fp8":
             coded += size + 4 * outputs
-        elif (
-            storage in FOUR_BIT
-        ):  # a code for each weight, one for each scale of 64, a scale for 256 of those
-            coded += size / 2 + size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)
+        elif storage in FOUR_BIT:
+            coded += size / 2 + scales(size)
         else:
             coded += size + outputs * (4 if storage == "int8" else other)
     return coded + (found.parameters - sum(map(prod, linear.values()))) * other
+
+
+def scales(size: int) -> float:
+    """Bytes beside 4-bit codes of so many weights: a code for each 64, a scale for 256 of those, tables."""
+    return size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)
+
+
+def of_process(found: Architecture, storage: str, precision: str, share: Share, *, full: bool) -> float:
+    """GiB of the base in one process. A split leaves 4-bit scales whole: they are no parameters."""
+    whole = sum(scales(prod(shape)) for shape in found.stored.values()) if storage in FOUR_BIT else 0.0
+    split = (weights(found, storage, precision) - whole) / share.weights
+    return (whole + split / (2 if share.half and full else 1)) / GIB
 
 
 def gathered(found: Architecture, storage: str, precision: str, *, full: bool, layers: int) -> float:
@@ -109,7 +119,7 @@ def phases(
     full = not kept.adapted
     config = found.config
     base, trained = weights(found, storage, precision) / GIB, has.trained / GIB
-    part = base / share.weights / (2 if share.half and full else 1)
+    part = of_process(found, storage, precision, share, full=full)
     own = {"weights": part, "adapters": 0.0 if full else 4 * trained / share.weights}
     offloaded, known = speed.offload in ("optimizer", "all"), optimizers.known_bytes(optimizers.asked(train))
     each = 0.0 if offloaded else optimizers.state_bytes(optimizers.asked(train), speed) + 4 * share.half

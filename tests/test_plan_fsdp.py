@@ -9,11 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, planned
+from conftest import MODEL, ROOT, in_four_bits, planned
+from transformers import AutoModelForCausalLM
 
-from finetune import estimate, hardware, plan, plan_changes, plan_launch, recipe, zero
+from finetune import (
+    architecture,
+    estimate,
+    hardware,
+    plan,
+    plan_changes,
+    plan_launch,
+    plan_memory,
+    recipe,
+    zero,
+)
 from finetune.errors import UserError
 from finetune.hardware import Hardware
+from finetune.sections import Model
 
 SPLIT = ("train.effective_batch_size=8", "train.per_device_train_batch_size=4", "data.too_long=split")
 
@@ -85,6 +97,22 @@ def test_fsdp2_is_planned_as_two_gpus_measured_it(large, base: str, seconds: flo
     made = plan.make(loaded, *plan.planned_machine("h200", 2), by=plan_launch.FSDP2)
     assert made.step_seconds == pytest.approx(seconds, rel=0.08)
     assert made.peak == pytest.approx(gib, rel=0.01)
+
+
+def test_4_bit_scales_lie_whole_in_each_process() -> None:
+    """bitsandbytes keeps them beside the parameters, which is all that FSDP2 splits."""
+    found = architecture.read(Model(name=str(MODEL)))
+    model = in_four_bits(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16))
+    split = scales = 0
+    for parameter in model.parameters():
+        split += parameter.nbytes
+        if state := getattr(parameter, "quant_state", None):
+            second = state.state2
+            scales += sum(t.nbytes for t in (state.absmax, state.code, second.absmax, second.code))
+    share = plan_launch.share(plan_launch.FSDP2, 8, 0.0, 0.0, found.parameters)
+    planned = plan_memory.of_process(found, "nf4", "bf16", share, full=False) * estimate.GIB
+    assert planned == pytest.approx(scales + split / 8, rel=0.01)
+    assert planned > 1.1 * (scales + split) / 8
 
 
 CUT = ("model.attention=sdpa", "speed.base=bf16", "speed.recompute=all", "data.max_length=131072")
