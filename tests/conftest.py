@@ -193,9 +193,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
         }.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.endpoint)  # made when imported
-        monkeypatch.setattr(
-            "transformers.utils.hub._hf_api", None
-        )  # made when first asked for: of another Hub
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # kept since it was first asked for
         monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
         monkeypatch.setattr("finetune.hub.PAUSES", (0.01, 0.01, 0.01))
         monkeypatch.setenv(hub.COMMITS, "{}")  # of another test's Hub
