@@ -51,16 +51,17 @@ def main() -> None:
     results = options.out / "attention.json"
     found: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
     if options.loss:
-        found["loss"] = losses(options)
+        found["loss"] = {**machine(), **losses(options)}
     else:
         not_shared()
-        found |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        found |= {
-            "date": time.strftime("%Y-%m-%d"),
-            "kernels": {n: measured(n, k) for n, k in here().items()},
-        }
+        found |= {**machine(), "kernels": {n: measured(n, k) for n, k in here().items()}}
         print(table(found))
     results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def machine() -> dict[str, str]:
+    gpu, day = torch.cuda.get_device_name(), time.strftime("%Y-%m-%d")
+    return {"gpu": gpu, "torch": torch.__version__, "date": day}
 
 
 def not_shared() -> None:

@@ -8,7 +8,7 @@ results/<recipe>/best.yaml                        the recipe with what helped
 
 Runs of all variants take turns, in fresh processes; on the stack each run of a rung stands beside one of the
 stack. A rung stays in it if it gains more than noise explains and its losses are the baseline's, within a
-band. Runs that could not change what becomes of a rung are not made. Started again, it goes on.
+band. Runs that could change neither that nor a figure by more than noise are not made. Started again, it goes on.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def gate_of(bench: Bench, rung: Rung) -> list[dict[str, Any]]:
 
 
 def open_yet(bench: Bench, name: str, kind: str) -> bool:
-    """Whether another run alone, or of what it stands on, could change what becomes of a rung."""
+    """Whether another run alone, or of what it stands on, could change what is said of a rung."""
     if kind in ("baseline", "recipe"):
         return kind == "baseline"
     rung, scale = bench.ladder.rung(name), bench.scale

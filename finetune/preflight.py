@@ -74,7 +74,8 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
         until = [f"train.output_dir={straight}", f"--until={steps}"]
         phases += _live([*train, *until], straight, {}, (Exit.STOPPED, Exit.DONE), "straight: ")
         parts = prove.compare(straight, lived, steps)
-        phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived)
+        staged = {"TMPDIR": str(folder)}  # what a dry run leaves to be looked at goes with the rest
+        phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived, staged)
         size = checkpoint.size_of(lived / "checkpoints" / f"step-{steps}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

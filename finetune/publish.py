@@ -130,7 +130,7 @@ def run(
     kind, weights = find_weights(folder, merged)
     config = RunFolder(weights).found("adapter_config.json")
     base = base_model.find(recipe.model, section, config, online=not dry_run)
-    staged = Path(tempfile.mkdtemp(prefix="finetune-publish-"))
+    staged, shown = Path(tempfile.mkdtemp(prefix="finetune-publish-")), False
     try:
         files = stage(folder, recipe, kind, weights, base, staged)
         refuse_secrets(files)
@@ -145,10 +145,11 @@ def run(
             screen.say(f"note: {note}")
         if dry_run or not repo:
             show(screen, files, section, staged)
+            shown = True
             return {}
         return push(folder, recipe, repo, files, screen)
     finally:
-        if not dry_run:
+        if not shown:
             shutil.rmtree(staged)
 
 

@@ -24,7 +24,7 @@ writes the recipe with what did.
 Alone: times the {unit} of a baseline in fp32 with everything off (or of that with the rungs that one stands
 on), ± what noise explains; one run's noise was {noise} ([all of it](../benchmarks/ladder.md)).
 
-**On a GPU**: the same on two layers of an 8B Llama's widths, {gpu}
+**On a GPU**: the same on {layers} layers of an 8B Llama's widths, {gpu}
 ([all of it](../benchmarks/ladder_gpu.md)). **Whole model**: between rows of
 [benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
 {device}).
@@ -57,8 +57,8 @@ def page() -> str:
     on_each = [{row["name"]: row for row in found["rungs"]} for found in (cpu, climbed)]
     said = [f"{one['machine']['hardware']}, {one['date']}" for one in (cpu, climbed)]
     unit, noise = measured.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
-    device = gpu["lora-bf16"]["gpu"]
-    text = HEAD.format(cpu=said[0], gpu=said[1], unit=unit, noise=noise, device=device)
+    device, layers = gpu["lora-bf16"]["gpu"], Path(climbed["recipe"]).stem.split("_")[1]
+    text = HEAD.format(cpu=said[0], gpu=said[1], unit=unit, noise=noise, device=device, layers=layers)
     for rung in rungs:
         if not rung.unmeasured[0]:
             newer = {"status": "not measured", "why": "newer than these figures"}

@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -20,7 +21,8 @@ import small_tasks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
+if multiprocessing.parent_process() is None:  # else forked for a test, which has one
+    os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
 from finetune import cli, plan, recipe
@@ -42,9 +44,7 @@ LLAMA_8B = {
 ADAPTERS = ("lora", "qlora", "dora", "qdora", "adalora", "ia3", "full")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_cache_left() -> Iterator[None]:
-    yield
+def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["FINETUNE_CACHE"], ignore_errors=True)
 
 

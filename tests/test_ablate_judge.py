@@ -112,7 +112,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, fails: str = "none") -> dict[Path, 
     made, losses = dict[Path, float](), dict[Path, float]()
 
     def make(job: measured.Job, *, cpu: bool) -> bool:
-        keys = {text.partition("=")[0] for text in job.overrides}
+        keys = {text.partition("=")[0] for text in job.overrides if not text.endswith("=false")}
         gains = [gain for key, gain in GAINS.items() if set(key.split("+")) <= keys]
         made[job.folder] = 100 * 0.99 ** len(made) * math.prod(gains)
         losses[job.folder] = 1.04 if "data.packing" in keys else 1.0  # other rows meet
@@ -191,19 +191,30 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
     assert rows[2]["stacked"]["worse"] and "stands on c" in rows[6]["why"]
 
 
-def test_what_is_slower_alone_may_gain_on_the_stack(tmp_path, monkeypatch) -> None:
-    """As fp8 products do, where the GPU no longer waits for Python."""
+@pytest.mark.parametrize(
+    ("alone", "stacked", "on", "kept", "expected"),
+    [
+        (0.8, 1.5, "", True, True),  # as fp8 products, where the GPU no longer waits for Python
+        (0.8, 1.0, "", False, None),  # no reason to keep the recipe's own value out
+        (1.0, 0.8, "", False, False),
+        (0.8, 1.0, ", on: [c]", False, False),  # never stacked: what it did alone
+    ],
+)
+def test_what_hurt_is_switched_off_in_the_best_recipe(
+    alone: float, stacked: float, on: str, kept: bool, expected: bool | None, tmp_path, monkeypatch
+) -> None:
     made_up(monkeypatch)
-    monkeypatch.setitem(GAINS, "speed.fused", 0.8)
-    monkeypatch.setitem(GAINS, "speed.fused+speed.recompute", 1.5)
-    (tmp_path / "ladder.yaml").write_text(LADDER)
+    monkeypatch.setitem(GAINS, "speed.fused", alone)
+    monkeypatch.setitem(GAINS, "speed.fused+speed.recompute", stacked / alone)
+    text = LADDER.replace("adamw_torch}", "adamw_torch, speed.fused: false}")
+    (tmp_path / "ladder.yaml").write_text(text.replace("{speed.fused: true}", "{speed.fused: true}" + on))
     one = bench()
     one.ladder = ladder.read(tmp_path / "ladder.yaml")
     rows = ablate.begin(one)
     ablate.alone(one, rows)
-    variant, kept = ablate.stack(one, rows)
-    assert rows[4]["alone"]["worse"] and "e" in kept
-    assert ablate.best_values(one, rows, variant)["speed.fused"] is True
+    variant, names = ablate.stack(one, rows)
+    assert ("e" in names) == kept and ("stacked" in rows[4]) != bool(on)
+    assert ablate.best_values(one, rows, variant).get("speed.fused") is expected
 
 
 def test_noise_is_pooled_over_repeats() -> None:

@@ -184,13 +184,16 @@ def test_a_full_disk_leaves_the_last_checkpoint(train, monkeypatch, capsys) -> N
     train(*FEW, "train.save_steps=1", "--resume")
 
 
-def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys) -> None:
+def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8", "eval.answers=false"]
     assert cli.main(["check", str(QUICKSTART), *given, "--preflight"]) == 0
     said = capsys.readouterr().out
     for phase in ("load", "resume: save, reopen, evaluate, generate", "straight: steps", "publish --dry-run"):
         assert phase in said
     assert "parts, not a bit differs" in said and "next: finetune train" in said
+    assert not list(tmp_path.glob("finetune-*")), "left behind"
 
 
 def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -> None:

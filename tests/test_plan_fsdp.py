@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,8 @@ def test_4_bit_scales_lie_whole_in_each_process() -> None:
     planned = plan_memory.of_process(found, "nf4", "bf16", share, full=False) * estimate.GIB
     assert planned == pytest.approx(scales + split / 8, rel=0.01)
     assert planned > 1.1 * (scales + split) / 8
+    layers = plan_memory.gathered(found, "nf4", "bf16", full=False, layers=found.config.num_hidden_layers)
+    assert layers * estimate.GIB == sum(map(math.prod, found.stored.values())) / 2, "codes alone"
 
 
 CUT = ("model.attention=sdpa", "speed.base=bf16", "speed.recompute=all", "data.max_length=131072")

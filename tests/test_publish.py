@@ -274,6 +274,7 @@ def test_a_secret_stops_it(secret, hub: Hub, trained, capsys, monkeypatch, tmp_p
     result = folder.read("eval.json")
     result["samples"][0]["reference"] = f"the key: {secret}"
     folder.write("eval.json", result)
+    publish(folder, "--dry-run", code=2)
     publish(folder, "--repo", "me/notes", code=2)
     shown = capsys.readouterr()
     line = 1 + (folder.path / "eval.json").read_text().partition("the key")[0].count("\n")
