@@ -8,7 +8,7 @@ results/<recipe>/best.yaml                        the recipe with what helped
 
 Runs of all variants take turns, in fresh processes; on the stack each run of a rung stands beside one of the
 stack. A rung stays in it if it gains more than noise explains and its losses are the baseline's, within a
-band. Runs that could change neither that nor a figure by more than noise are not made. Started again, it goes on.
+band. Runs that could change nothing but by noise are not made. Started again, it goes on.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from finetune.sections import Section
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from finetune.hardware import Hardware
 
@@ -77,6 +77,8 @@ class Needs(Section):
     device: Literal["cpu", "cuda"] | None = None
     capability: float | None = None
     """Of a GPU: 8.9 is Ada."""
+    instructions: list[str] = Field(default_factory=list)
+    """Of a CPU, any of these, as torch.cpu.get_capabilities() names them."""
     package: str | None = None
     why: str = ""
     """Said after what is missing."""
@@ -367,6 +369,14 @@ def missing(needs: Needs, machine: Hardware) -> str:
         found = "only on a CPU"
     elif needs.capability and machine.device == "cuda" and major + minor / 10 < needs.capability:
         found = f"compute capability {needs.capability:g}; {machine.name} has {major}.{minor}"
+    elif needs.instructions and machine.device == "cpu" and not any(map(_cpu().get, needs.instructions)):
+        found = f"this CPU has none of {', '.join(needs.instructions)}"
     elif needs.package and not installed(needs.package):
         found = f"{needs.package} is not installed"
     return f"{found}: {needs.why}" if found and needs.why else found
+
+
+def _cpu() -> Mapping[str, Any]:
+    import torch
+
+    return torch.cpu.get_capabilities()

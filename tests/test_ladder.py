@@ -126,6 +126,14 @@ def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
     assert not [rung for rung in made.rungs if "an adapter's state" in "".join(rung.unmeasured)]
 
 
+def test_what_a_cpu_has_no_instructions_for_is_skipped() -> None:
+    cpu = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+    lacks = ladder.Needs(capability=8.0, instructions=["avx513_bf17", "amx_none"])
+    assert ladder.missing(lacks, cpu) == "this CPU has none of avx513_bf17, amx_none"
+    assert not ladder.missing(ladder.Needs(instructions=["avx513_bf17", "avx2", "neon"]), cpu)
+    assert not ladder.missing(lacks, hardware.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 139.8, 16))
+
+
 def test_a_no_op_has_no_switch() -> None:
     found = {rung.name: rung.unmeasured[0] for rung in SHIPPED.rungs if rung.unmeasured[0]}
     elsewhere = {name for name, status in found.items() if status == "elsewhere"}
