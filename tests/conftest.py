@@ -20,10 +20,9 @@ import small_tasks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "the only one")
-if os.environ.get("FINETUNE_CACHE_OF") != WORKER:  # else forked for a test of the worker that has made one
+if os.environ.get("FINETUNE_CACHE_OF") != os.environ.get("PYTEST_XDIST_WORKER", "all"):  # else forked by it
     os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
-    os.environ["FINETUNE_CACHE_OF"] = WORKER
+    os.environ["FINETUNE_CACHE_OF"] = os.environ.get("PYTEST_XDIST_WORKER", "all")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
 from finetune import cli, plan, recipe
