@@ -385,8 +385,9 @@ def test_bars_of_a_rung_that_was_not_stacked() -> None:
 def test_the_readme_s_rungs_are_those_that_were_measured() -> None:
     found = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())
     readme = (ROOT / "README.md").read_text()
-    for name in ("sdpa", "packing", "chunked_loss", "no_recompute"):
+    for name in ("bf16", "sdpa", "packing", "chunked_loss", "no_recompute"):
         row = rows(found)[name]
         line = re.search(rf"^{name} .*$", readme, re.MULTILINE)
         assert line and line[0].endswith(f"{row['status']}: {row['why']}")
-        assert f"{row['alone']['speedup']:.2f} ±{row['alone']['noise']:.2f}" in line[0]
+        if row["status"] != "skipped":
+            assert f"{row['alone']['speedup']:.2f} ±{row['alone']['noise']:.2f}" in line[0]
