@@ -101,6 +101,7 @@ def test_no_more_than_three_inputs_are_on_the_gpu_at_a_time() -> None:
 def test_a_run_with_all_offloaded_trains_as_one_without(kind: str, compile: str, train) -> None:
     options = [f"adapter.type={kind}", "adapter.r=16", "train.max_steps=6", "train.learning_rate=1e-3"]
     options += ["data.validation=null", "train.per_device_train_batch_size=4", f"speed.compile={compile}"]
+    options.append("train.effective_batch_size=8")  # two layers, two micro-batches
     options += ["train.warmup_steps=2", "train.logging_steps=1"]
     plain = train(*options, "speed.recompute=all", name="plain")
     torch.compiler.reset()  # what it compiled for the model before would serve this one, without its hooks
