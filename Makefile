@@ -41,8 +41,9 @@ bench: .venv/installed-dev
 	$(BIN)/python benchmarks/tuning.py
 	$(call real,data.py $(ASSETS) --times 3)
 	$(call real,evaluation.py $(ASSETS) --part $(if $(GPUS),verdicts real,speed --limit 150))
-	$(if $(GPUS),$(BIN)/python benchmarks/gpu.py --rows $(ROWS),@echo 'left out for want of a GPU: gpu.py attention.py ab.py')
+	$(if $(GPUS),$(BIN)/python benchmarks/gpu.py --rows $(ROWS),@echo 'left out for want of a GPU: gpu.py attention.py products.py ab.py')
 	$(if $(GPUS),$(BIN)/python benchmarks/attention.py)
+	$(if $(GPUS),$(BIN)/python benchmarks/products.py)
 	$(if $(GPUS),$(BIN)/python benchmarks/ab.py --gpus $(firstword $(GPUS)))
 	$(if $(filter-out 1,$(GPUS)),$(BIN)/python benchmarks/multi_gpu.py --rows $(ROWS) --gpus $(GPUS))
 	$(MAKE) schema

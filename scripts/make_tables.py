@@ -35,6 +35,7 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "loss_parity": ("loss_parity:table", "loss_parity"),
     "multi_gpu": ("multi_gpu:table", "multi_gpu"),
     "plan": ("plan:table", "plan"),
+    "products": ("products:table", "products"),
     "quickstart": ("quickstart:table", "quickstart"),
     "reliability": ("reliability:page", "reliability"),
     "tuning": ("tuning:table", "tuning"),
