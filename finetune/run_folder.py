@@ -296,8 +296,10 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
 
 def flow(value: Any) -> str:
     """A value on one line, such that strict YAML 1.2 reads the same value back."""
-    if isinstance(value, BaseModel):
-        return flow(value.model_dump(exclude_none=True))
+    if isinstance(value, BaseModel):  # a null is left out where it is what a reader would fill in
+        fields = type(value).model_fields
+        defaults = {key: field.default for key, field in fields.items()}
+        return flow({key: one for key, one in value if one is not None or defaults.get(key) is not None})
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):

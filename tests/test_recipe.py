@@ -251,6 +251,22 @@ def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        "speed.qat={config: IntxWeightOnlyConfig, group_size: null}",
+        "data.expect={dropped: 0.5}",
+        "data.name=[{name: examples/tiny_llama/data/train.jsonl, weight: 2}]",
+        "adapter.use_bdlora={target_modules_bd_a: [q_proj], nblocks: 2}",
+    ],
+)
+def test_what_is_inside_a_section_survives_the_run_folder(given: str, tmp_path) -> None:
+    """A null that is not the default, too: it was left out, and read back as the default."""
+    loaded, path = recipe.load(QUICKSTART, [given]), tmp_path / "again.yaml"
+    path.write_text(run_folder.resolved_yaml(loaded, {}))
+    assert recipe.load(path).model_dump() == loaded.model_dump()
+
+
+@pytest.mark.parametrize(
     ("override", "place", "says"),
     [
         ("model.name.x=3", "override", "holds a value, not keys"),
