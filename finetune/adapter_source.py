@@ -222,15 +222,25 @@ def check_whole(adapted: Any, names: Sequence[str], source: str) -> None:
 
 
 @contextlib.contextmanager
-def refusals(what: str) -> Iterator[None]:
+def refusals(what: str, code: Exit = Exit.INPUT) -> Iterator[None]:
     """PEFT's own errors, in one line, as ours."""
     import torch
+    from safetensors import SafetensorError
 
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        NotImplementedError,
+        RuntimeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         said = " ".join(str(error).split())
         found = said if len(said) <= 300 else f"{said[:300]} ..."
-        raise UserError(Problem(what, "adapter", found=found, fix="another option, or --debug")) from error
+        raise UserError(
+            Problem(what, "adapter", found=found, fix="another option, or --debug"), code=code
+        ) from error

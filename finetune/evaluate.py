@@ -298,13 +298,20 @@ def too_large(section: Model, setup: Setup) -> bool:
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
-    """What was trained, cold from disk: the base as it was loaded, the adapter by plain PEFT."""
+    """What was trained, cold from disk: the base as it was loaded, the adapter by plain PEFT.
+
+    Raises:
+        UserError: what was saved does not open (exit 4).
+    """
+    refused = adapter_source.refusals(f"what was saved in {folder.weights} does not open", Exit.ARTEFACT)
     if folder.weights == folder.model:
-        return open_base(recipe, str(folder.model))
+        with refused:
+            return open_base(recipe, str(folder.model))
     from peft import PeftModel
 
     base: Any = open_base(recipe)
-    tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
+    with refused:
+        tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
     held = modules.tensors(folder.adapter)
     adapter_source.check_whole(tuned, list(held), str(folder.adapter))
     return qat.follow(tuned).eval()

@@ -301,13 +301,9 @@ def reopen_and_evaluate(
     setup: Setup,
 ) -> dict[str, Any]:
     """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
-
-    def same_as_live(reopened: Any) -> None:
-        verify.check_reopened(live, reopened, folder, ledger)
-
     if setup.launch.processes > 1 and ranks.from_main(lambda: evaluate.too_large(recipe.model, setup)):
         return apart.evaluate(folder, live, ledger)
-    result = evaluate.run(folder.path, inspect=same_as_live)
+    result = verify.evaluated(live, folder, ledger)
     for validation in validating:
         validation.add_receipt(result["tuned"]["loss"], ledger)
     verify.check(folder, ledger)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune import adapter_init, adapters, model, run_folder, scoring, shards
+from finetune import adapter_init, adapters, evaluate, model, run_folder, scoring, shards
 from finetune.adapter_types import FOUR_BIT
 from finetune.errors import Exit, UserError
 from finetune.speed import fp8_base
@@ -175,6 +175,27 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: Ledger) -> None:
     ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTEFACT)
 
 
+def evaluated(live: Live, folder: RunFolder, ledger: Ledger) -> dict[str, Any]:
+    """The content of eval.json, of a model that is what was trained; weights that don't open are moved aside
+    like those that don't verify.
+
+    What else fails says nothing against the weights: before they are opened, an evaluation's own options.
+    """
+    opened = False
+
+    def same_as_live(reopened: Any) -> None:
+        nonlocal opened
+        opened = True
+        check_reopened(live, reopened, folder, ledger)
+
+    try:
+        return evaluate.run(folder.path, inspect=same_as_live)
+    except UserError as error:
+        if error.code == Exit.ARTEFACT and not opened:
+            set_aside(folder)
+        raise
+
+
 def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger) -> None:
     """What was saved must be what was trained: the same tensors, and the same logits."""
     code = Exit.ARTEFACT
@@ -192,15 +213,19 @@ def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: Ledger)
 
 
 def check(folder: RunFolder, ledger: Ledger) -> None:
-    """The ledger's, once weights are saved: if they do not verify, they are moved aside with their scores, so
-    that nothing takes them for a finished run."""
+    """The ledger's, once weights are saved: if they do not verify, they are moved aside."""
     try:
         ledger.check()
     except UserError:
-        if PartialState().is_main_process:
-            aside = folder.path / f"{folder.weights.name}.unverified"
-            shutil.rmtree(aside, ignore_errors=True)  # of an earlier life of this run
-            folder.weights.rename(aside)
-            if (scores := folder.path / run_folder.EVALUATED).exists():
-                scores.rename(aside / scores.name)
+        set_aside(folder)
         raise
+
+
+def set_aside(folder: RunFolder) -> None:
+    """Weights with their scores, so that nothing takes them for a finished run."""
+    if PartialState().is_main_process:
+        aside = folder.path / f"{folder.weights.name}.unverified"
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier life of this run
+        folder.weights.rename(aside)
+        if (scores := folder.path / run_folder.EVALUATED).exists():
+            scores.rename(aside / scores.name)

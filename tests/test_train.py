@@ -6,7 +6,8 @@ import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from test_loss import trainer_of
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from finetune import cli, evaluate, recipe
+from finetune import cli, evaluate, recipe, verify
 from finetune import train as train_module
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
@@ -339,6 +340,22 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
     assert "eos_token_id [1, 3], not the base's 1" in said
     saved = LlamaForCausalLM.from_pretrained(run.model).generation_config
     assert saved.temperature == 0.9 and saved.eos_token_id == [1, 3]
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("adapter", 4), ("task file", 2)])
+def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained, monkeypatch) -> None:
+    """And not where the evaluation could not begin for another reason."""
+    run = trained()
+    if wrong == "adapter":
+        config = run.adapter / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
+    else:
+        monkeypatch.setattr(evaluate.harness, "check", Mock(side_effect=UserError("no such task")))
+    with pytest.raises(UserError) as raised:
+        verify.evaluated(cast("Any", None), run, Ledger())
+    assert raised.value.code == code and run.finished is (wrong == "task file")
+    assert ("size mismatch" in str(raised.value)) is (wrong == "adapter")
+    assert (run.path / "adapter.unverified" / "eval.json").is_file() is (wrong == "adapter")
 
 
 def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) -> None:
