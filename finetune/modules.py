@@ -173,8 +173,10 @@ def problems(options: Mapping[str, Any], names: Names, *, any_module: bool = Fal
         )
         found = [p for p in found if '"lm_head"' not in p.what]
         found.append(Problem(what, "adapter.target_modules", found="lm_head", fix=fix))
-    for key in ("exclude_modules", "rank_pattern", "alpha_pattern", "feedforward_modules"):
-        found += _patterns(options.get(key), layers, key)
+    for key in ("exclude_modules", "feedforward_modules"):
+        found += unmatched(options.get(key) or (), layers, key)
+    for key in ("rank_pattern", "alpha_pattern"):
+        found += _patterns(options.get(key) or {}, layers, key)
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
             lost = unmatched([target], names.modules, "modules_to_save")
@@ -203,24 +205,33 @@ def uneven(targets: str | Iterable[str] | None, names: Names) -> str:
     return f"layers differ: {', '.join(partly)}" if partly else ""
 
 
-def _patterns(keys: Any, names: Collection[str], key: str) -> list[Problem]:
-    """Keys of a pattern are regular expressions for the end of a name (PEFT's `get_pattern_key`)."""
-    if isinstance(keys, str):
-        return unmatched(keys, names, key)
-    lost = []
-    for index, pattern in enumerate(keys or ()):
-        try:
-            hit = any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
-        except re.error:
-            hit = False
-        if not hit:
-            lost.append((pattern, f"adapter.{key}.{pattern if isinstance(keys, dict) else index}"))
+def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
+    """Keys that match nothing, and keys that match the same module.
+
+    PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one would
+    be the first then, the adapter can't be opened again.
+    """
     available = list(dict.fromkeys(map(short, names)))
-    what = '"{}" matches no module of this model'
-    return [
-        Problem(what.format(p), place, found=", ".join(available), fix=nearest(p, available))
-        for p, place in lost
-    ]
+    problems, hits = list[Problem](), {name: [one for one in pattern if _ends(name, one)] for name in names}
+    used = {one for matching in hits.values() for one in matching}
+    for lost in (one for one in pattern if one not in used):
+        what = f'"{lost}" matches no module of this model'
+        texts = {"found": ", ".join(available), "fix": nearest(lost, available)}
+        problems.append(Problem(what, f"adapter.{key}.{lost}", **texts))
+    twice = {(them[0], min(them)): name for name, them in hits.items() if them and them[0] != min(them)}
+    for (first, saved), name in twice.items():
+        what = f'"{first}" and "{saved}" match the same module, and PEFT saves them in another order'
+        texts = {"found": name, "fix": f'".*({first})" in place of "{first}", which stays the first'}
+        problems.append(Problem(what, f"adapter.{key}", **texts))
+    return problems
+
+
+def _ends(name: str, pattern: str) -> bool:
+    """Whether a regular expression is the end of a name (PEFT's `get_pattern_key`)."""
+    try:
+        return bool(re.match(rf"(.*\.)?({pattern})$", name))
+    except re.error:
+        return False
 
 
 def _parameters(targets: Iterable[str], names: Names) -> list[Problem]:

@@ -213,6 +213,8 @@ def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path
         ("adapter.target_modules=[lm_head]", "adapter.target_modules", "modules_to_save: [lm_head]"),
         ("adapter.modules_to_save=[lm_haed]", "adapter.modules_to_save", "lm_head"),
         ("adapter.rank_pattern={q_porj: 4}", "adapter.rank_pattern.q_porj", "q_proj"),
+        ("adapter.rank_pattern={layers.1.mlp.down_proj: 8, down_proj: 4}", "_pattern", '".*(layers.1.mlp.'),
+        ("adapter.alpha_pattern={v_proj: 8, 'q_proj|v_proj': 4}", "_pattern", "the same module"),
         ("adapter.exclude_modules=[o_prj]", "adapter.exclude_modules", "o_proj"),
         ("adapter.target_parameters=[up_proj.wieght]", "adapter.target_parameters", "up_proj.weight"),
         ("adapter.layers_to_transform=[0, 6]", "adapter.layers_to_transform", "0 to 5"),
@@ -222,6 +224,12 @@ def test_a_name_that_nothing_answers_to_is_an_error(override: str, key: str, say
     assert cli.main(["check", str(QUICKSTART), override]) == 2
     said = capsys.readouterr().err
     assert key in said and says in said
+
+
+def test_patterns_that_overlap_in_the_order_of_the_alphabet_are_taken() -> None:
+    """As PEFT saves them; and as the message above says to write them."""
+    for pattern in ("{.*(layers.1.mlp.down_proj): 8, down_proj: 4}", "{mlp.*: 4, q_proj|up_proj: 8}"):
+        assert cli.main(["check", str(QUICKSTART), f"adapter.rank_pattern={pattern}"]) == 0
 
 
 def test_tokens_the_model_has_not_are_refused(train, capsys) -> None:
