@@ -111,7 +111,7 @@ def _keep_to_text(model: PreTrainedModel, config: Any, known: modules.Names) -> 
         own = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
         config.exclude_modules = "|".join([rf"(?!{re.escape(text)}\.).*", *own])
     elif getattr(config, "target_modules", None):
-        config.target_modules = set(targeted(vars(config), known))
+        config.target_modules = set(modules.targeted(vars(config), known))
 
 
 def _freeze_towers(model: PreTrainedModel, ledger: Ledger) -> None:
@@ -349,7 +349,7 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: Ledger) -> None:
 
 def _expected(options: dict[str, Any], known: modules.Names) -> Counter[str]:
     """The layers that PEFT's rules pick, counted by name."""
-    return Counter(map(modules.short, targeted(options, known)))
+    return Counter(map(modules.short, modules.targeted(options, known)))
 
 
 def _without_experts(
@@ -368,24 +368,6 @@ def _without_experts(
         what = f"{_counts(lost)} get no adapter: PEFT adapts the experts' weights in their place"
         ledger.notes.append(f"{what} ({', '.join(made)})")
     return left
-
-
-def targeted(options: dict[str, Any], known: modules.Names) -> list[str]:
-    """The layers that PEFT's rules pick: targets, less exclusions, in the layers named."""
-    targets, excluded = options["target_modules"], options.get("exclude_modules") or []
-    layers, saved = options.get("layers_to_transform"), options.get("modules_to_save") or []
-    wanted = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
-    candidates = known.linear if targets == "all-linear" else known.modules
-
-    def picked(name: str) -> bool:
-        if not any(modules.match(targets, [name]).values()):
-            return False
-        if any(modules.match(excluded, [name]).values()) or any(modules.match(saved, [name]).values()):
-            return False
-        number = re.search(r"\.(\d+)\.", name)
-        return wanted is None or (number is not None and int(number[1]) in wanted)
-
-    return [name for name in candidates if picked(name)]
 
 
 def _counts(counter: Counter[str]) -> str:

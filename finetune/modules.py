@@ -175,8 +175,9 @@ def problems(options: Mapping[str, Any], names: Names, *, any_module: bool = Fal
         found.append(Problem(what, "adapter.target_modules", found="lm_head", fix=fix))
     for key in ("exclude_modules", "feedforward_modules"):
         found += unmatched(options.get(key) or (), layers, key)
+    adapted = targeted(options, names) if targets and not options.get("target_parameters") else []
     for key in ("rank_pattern", "alpha_pattern"):
-        found += _patterns(options.get(key) or {}, layers, key)
+        found += _patterns(options.get(key) or {}, adapted or layers, key)
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
             lost = unmatched([target], names.modules, "modules_to_save")
@@ -191,6 +192,24 @@ def problems(options: Mapping[str, Any], names: Names, *, any_module: bool = Fal
         texts = {"found": ", ".join(map(str, missing)), "expected": expected}
         found.append(Problem("the model has no such layer", "adapter.layers_to_transform", **texts))
     return found
+
+
+def targeted(options: Mapping[str, Any], names: Names) -> list[str]:
+    """The layers that PEFT's rules pick: targets, less exclusions, in the layers named."""
+    targets, excluded = options["target_modules"], options.get("exclude_modules") or []
+    layers, saved = options.get("layers_to_transform"), options.get("modules_to_save") or []
+    wanted = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
+    candidates = names.linear if targets == "all-linear" else names.modules
+
+    def picked(name: str) -> bool:
+        if not any(match(targets, [name]).values()):
+            return False
+        if any(match(excluded, [name]).values()) or any(match(saved, [name]).values()):
+            return False
+        number = re.search(r"\.(\d+)\.", name)
+        return wanted is None or (number is not None and int(number[1]) in wanted)
+
+    return [name for name in candidates if picked(name)]
 
 
 def uneven(targets: str | Iterable[str] | None, names: Names) -> str:
@@ -208,14 +227,14 @@ def uneven(targets: str | Iterable[str] | None, names: Names) -> str:
 def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
     """Keys that match nothing, and keys that match the same module.
 
-    PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one would
-    be the first then, the adapter can't be opened again.
+    PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one
+    would be the first then, the adapter can't be opened again.
     """
     available = list(dict.fromkeys(map(short, names)))
     problems, hits = list[Problem](), {name: [one for one in pattern if _ends(name, one)] for name in names}
     used = {one for matching in hits.values() for one in matching}
     for lost in (one for one in pattern if one not in used):
-        what = f'"{lost}" matches no module of this model'
+        what = f'"{lost}" matches no module that gets an adapter'
         texts = {"found": ", ".join(available), "fix": nearest(lost, available)}
         problems.append(Problem(what, f"adapter.{key}.{lost}", **texts))
     twice = {(them[0], min(them)): name for name, them in hits.items() if them and them[0] != min(them)}

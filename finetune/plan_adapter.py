@@ -6,7 +6,7 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types, adapters, modules, shapes, upstream
+from finetune import adapter_types, modules, shapes, upstream
 from finetune.errors import Problem, UserError
 from finetune.estimate import MAX_RANK
 
@@ -65,7 +65,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     options: dict[str, Any] = {"target_modules": "all-linear", **adapter.options(), **kind.sets}
     if kind.build:
         options |= kind.build(options, max(steps, 12), linear)
-    names = [name for name in adapters.targeted(options, found.names) if name in linear]
+    names = [name for name in modules.targeted(options, found.names) if name in linear]
     counted = kind.peft in FUSED_TYPES
     dropout, dora = bool(options.get("lora_dropout")), bool(options.get("use_dora"))
     trained, largest = 0, 0

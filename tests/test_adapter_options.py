@@ -216,6 +216,7 @@ def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path
         ("adapter.rank_pattern={layers.1.mlp.down_proj: 8, down_proj: 4}", "_pattern", '".*(layers.1.mlp.'),
         ("adapter.alpha_pattern={v_proj: 8, 'q_proj|v_proj': 4}", "_pattern", "the same module"),
         ("adapter.exclude_modules=[o_prj]", "adapter.exclude_modules", "o_proj"),
+        ("adapter.exclude_modules=['layers.0.*']", "adapter.exclude_modules", "matches no module"),
         ("adapter.target_parameters=[up_proj.wieght]", "adapter.target_parameters", "up_proj.weight"),
         ("adapter.layers_to_transform=[0, 6]", "adapter.layers_to_transform", "0 to 5"),
     ],
@@ -224,6 +225,13 @@ def test_a_name_that_nothing_answers_to_is_an_error(override: str, key: str, say
     assert cli.main(["check", str(QUICKSTART), override]) == 2
     said = capsys.readouterr().err
     assert key in said and says in said
+
+
+def test_a_rank_for_a_module_without_an_adapter_is_an_error(capsys) -> None:
+    given = ["adapter.rank_pattern={q_proj: 4}", "adapter.target_modules=[v_proj, o_proj]"]
+    assert cli.main(["check", str(QUICKSTART), *given]) == 2
+    said = capsys.readouterr().err
+    assert "adapter.rank_pattern.q_proj: " in said and "o_proj, v_proj" in said
 
 
 def test_patterns_that_overlap_in_the_order_of_the_alphabet_are_taken() -> None:
