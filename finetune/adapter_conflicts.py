@@ -200,10 +200,8 @@ def _rebasing(
     ]
     beside += ["bias"] if adapter.get("bias") not in (None, "none") else []
     beside += ["model.add_tokens"] if added else []
-    targets = adapter.get("target_modules")
-    beside += ["embed_tokens"] if isinstance(targets, list) and "embed_tokens" in targets else []
     patterns = [k for k in ("rank_pattern", "alpha_pattern") if adapter.get(k)]
-    beside += patterns if kind.sets.get("use_rslora") else []
+    beside += patterns if kind.sets.get("use_rslora") or adapter.get("use_rslora") else []
     if beside:
         what = "is saved as a difference of LoRAs, which has no place for what else trains"
         found.append((key, what, {"found": f"{init} with {', '.join(beside)}", "fix": "drop one of them"}))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.adapter_types import REBASING_INITS
 from finetune.errors import Exit, Problem, UserError, nearest
 
 if TYPE_CHECKING:
@@ -173,11 +174,17 @@ def problems(options: Mapping[str, Any], names: Names, *, any_module: bool = Fal
         )
         found = [p for p in found if '"lm_head"' not in p.what]
         found.append(Problem(what, "adapter.target_modules", found="lm_head", fix=fix))
+    adapted = targeted(options, names) if targets else []
+    init, rows = str(options.get("init_lora_weights")), [name for name in embeddings if name in adapted]
+    if init.startswith(REBASING_INITS) and rows:
+        what = f"{init} is saved as a difference of LoRAs, which has no place for those of embeddings"
+        fix = "linear layers alone, or init_lora_weights: true"
+        found.append(Problem(what, "adapter.target_modules", found=", ".join(rows), fix=fix))
     for key in ("exclude_modules", "feedforward_modules"):
         found += unmatched(options.get(key) or (), layers, key)
-    adapted = targeted(options, names) if targets and not options.get("target_parameters") else []
+    adapted = adapted if adapted and not options.get("target_parameters") else layers
     for key in ("rank_pattern", "alpha_pattern"):
-        found += _patterns(options.get(key) or {}, adapted or layers, key)
+        found += _patterns(options.get(key) or {}, adapted, key)
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
             lost = unmatched([target], names.modules, "modules_to_save")

@@ -15,6 +15,7 @@ from finetune.sections import Model
 # PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings
 # (peft 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+RANKS = "adapter.rank_pattern={q_proj: 4}"
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -45,6 +46,8 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
         (["adapter.init_lora_weights=pissa", "adapter.bias=all"], "no place"),
         (["adapter.init_lora_weights=corda", "model.add_tokens=['<a>']"], "no place"),
         (["adapter.init_lora_weights=pissa", "adapter.target_modules=[embed_tokens, q_proj]"], "no place"),
+        (["adapter.init_lora_weights=olora", "adapter.target_modules=.*(embed_tokens|q_proj)"], "no place"),
+        (["adapter.init_lora_weights=pissa", "adapter.use_rslora=true", RANKS], "with rank_pattern"),
         (["adapter.init_lora_weights=eva", "adapter.rank_pattern={q_proj: 4}"], "chooses the ranks itself"),
         (["adapter.eva_config.rho=2.0"], "has no effect"),
         (["adapter.type=ia3", "model.add_tokens=['<a>']"], "no way to train them"),
@@ -66,6 +69,10 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
 def test_check_knows_what_can_t_work(overrides: list[str], says: str, capsys) -> None:
     assert cli.main(["check", str(QUICKSTART), *overrides]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_first_weights_out_of_the_base_s_are_for_all_linear_layers() -> None:
+    assert cli.main(["check", str(QUICKSTART), "adapter.init_lora_weights=pissa"]) == 0
 
 
 def test_a_key_of_lora_that_adalora_does_not_read_is_left_out_and_said(capsys) -> None:
