@@ -33,6 +33,7 @@ _UNCODED = re.compile("embed|head|norm")  # in names of modules that the fp8 bas
 # PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
 WITH_HEAD = "[embed_tokens, lm_head]"
+PASSES_EMBEDDINGS = ("prompt_tuning", "p_tuning")  # reads the base's own, not the copy that PEFT trains
 
 
 def conflicts(raw: Mapping[str, Any]) -> Found:
@@ -213,12 +214,16 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
     whole = "embed_tokens" in saved
+    if kind.peft in PASSES_EMBEDDINGS and (whole or "wte" in saved):
+        what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
+        return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
     if added and whole and not ("lm_head" in saved or adapter.get("ensure_weight_tying")):
         fix = WITH_HEAD + (", or ensure_weight_tying: true" if "ensure_weight_tying" in kind.keys else "")
         return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
-    fix = f"adapter.modules_to_save: {WITH_HEAD}, or adapter.type: lora"
+    fix = "" if kind.peft in PASSES_EMBEDDINGS else f"adapter.modules_to_save: {WITH_HEAD}, or "
+    fix += "adapter.type: lora"
     return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
 
 

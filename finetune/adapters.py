@@ -270,7 +270,7 @@ def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> No
     """New tokens need rows that train: in the embeddings, and in the head if it has its own.
 
     Raises:
-        UserError: embeddings that train as a whole, and a head that stays as it is (exit 2).
+        UserError: embeddings or a head that train as a whole, and the other that does not (exit 2).
     """
     saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
     tied = model.config.get_text_config().tie_word_embeddings
@@ -278,9 +278,13 @@ def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> No
         if "lm_head" in saved or (tied and getattr(config, "ensure_weight_tying", False)):
             return
         raise UserError(Problem(HEAD_STAYS, "adapter.modules_to_save", found=str(list(saved)), fix=WITH_HEAD))
+    own = getattr(config, "trainable_token_indices", None) or []
+    if tied and "lm_head" in saved and (added or own):
+        what = "a head of its own has no part in rows of the embeddings that train"
+        fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
+        raise UserError(Problem(what, "adapter.modules_to_save", found=str(list(saved)), fix=fix))
     if not added:
         return
-    own = getattr(config, "trainable_token_indices", None) or []
     asked = own if isinstance(own, dict) else {"embed_tokens": own} | ({} if tied else {"lm_head": own})
     rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
     config.trainable_token_indices = rows["embed_tokens"] if tied and len(rows) == 1 else rows

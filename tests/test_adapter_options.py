@@ -174,6 +174,13 @@ def test_new_rows_train_in_the_head_too_or_it_is_refused(base, saved, says, trai
     assert got["model.add_tokens"]["got"] == "1 rows train" and all(one["ok"] for one in got.values())
 
 
+@pytest.mark.parametrize("rows", ["model.add_tokens=['<kind>']", "adapter.trainable_token_indices=[5]"])
+def test_rows_that_train_beside_a_tied_head_that_does_are_refused(rows, train, capsys) -> None:
+    """PEFT ends in a traceback where it saves them."""
+    train(rows, "adapter.modules_to_save=[lm_head]", code=2)
+    assert "[embed_tokens, lm_head]" in capsys.readouterr().err
+
+
 def test_whole_modules_train_beside_the_adapter(train, untied) -> None:
     run = train(
         "adapter.modules_to_save=[lm_head]",

@@ -51,6 +51,8 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
         (["adapter.init_lora_weights=eva", "adapter.rank_pattern={q_proj: 4}"], "chooses the ranks itself"),
         (["adapter.eva_config.rho=2.0"], "has no effect"),
         (["adapter.type=ia3", "model.add_tokens=['<a>']"], "no way to train them"),
+        (["adapter.type=prompt_tuning", "adapter.modules_to_save=[embed_tokens, lm_head]"], "passes by"),
+        (["adapter.type=p_tuning", "model.add_tokens=['<a>']"], "try:       adapter.type: lora"),
         (["adapter.type=adalora", "train.max_steps=6", "adapter.tinit=5"], "no step is left"),
         (["adapter.type=adalora", "adapter.orth_reg_every=9999"], "never be computed"),
         (["adapter.type=prompt_tuning", "adapter.prompt_tuning_init=BANANA"], "RANDOM"),
