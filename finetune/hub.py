@@ -209,7 +209,7 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
             missing = [name for name, path in files.items() if not same(path, there.get(name))]
             if not missing:
                 return Pushed(head, list(sent), there)
-            clash = {"adapter_config.json", "config.json"} & there.keys() - files.keys()
+            clash = {"adapter_config.json", "config.json", "model.safetensors"} & there.keys() - files.keys()
             if clash:
                 what = "the repository holds other weights, which would load in their place"
                 fix = "another --repo"

@@ -153,6 +153,9 @@ def test_public_is_said_not_slipped_into(hub: Hub, trained, capsys) -> None:
     hub.add("me/model", **{"config.json": b"{}"})
     publish(folder, "--repo", "me/model", code=2)
     assert "other weights" in capsys.readouterr().err
+    hub.add("me/shards", **{"model.safetensors": b"of one file, which transformers takes before an index"})
+    publish(folder, "--repo", "me/shards", code=2)
+    assert "found:     model.safetensors" in capsys.readouterr().err
     publish(folder, "--repo", "me/branches", "publish.revision=lora")
     assert "adapter_config.json" not in hub.repos["me/branches"].files
     assert hub.repos["me/branches"].log[-1] == f"finetune: {folder.path.name}"
