@@ -262,7 +262,8 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
         os.rename(staged, target)  # over an empty folder too
         reports = folder.found("merge.json")
         inside = target.absolute().parent == folder.path.absolute()
-        folder.write("merge.json", {**reports, target.name if inside else str(target): report})
+        name = target.name if inside else str(target.absolute())  # a relative one would be inside of the run
+        folder.write("merge.json", {**reports, name: report})
 
 
 def show(screen: Screen, report: dict[str, Any]) -> None:

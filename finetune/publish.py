@@ -158,7 +158,7 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     if not merged:
         return ("adapter" if folder.weights == folder.adapter else "model"), folder.weights
     found = [path for name in folder.found("merge.json") if (path := folder.path / name).is_dir()]
-    plain = [path for path in found if path.name == "merged"] or found
+    plain = [path for path in found if path == folder.path / "merged"] or found
     if len(plain) != 1:
         what = "which of them?" if found else "nothing is merged in this run"
         fix = "keep one of them in the run folder" if found else f"finetune merge {folder.path}"

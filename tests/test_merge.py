@@ -9,7 +9,8 @@ import torch
 from conftest import MODEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import cli, evaluate, hardware, model, modules, quantize, recipe
+from finetune import cli, evaluate, hardware, model, modules, publish, quantize, recipe
+from finetune import merge as merge_module
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
@@ -307,6 +308,19 @@ def test_nothing_is_overwritten(run, tmp_path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     assert set(merge(folder, "--output", str(tmp_path / "empty"))) == {"merged", str(tmp_path / "empty")}
     assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def test_what_is_merged_elsewhere_is_not_what_the_run_folder_holds(tmp_path, monkeypatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "merged").mkdir(parents=True)
+    (tmp_path / "staged").mkdir()
+    folder.write("merge.json", {"merged": {"dtype": "bfloat16"}})
+    monkeypatch.chdir(tmp_path)
+    merge_module.publish(tmp_path / "staged", Path("merged"), folder, {"dtype": "float32"})
+    for place, dtype in ((folder.path, "bfloat16"), (tmp_path, "float32")):
+        _, weights = publish.find_weights(folder, merged=True)
+        assert weights == place / "merged" and publish.merge_report(folder, weights) == {"dtype": dtype}
+        weights.rmdir()
 
 
 def test_a_type_that_peft_can_t_merge(run, capsys) -> None:
