@@ -97,7 +97,7 @@ def _source_problems(
             found.append(Problem(why, "adapter.from", found=f"{key}: {saved[key]}"))
     type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
     type_saved = f"{type_saved} {_variant(saved)}".strip()
-    type_asked = f"{kind.peft} {_variant(kind.sets)}".strip()
+    type_asked = f"{kind.peft} {_variant({**adapter.options(), **kind.sets})}".strip()
     if type_saved != type_asked:
         found.append(
             Problem("is an adapter of another type", "adapter.from", found=type_saved, expected=type_asked)
@@ -105,6 +105,8 @@ def _source_problems(
     for key, value in adapter.options().items():
         have = saved.get(key)
         same = set(value) == set(have or ()) if isinstance(value, list) else value == have
+        if isinstance(value, list) and saved.get("ensure_weight_tying"):
+            same = set(value) <= set(have or ())  # PEFT adds what is tied to them
         if not same and value != "all-linear":
             what = "differs from what the adapter was made with"
             found.append(Problem(what, f"adapter.{key}", found=str(value), expected=str(have), fix="drop it"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from finetune import adapter_init, adapter_source, adapter_types, modules, qat
@@ -162,7 +163,7 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind = adapter_types.find(adapter.type)
-    options: dict[str, Any] = {**adapter.options(), **kind.sets}
+    options: dict[str, Any] = {**deepcopy(adapter.options()), **kind.sets}  # PEFT adds to lists of its config
     if kind.build:
         options = kind.build(options, steps, model)
     init = options.get("init_lora_weights")

@@ -2,13 +2,14 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 from conftest import MODEL, QUICKSTART, receipts
 from safetensors.torch import load_file
 
-from finetune import adapter_source, cli, model, recipe, run_folder
+from finetune import adapter_source, adapters, cli, model, recipe, run_folder
 from finetune.errors import UserError
 from finetune.sections import Model
 
@@ -133,6 +134,31 @@ def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lor
     config.write_text(json.dumps({**json.loads(config.read_text()), "kasa_config": {"beta": 0.1}}))
     assert cli.main(["check", str(QUICKSTART), f"adapter.from={saved_lora}", f"model.name={MODEL}"]) == 2
     assert "KaSA's loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        ({"use_rslora": True}, ["adapter.use_rslora=true"]),
+        (
+            {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+            ["adapter.modules_to_save=[embed_tokens]", "adapter.ensure_weight_tying=true"],
+        ),
+    ],
+)
+def test_the_recipe_that_made_an_adapter_goes_on_from_it(saved, given, saved_lora, capsys) -> None:
+    config = saved_lora / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **saved}))
+    options = [f"adapter.from={saved_lora}", f"model.name={MODEL}", "adapter.r=2", "adapter.lora_alpha=8"]
+    assert cli.main(["check", str(QUICKSTART), *options, *given]) == 0, capsys.readouterr().err
+
+
+def test_what_peft_adds_to_its_config_is_not_added_to_the_recipe() -> None:
+    """As it does to modules_to_save, of what is tied to them."""
+    section = recipe.load(QUICKSTART, ["adapter.modules_to_save=[embed_tokens]"]).adapter
+    made: Any = adapters.peft_config(section, 1, {})
+    made.modules_to_save.append("lm_head")
+    assert section.options()["modules_to_save"] == ["embed_tokens"]
 
 
 @pytest.mark.parametrize(
