@@ -86,7 +86,9 @@ def _source_problems(
     kind, found = adapter_types.find(adapter.type), []
     if kind.prompt or kind.peft == "adalora":
         what = f"PEFT can't go on training a saved {adapter.type}"
-        return [Problem(what, "adapter.from", fix="merge it (finetune merge), and train on what comes out")]
+        fix = "merge it (finetune merge), and train on what comes out"
+        fix = "drop it: what is saved can't be merged either" if kind.prompt else fix
+        return [Problem(what, "adapter.from", fix=fix)]
     init = str(saved.get("init_lora_weights")).lower()
     if init.startswith(adapter_types.REBASING_INITS):
         what = "stands on a base that its first weights were taken out of"

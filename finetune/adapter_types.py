@@ -231,6 +231,8 @@ UNSERVED = {
     },
     "vblora": {"save_only_topk_weights": "saves less than was trained, and no training can go on from it"},
 }
+# PEFT's types that it can't merge: vectors before the prompt, Lily, BEFT on layers without a bias
+UNMERGED = frozenset({"prompt_tuning", "p_tuning", "prefix_tuning", "cartridge", "lily", "beft"})
 # PEFT's types whose forward torch.compile can't take as one graph
 BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
 FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `base: auto` puts on fp8

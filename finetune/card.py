@@ -239,9 +239,12 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
     rank = next((size for size in VLLM_RANKS if size >= int(config.get("r") or 0)), None)
     why = why or ("" if rank else f"rank {config.get('r')}")
     if why:
-        return (
-            f"vLLM does not serve {why} beside a base: merge first (`finetune merge RUN`, then `--merged`)."
-        )
+        way = "merge first (`finetune merge RUN`, then `--merged`)"
+        if str(config.get("peft_type")).lower() in adapter_types.UNMERGED:
+            way = "use it with PEFT, which can't merge it"
+        elif config.get("lora_bias"):
+            way = "use it with PEFT, which can't merge it into layers without a bias"
+        return f"vLLM does not serve {why} beside a base: {way}."
     name = repo.rpartition("/")[2]
     where = base.name if base.on_hub else f"path/to/{base.name}"
     line = f"vllm serve {where} --enable-lora --max-lora-rank {rank} --lora-modules {name}={repo}"

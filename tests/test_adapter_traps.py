@@ -153,6 +153,13 @@ def test_the_recipe_that_made_an_adapter_goes_on_from_it(saved, given, saved_lor
     assert cli.main(["check", str(QUICKSTART), *options, *given]) == 0, capsys.readouterr().err
 
 
+def test_vectors_before_the_prompt_are_not_said_to_merge(saved_lora, capsys) -> None:
+    given = [f"adapter.from={saved_lora}", "adapter.type=prompt_tuning", f"model.name={MODEL}"]
+    assert cli.main(["check", str(QUICKSTART), *given]) == 2
+    said = capsys.readouterr().err
+    assert "can't go on training" in said and "finetune merge" not in said
+
+
 def test_what_peft_adds_to_its_config_is_not_added_to_the_recipe() -> None:
     """As it does to modules_to_save, of what is tied to them."""
     section = recipe.load(QUICKSTART, ["adapter.modules_to_save=[embed_tokens]"]).adapter

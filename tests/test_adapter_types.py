@@ -22,8 +22,6 @@ RATES = {
     "prompt_tuning": 0.3,
 }
 OPTIONS = {"trainable_tokens": ("adapter.token_indices=[4, 5, 6]",)}
-# What PEFT can't merge: vectors before the prompt, Lily, BEFT on layers without a bias
-UNMERGED = {name for name in TYPES if adapter_types.find(name).prompt} | {"lily", "beft"}
 # Types say what they can't do later, such as BEFT that can't be merged (peft 0.21.2, tuners/beft/layer.py)
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft", "ignore:Sparse invariant checks"
@@ -71,7 +69,7 @@ def test_a_type_trains_verifies_reopens_and_merges(kind: str, run_of, two_layers
         assert scores["tuned"]["loss"] < scores["base"]["loss"]
     config = json.loads((run.adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(two_layers)
-    if kind in UNMERGED:
+    if kind in adapter_types.UNMERGED:
         assert cli.main(["merge", str(run.path), "--quiet"]) == 2
     elif adapter_types.find(kind).storage == "":  # onto a 4-bit base: test_merge.py
         figures = merge.run(run.path, dtype="float32")["against_tuned"]

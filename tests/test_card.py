@@ -170,6 +170,12 @@ def test_what_vllm_does_not_serve_is_merged_first(config, why) -> None:
     assert why in said and "finetune merge" in said and "--enable-lora" not in said
 
 
+@pytest.mark.parametrize("config", [{"peft_type": "PROMPT_TUNING"}, {**LORA, "lora_bias": True}])
+def test_what_neither_vllm_serves_nor_peft_merges_is_used_with_peft(config) -> None:
+    said = card.vllm(config, base_model.Base("org/base", True), "org/tuned")
+    assert "use it with PEFT, which can't merge it" in said and "finetune merge" not in said
+
+
 @pytest.mark.parametrize(("rank", "most"), [(4, 8), (8, 8), (65, 128), (512, 512)])
 def test_vllm_takes_some_ranks_only(rank: int, most: int) -> None:
     assert f"--max-lora-rank {most} " in card.vllm({**LORA, "r": rank}, base_model.Base("a/b", True), "c/d")
