@@ -164,6 +164,8 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
 
     kind = adapter_types.find(adapter.type)
     options: dict[str, Any] = {**deepcopy(adapter.options()), **kind.sets}  # PEFT adds to lists of its config
+    if options.get("target_modules") == "all-linear" and options.get("layers_to_transform") is not None:
+        options["target_modules"] = sorted(set(map(modules.short, model)))  # PEFT wants a list beside it
     if kind.build:
         options = kind.build(options, steps, model)
     init = options.get("init_lora_weights")
