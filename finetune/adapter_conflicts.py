@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be kept on the CPU
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
 _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
-_UNCODED = re.compile("embed|head|norm")  # in names of modules that the fp8 base leaves as they are
+_UNCODED = re.compile("embed|head|norm")  # in names of modules that quantised bases leave as they are
 # PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
 WITH_HEAD = "[embed_tokens, lm_head]"
@@ -45,8 +45,9 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     if kind is None or kind.refused:
         return []
     found = _base(str(name), kind, speed.get("base"))
-    if speed.get("base") == "fp8" and not found:
-        found += _on_fp8(adapter)
+    base = speed.get("base") if speed.get("base") in QUANTISED else kind.storage
+    if base and not found:
+        found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base)
     for key, why in UNSERVED.get(kind.peft, {}).items():
         if adapter.get(key) is not None and adapter[key] is not False:
             found.append((f"adapter.{key}", why, {"found": str(adapter[key]), "fix": "drop it"}))
@@ -142,13 +143,18 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
     if adapter.get("target_parameters"):
         what = "adds to weights themselves, which are codes in fp8"
         found.append(("adapter.target_parameters", what, {"fix": "target_modules, or base: bf16"}))
+    return found + _coded(adapter, "fp8")
+
+
+def _coded(adapter: Mapping[str, Any], base: str) -> Found:
+    """Layers to be trained as a whole that are codes on a quantised base."""
     whole = adapter.get("modules_to_save")
     whole = [name for name in whole if not _UNCODED.search(str(name))] if isinstance(whole, list) else []
-    if whole:
-        what = "trains whole layers, which on the fp8 base are codes"
-        texts = {"found": ", ".join(map(str, whole)), "fix": "target_modules, or base: bf16"}
-        found.append(("adapter.modules_to_save", what, texts))
-    return found
+    if not whole:
+        return []
+    what = f"trains whole layers, which on the {base} base are codes"
+    texts = {"found": ", ".join(map(str, whole)), "fix": "target_modules, or a base in bf16"}
+    return [("adapter.modules_to_save", what, texts)]
 
 
 def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool) -> Found:

@@ -67,6 +67,8 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
         (["adapter.type=vblora", "adapter.save_only_topk_weights=true"], "less than was trained"),
         (["adapter.type=adamss", "adapter.use_asa=true"], "nothing would move the masks"),
         (["adapter.type=full", "speed.base=bf16"], "keeps fp32 weights"),
+        (["adapter.type=qlora", "adapter.modules_to_save=[q_proj]"], "on the nf4 base are codes"),
+        (["speed.base=torchao_int8", "adapter.modules_to_save=[norm, q_proj]"], "base are codes"),
     ],
 )
 def test_check_knows_what_can_t_work(overrides: list[str], says: str, capsys) -> None:
