@@ -13,7 +13,6 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
@@ -38,10 +37,10 @@ EXPECTED = re.compile(
 
 # metric -> (what is compared, from the mean of (log-likelihood, weight) over rows)
 PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
-    "word_perplexity": lambda mean: np.exp(-mean),
-    "byte_perplexity": lambda mean: np.exp(-mean),
+    "word_perplexity": tasks.perplexity,
+    "byte_perplexity": tasks.perplexity,
     "bits_per_byte": lambda mean: -mean / math.log(2),
-    "perplexity": lambda mean: np.exp(-mean),
+    "perplexity": tasks.perplexity,
 }
 
 
@@ -145,19 +144,23 @@ def _evaluate(
         engine.add_bos_token = False if chat else None  # a chat has the BOS that its template writes, or none
         random = SEED if seeded else None
         with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
-            found = simple_evaluate(
-                engine,
-                tasks=specs,
-                task_manager=TaskManager(include_defaults=not own),  # its 14,000 tasks take 6 s to list
-                num_fewshot=settings.num_fewshot,
-                limit=settings.limit,
-                apply_chat_template=chat,
-                bootstrap_iters=0,  # it would fork a process for each core, beside a GPU; see `_stderr`
-                random_seed=0 if seeded else None,
-                numpy_random_seed=random,
-                torch_random_seed=random,
-                fewshot_random_seed=SEED,
-            )
+            try:
+                found = simple_evaluate(
+                    engine,
+                    tasks=specs,
+                    task_manager=TaskManager(include_defaults=not own),  # its 14,000 tasks take 6 s to list
+                    num_fewshot=settings.num_fewshot,
+                    limit=settings.limit,
+                    apply_chat_template=chat,
+                    bootstrap_iters=0,  # it would fork a process for each core, beside a GPU; see `_stderr`
+                    random_seed=0 if seeded else None,
+                    numpy_random_seed=random,
+                    torch_random_seed=random,
+                    fewshot_random_seed=SEED,
+                )
+            except (OverflowError, AssertionError) as error:  # perplexity; max_gen_toks beyond the context
+                what, said = "lm-eval fails in a task", str(error) or type(error).__name__
+                raise UserError(Problem(what, "eval.tasks", found=said)) from error
     box = [_collected(found, settings, chat, batch_size) if found else None]
     if PartialState().num_processes > 1:
         broadcast_object_list(box)

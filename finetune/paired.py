@@ -44,12 +44,17 @@ def difference(
     counts = np.ones(len(before)) if weights is None else np.asarray(weights, float)
     if not len(before):
         return {"value": 0.0, "low": 0.0, "high": 0.0, "rows": 0, "verdict": TOO_FEW}
-    value = float(of(after.sum() / counts.sum()) - of(before.sum() / counts.sum()))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        value = float(of(after.sum() / counts.sum()) - of(before.sum() / counts.sum()))
     if not math.isfinite(value):  # a loss of inf or nan: no number of draws makes it comparable
         verdict = "worse" if np.isfinite(before).all() else "same"
+        if np.isfinite([*before, *after]).all():  # it is the metric that is too large for a number
+            verdict = "same"
         return {"value": value, "low": value, "high": value, "rows": len(before), "verdict": verdict}
     drawn = np.sort(_resampled(before, after, counts, of))
-    low, high = float(np.quantile(drawn, 0.025)), float(np.quantile(drawn, 0.975))
+    low, high = -math.inf, math.inf  # where some draws of a metric are too large for a number
+    if np.isfinite(drawn).all():
+        low, high = float(np.quantile(drawn, 0.025)), float(np.quantile(drawn, 0.975))
     differ = int((before != after).sum())
     verdict = "same" if len(before) >= FEWEST else TOO_FEW
     if differ >= FEWEST and not low <= 0 <= high:
@@ -66,7 +71,8 @@ def _resampled(before: Any, after: Any, counts: Any, of: Callable[[Any], Any]) -
     for start in range(0, ITERATIONS, step):
         drawn = random.integers(rows, size=(min(step, ITERATIONS - start), rows))
         weight = counts[drawn].sum(axis=1)
-        found.append(of(after[drawn].sum(axis=1) / weight) - of(before[drawn].sum(axis=1) / weight))
+        with np.errstate(invalid="ignore"):
+            found.append(of(after[drawn].sum(axis=1) / weight) - of(before[drawn].sum(axis=1) / weight))
     return np.concatenate(found)
 
 
@@ -81,4 +87,5 @@ def standard_error(
     for start in range(0, ITERATIONS, step):
         rows = random.integers(len(found), size=(min(step, ITERATIONS - start), len(found)))
         drawn.append(of(found[rows].sum(axis=1) / counts[rows].sum(axis=1)))
-    return float(np.std(np.concatenate(drawn)))
+    metrics = np.concatenate(drawn)
+    return float(np.std(metrics)) if np.isfinite(metrics).all() else math.nan

@@ -293,13 +293,20 @@ def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> d
         "doc_to_target": lambda row: row.get("answer", row["prompt"]),
     }
     if task.kind == "perplexity":
-        metrics = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+        metrics = {
+            "word_perplexity": _weighted,
+            "byte_perplexity": _weighted,
+            "bits_per_byte": "bits_per_byte",
+        }
         return {
             **common,
             "output_type": "loglikelihood_rolling",
             "doc_to_text": "",
             "doc_to_target": lambda row: row["prompt"],
-            "metric_list": [{"metric": name} for name in metrics],
+            "metric_list": [
+                {"metric": name, "aggregation": how, "higher_is_better": False}
+                for name, how in metrics.items()
+            ],
         }
     if task.kind == "multiple_choice":
         return {
@@ -325,6 +332,21 @@ def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> d
         "process_results": lambda row, answers: {"exact_match": right(task, answers[0], row["answer"])},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
+
+
+def perplexity(mean: Any) -> Any:
+    """Of a mean log-likelihood; infinite where it is too large for a number: a text without spaces, of a
+    language or in base64, is one word to lm-eval, whose own `math.exp` ends in an OverflowError."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        return np.exp(-mean)
+
+
+def _weighted(rows: list[tuple[float, int]]) -> float:
+    """lm-eval's weighted perplexity of (log-likelihood, weight) of each row."""
+    likelihoods, weights = zip(*rows, strict=True)
+    return float(perplexity(sum(likelihoods) / sum(weights)))
 
 
 def right(task: Task, said: str, wanted: str) -> float:

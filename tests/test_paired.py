@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from finetune.paired import difference
+from finetune.paired import difference, standard_error
 
 
 def test_the_interval_is_scipys() -> None:
@@ -62,3 +62,15 @@ def test_chance_alone_is_seldom_called_a_difference() -> None:
         base, tuned = (random.random((2, 80)) < 0.6).astype(float)
         called += difference(base, tuned, higher_is_better=True)["verdict"] != "same"
     assert 4 <= called <= 36
+
+
+def test_a_metric_that_is_too_large_for_a_number_tells_nothing() -> None:
+    def of(mean):
+        with np.errstate(over="ignore"):
+            return np.exp(mean)
+
+    base, random = [705.0] * 20, np.random.default_rng(3)
+    for tuned, value in (([900.0] * 20, np.inf), (random.normal(700.0, 30.0, 20).tolist(), None)):
+        found = difference(base, tuned, higher_is_better=False, of=of)
+        assert found["verdict"] == "same" and value in (None, found["value"])
+        assert np.isnan(standard_error(tuned, None, of))

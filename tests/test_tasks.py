@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,23 @@ def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
     plain = said()
     monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
     assert plain and said() == plain
+
+
+def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkeypatch) -> None:
+    """It is one word, whose perplexity no float holds; what lm-eval's own tasks end in is told."""
+    rows = [{"said": "".join(chr(0x4E00 + 7 * row + at * 11) for at in range(168))} for row in range(7)]
+    task = write_task(tmp_path, "word", rows, 'kind: perplexity\nprompt: "{{ said }}"\n')
+    found = harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
+    metrics = harness.compare(found, found, set())["word"]["tuned"]
+    assert metrics["word_perplexity"] == math.inf and 1 < metrics["bits_per_byte"] < 100
+    assert math.isfinite(metrics["bits_per_byte_stderr"])
+
+    def fails(*_: Any, **__: Any) -> None:
+        math.exp(1000)
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", fails)
+    with pytest.raises(UserError, match="math range error"):
+        harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
 
 
 def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypatch) -> None:
