@@ -30,6 +30,7 @@ NOTES = (
     "what it held before the run. Forgetting is the change of the loss on general text, nats a token. "
     "Unbeaten in: no other type is better both in quality and in that."
 )
+NOTHING = "Nothing to rank by: no held-out rows were evaluated, or no figure of theirs is finite."
 
 
 class Measure(NamedTuple):
@@ -114,7 +115,8 @@ def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> di
     folders = [RunFolder(place / name) for name in settings["runs"] if (place / name / MARK).exists()]
     rows, strangers = [row(folder) for folder in folders], not_comparable(folders, not timed)
     ranked = [found for found in rows if found["run"] not in strangers]
-    if len(ranked) > 1 and len({found["quality"] for found in ranked}) == 1:  # no run matched once, say
+    level = len(ranked) > 1 and len({found["quality"] for found in ranked}) == 1  # no run matched once, say
+    if level and all(found["loss"] is not None for found in ranked):
         for found in ranked:
             found |= {"metric": "held-out loss", "quality": found["loss"], "higher_is_better": False}
     types = {
@@ -142,7 +144,9 @@ def averages(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"runs": len(rows), "steps": rows[0]["steps"]}
     for measure in MEASURES:
         values = [row[measure.key] for row in rows if row[measure.key] is not None]
-        spread = statistics.stdev(values) if len(values) > 1 else None
+        spread = None
+        if len(values) > 1:  # which `statistics` can't take where one is not finite
+            spread = statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
         found[measure.key] = {"mean": statistics.mean(values), "sd": spread} if values else None
     return found
 
@@ -155,12 +159,17 @@ def not_comparable(folders: list[RunFolder], steps: bool) -> dict[str, list[str]
     return {name: reasons for name, reasons in found.items() if reasons}
 
 
+def ranks(quality: dict[str, Any] | None) -> bool:
+    """Whether a type can be ranked by it: there is one, and it is a number."""
+    return quality is not None and math.isfinite(quality["mean"])
+
+
 def front(types: dict[str, Any], cost: str, higher: bool) -> list[str]:
     """Types that no other one beats in both quality and cost: the Pareto front, by means."""
     known = {
         kind: (-found["quality"]["mean"] if higher else found["quality"]["mean"], found[cost]["mean"])
         for kind, found in types.items()
-        if found["quality"] and found[cost]
+        if ranks(found["quality"]) and found[cost]
     }
 
     def beaten(kind: str) -> bool:
@@ -174,7 +183,7 @@ def winner(
     types: dict[str, Any], rows: list[dict[str, Any]], metric: str, higher: bool, same_time: bool
 ) -> dict[str, Any] | None:
     """The type that wins, its best run, and how sure that is."""
-    known = {kind: found["quality"] for kind, found in types.items() if found["quality"]}
+    known = {kind: found["quality"] for kind, found in types.items() if ranks(found["quality"])}
     if not known:
         return None
     sign = 1 if higher else -1
@@ -187,7 +196,8 @@ def winner(
     tied = [kind for kind in known if within(kind)]
     costs = ("memory_gib", "bytes") if same_time else ("train_seconds", "memory_gib")
     chosen = min(tied, key=lambda kind: [types[kind][cost]["mean"] for cost in costs])
-    run = max((r for r in rows if r["type"] == chosen), key=lambda r: sign * r["quality"])
+    own = [row for row in rows if row["type"] == chosen and row["quality"] is not None]
+    run = max(own, key=lambda row: sign * row["quality"])
     cost = "least memory" if same_time else "shortest training"
     return {
         "type": chosen,
@@ -257,7 +267,7 @@ def cells(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def remarks(found: dict[str, Any]) -> list[str]:
     """What the table does not show: the winner, and the runs that are not in it."""
     won = found["winner"]
-    said = [f"{won['why']}."] if won else ["No held-out rows were evaluated: nothing to rank by."]
+    said = [f"{won['why']}."] if won else [NOTHING]
     said += [f"{name} FAILED: {reason}" for name, reason in found["failed"].items()]
     for name, reasons in found["not_comparable"].items():
         said.append(f"{name} is NOT COMPARABLE, and not in the table: {'; '.join(reasons)}")
@@ -302,7 +312,7 @@ def recipe_of(recipe: Recipe, why: str) -> str:
 
 def picture(found: dict[str, Any]) -> str:
     """Quality against time, memory and size: three plots side by side in one SVG."""
-    types = {kind: values for kind, values in found["types"].items() if values["quality"]}
+    types = {kind: values for kind, values in found["types"].items() if ranks(values["quality"])}
     drawn = []
     for key, label in AXES.items():
         unit = next(m.unit for m in MEASURES if m.key == key)

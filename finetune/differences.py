@@ -171,7 +171,8 @@ def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]
         keys = dict.fromkeys([*left, *right])
         pairs = ((f"{name}.{key}" if name else key, left.get(key), right.get(key)) for key in keys)
         return [row for key, one, other in pairs for row in unequal(one, other, key)]
-    return [] if left == right else [(name, shown(left), shown(right))]
+    same = left == right or (left != left and right != right)  # NaN, which is a loss like any other here
+    return [] if same else [(name, shown(left), shown(right))]
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
     storages = {adapter_types.find(r.adapter.type).storage or r.speed.base for r in recipes}
     if None in losses or len(storages) > 1 or not all(recipe.data.validation for recipe in recipes):
         return []
-    if math.isclose(*losses, rel_tol=SAME_BASE):
+    if any(map(math.isnan, losses)) or math.isclose(*losses, rel_tol=SAME_BASE):
         return []
     return [
         f"base model: its weights are others, by its held-out loss: {losses[0]:.4f} against {losses[1]:.4f}"

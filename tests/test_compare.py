@@ -356,41 +356,6 @@ def test_mistakes_are_said_before_anything_is_trained(done, tmp_path, capsys) ->
             cli.main(["compare", recipe, "--adapters", "lora", "--budget", budget])
 
 
-def of(**types: tuple[float, float | None, float]) -> dict:
-    """Types with quality, its deviation and seconds of training."""
-    return {
-        kind: {
-            "quality": {"mean": quality, "sd": spread},
-            **{key: {"mean": cost, "sd": 0.0} for key in ("train_seconds", "memory_gib", "bytes")},
-        }
-        for kind, (quality, spread, cost) in types.items()
-    }
-
-
-def won(types: dict) -> dict:
-    rows = [{"type": kind, "seed": 1, "run": kind, "quality": 0.5} for kind in types]
-    return compare_table.winner(types, rows, "exact match", True, False) or {}
-
-
-def test_a_winner_claims_no_more_than_the_seeds_show() -> None:
-    clear = won(of(lora=(0.9, 0.01, 5), dora=(0.5, 0.01, 1)))
-    assert clear["type"] == "lora" and clear["within_noise"] == ["lora"] and "further away" in clear["why"]
-    close = won(of(lora=(0.90, 0.03, 5), dora=(0.88, 0.01, 1), ia3=(0.5, 0.0, 0.1)))
-    assert close["type"] == "dora" and close["within_noise"] == ["lora", "dora"]
-    assert "by its cost" in close["why"] and "not by its exact match" in close["why"]
-    both = won(of(lora=(0.90, 0.03, 1), dora=(0.88, 0.01, 5)))
-    assert both["type"] == "lora" and "though not for certain" in both["why"]
-    once = won(of(lora=(0.9, None, 5), dora=(0.88, None, 1)))
-    assert once["type"] == "lora" and "noise is not known" in once["why"]
-    assert compare_table.winner({}, [], "", True, False) is None
-
-
-def test_the_front_is_what_nothing_beats_in_both() -> None:
-    types = of(a=(0.9, 0, 5), b=(0.8, 0, 1), c=(0.7, 0, 3), d=(0.9, 0, 7))
-    assert compare_table.front(types, "bytes", True) == ["a", "b"]
-    assert compare_table.front(types, "bytes", False) == ["b", "c"]
-
-
 def test_what_two_gpus_say_of_one_failure_is_one_reason() -> None:
     """The memory that each had is another; the row of the table has rank 0's."""
     one, other = (UserError(Problem("out of memory", "train", found=f"{held} GiB")) for held in (75.1, 76.9))
