@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune import adapter_types, run_folder
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
+from finetune.recipe import local_path
 from finetune.run_folder import RunFolder, open_run
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     beside = ("batch_size", "seconds", "notes")
     settings = {k: v for k, v in result.get("settings", {}).items() if k not in beside}
     settings["data"] = sorted(settings.get("data", {}).values())
+    if isinstance(settings.get("general"), str):  # a file, whose content is in `data`
+        settings["general"] = Path(settings["general"]).name
     settings["max_new_tokens"] = recipe.eval.max_new_tokens
     data = recipe.data.model_dump(exclude={"name", "validation", "cache", "expect", "chat_template"})
     template = Path(recipe.data.chat_template).name if recipe.data.chat_template else None
@@ -195,7 +198,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         **environment["packages"],
         **{f"{name} files": sorted(set(report[name]["sources"].values())) for name in report},
         **{f"data.{key}": value for key, value in {**data, "chat_template": template}.items()},
-        "evaluation settings": settings,
+        **{f"evaluation {key}": value for key, value in settings.items()},
         "evaluation tasks": sorted(result.get("tasks", {})),
         "base model": base_name(folder),
         "steps": "until it learns no more" if recipe.eval.patience else last_step(folder),
@@ -203,12 +206,15 @@ def facts(folder: RunFolder) -> dict[str, Any]:
 
 
 def base_name(folder: RunFolder) -> str:
-    """The base by its name alone, since its folder may stand elsewhere, and its commit on the Hub."""
+    """The base of a run, and its commit on the Hub."""
     recipe = load_recipe(folder.recipe)
     saved = RunFolder(folder.adapter).found("adapter_config.json")
-    commit = saved.get("revision") or recipe.model.revision
-    name = recipe.model.name
-    name = Path(name).name if Path(name).is_absolute() else name
+    return named(recipe.model.name, saved.get("revision") or recipe.model.revision)
+
+
+def named(base: str, commit: str | None) -> str:
+    """A base by its name alone, since its folder may stand elsewhere, and its commit."""
+    name = Path(base).absolute().name if local_path(base) else base
     return f"{name} {commit or ''}".strip()
 
 
@@ -236,11 +242,16 @@ def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
     storages = {adapter_types.find(r.adapter.type).storage or r.speed.base for r in recipes}
     if None in losses or len(storages) > 1 or not all(recipe.data.validation for recipe in recipes):
         return []
-    if any(map(math.isnan, losses)) or math.isclose(*losses, rel_tol=SAME_BASE):
+    if near(*losses):
         return []
     return [
         f"base model: its weights are others, by its held-out loss: {losses[0]:.4f} against {losses[1]:.4f}"
     ]
+
+
+def near(one: float, other: float) -> bool:
+    """Whether two losses on the same rows may well be of the same weights."""
+    return math.isclose(one, other, rel_tol=SAME_BASE) or math.isnan(one) or math.isnan(other)
 
 
 def shown(value: Any) -> str:

@@ -22,6 +22,7 @@ from finetune import (
     adapter_source,
     architecture,
     attention_choice,
+    differences,
     estimate,
     hardware,
     harness,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from finetune.screen import Screen
     from finetune.sections import Eval
 
-OTHER = "eval.other.json"  # of rows that the run did not hold out
+OTHER = "eval.other.json"  # of rows that the run did not hold out, or of another base
 CHOSEN = "these rows also chose the weights (eval.every): the held-out figures flatter them a little"
 
 
@@ -118,8 +119,10 @@ def run(
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes)
     result["settings"]["stops"] = stops
-    result["settings"]["model"] = f"{recipe.model.name} {recipe.model.revision or ''}".strip()
-    name = OTHER if overridden(recipe) else "eval.json"  # what was held out in the run stays the run's result
+    result["settings"]["model"] = differences.named(recipe.model.name, recipe.model.revision)
+    apart = others(folder, recipe, result)
+    result["settings"]["notes"] += apart
+    name = OTHER if apart or overridden(recipe) else "eval.json"  # which stays the run's own result
     result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}
     result["verdict"] = results.verdict(result)
     if PartialState().is_main_process:
@@ -193,6 +196,21 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
 def overridden(recipe: Recipe) -> bool:
     """Whether other data was asked for than the run's own."""
     return any(who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items())
+
+
+def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
+    """Why this is no evaluation of the run's own weights: its base is stored otherwise than it asked for, or,
+    by the held-out loss, another one was named."""
+    origin = recipe.origin.set_by
+    if origin.get("speed.base") == "override":
+        own = setup_of(run_folder.recipe_of(folder, files=False), recipe.model).storage.value
+        if (now := setup_of(recipe).storage.value) != own:
+            return [f"the base is in {now}; the run asked for {own}"]
+    losses = [one.get("base", {}).get("loss") for one in (folder.found("eval.json"), result)]
+    asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
+    if None in losses or overridden(recipe) or not asked or differences.near(*losses):
+        return []
+    return [f"the base is not the run's, by its held-out loss: {losses[1]:.4f}, where it was {losses[0]:.4f}"]
 
 
 def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:

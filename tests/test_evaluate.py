@@ -14,7 +14,7 @@ import torch
 from conftest import DATA, MODEL, ROOT, metrics, receipts
 from small_tasks import CHOICE, QUESTIONS, write_task
 
-from finetune import cli, evaluate, recipe, results, scoring, summary
+from finetune import cli, differences, evaluate, recipe, results, scoring, summary
 from finetune.run_folder import RunFolder
 from finetune.sections import Eval
 
@@ -153,6 +153,35 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     assert all(f"{which}: loss and answers of 10 held-out rows ..." in said for which in ("tuned", "base"))
     assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
     assert moved.read("eval.other.json")["settings"]["rows"] == 10
+
+
+def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp_path) -> None:
+    """Its folder is not what it is: its name, its storage and its held-out loss are."""
+    from safetensors.torch import load_file, save_file
+
+    task = write_task(tmp_path, "choice", QUESTIONS, CHOICE)
+    run = train(f"model.name={two_layers}", f"eval.tasks=[{task}]", "eval.answers=false", "eval.limit=2")
+    before = RunFolder(shutil.copytree(run.path, tmp_path / "before"))
+    base = shutil.copytree(two_layers, tmp_path / "elsewhere" / Path(two_layers).name)
+    asked = ["evaluate", str(run.path), f"model.name={base}", "--quiet"]
+    assert cli.main(asked) == 0 and differences.obstacles(before, run) == []
+    content = run.read("eval.json")
+    content["settings"]["rows"] = 5
+    run.write("eval.json", content)
+    assert differences.obstacles(before, run) == ["evaluation rows: 6 against 5"]
+    asked.append("eval.tasks=[]")
+    assert cli.main(asked) == 0 and "choice" in run.read("eval.json")["tasks"]
+
+    own = (run.path / "eval.json").read_bytes()
+    assert cli.main([*asked, "speed.base=nf4"]) == 0
+    other = run.read("eval.other.json")
+    assert "the base is in nf4" in " ".join(other["settings"]["notes"])
+    weights = load_file(base / "model.safetensors")
+    save_file({name: one * 3 for name, one in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    assert cli.main(asked) == 0
+    other = run.read("eval.other.json")
+    assert "the base is not the run's" in " ".join(other["settings"]["notes"])
+    assert (run.path / "eval.json").read_bytes() == own
 
 
 def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_layers) -> None:
