@@ -88,7 +88,7 @@ def run(
         raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
     recipe = run_folder.recipe_of(folder, overrides)
     ranks.joined(hardware.detect().device)
-    harness.check(recipe.eval)
+    harness.check(recipe.eval, recipe.model)
     texts = general_texts(recipe.eval)
     tuned: Any = reopen(folder, recipe)
     if inspect:

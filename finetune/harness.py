@@ -18,6 +18,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from finetune import hardware, paired, scoring, task_files, tasks
+from finetune import model as model_files
 from finetune.data.render import render
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import LARGEST_BATCH
@@ -25,7 +26,7 @@ from finetune.estimate import LARGEST_BATCH
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from finetune.sections import Eval
+    from finetune.sections import Eval, Model
 
 HERE = "WHERE_THE_TURN_GOES_ON "  # with a space that a template may take off
 SEED = 1234  # lm-eval's own, of few-shot examples
@@ -44,14 +45,15 @@ PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check(settings: Eval) -> None:
-    """Find every task and its rows before any weight is loaded.
+def check(settings: Eval, asked: Model | None = None) -> None:
+    """Find every task and its rows before any weight is loaded; `asked`: the model, for its length.
 
     Raises:
         UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
             data (3).
     """
-    tasks.check(settings)
+    config = model_files.read_config(asked).get_text_config() if asked and settings.tasks else None
+    tasks.check(settings, getattr(config, "max_position_embeddings", None))
     ranks = PartialState().num_processes
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
     counts: dict[str, int] = {}

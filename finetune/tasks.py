@@ -75,22 +75,28 @@ NEEDS = {  # beside `prompt`
 }
 
 
-def check(settings: Eval) -> None:
+def check(settings: Eval, longest: int | None = None) -> None:
     """Look at the task files of `eval.tasks`, at each row of theirs, and at the packages they need.
+
+    Args:
+        longest: tokens that the model takes, prompt and answer.
 
     Raises:
         UserError: everything that is wrong with them (exit 2), or a package is missing (3).
     """
-    problems = []
-    for name in filter(is_file, settings.tasks):
+    problems, names = [], [name for name in dict.fromkeys(settings.tasks) if not is_file(name)]
+    for name in filter(is_file, dict.fromkeys(settings.tasks)):
         try:
             task = read(name)
             if task:
                 documents(task, name)
-            else:
-                task_files.config(file(name))
+                problems += _too_long(task, name, longest)
+            names.append(task.task if task else task_files.config(file(name))["task"])
         except UserError as error:
             problems += error.problems
+    fix = "another `task:` in one of their files"
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems += [Problem("two tasks of one name", "eval.tasks", found=name, fix=fix) for name in twice]
     if problems:
         raise UserError(*problems)
     lacking = None
@@ -100,6 +106,18 @@ def check(settings: Eval) -> None:
         lacking = Problem("needs vLLM", "eval.engine", fix="pip install vllm, or eval.engine: hf")
     if lacking:
         raise UserError(lacking, code=Exit.ENVIRONMENT)
+
+
+def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
+    """Where an answer may take all the tokens of a model: lm-eval would stop at its first prompt."""
+    if longest is None or not _generates(task.kind) or task.max_new_tokens < longest:
+        return []
+    what = f"leaves no room for a prompt: the model takes {longest:,} tokens in all"
+    return [Problem(what, "max_new_tokens", str(file(name)), str(task.max_new_tokens))]
+
+
+def _generates(kind: str) -> bool:
+    return kind in ("exact_match", "regex_match", "json_match")
 
 
 def check_names(settings: Eval) -> None:

@@ -117,7 +117,7 @@ def _run(
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
     folder = start_folder(where, arguments)
-    harness.check(recipe.eval)
+    harness.check(recipe.eval, recipe.model)
     set_seed(recipe.train.seed)
 
     tokenizer, prepared = prepare_in_turn(recipe, setup)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import MODEL, ROOT
 from small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
 from tokenizers.processors import TemplateProcessing
 
@@ -20,7 +20,7 @@ from finetune.data.chat import make_encoder
 from finetune.data.formats import convert
 from finetune.data.rows import Row
 from finetune.errors import UserError
-from finetune.sections import Data, Eval
+from finetune.sections import Data, Eval, Model
 
 KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
 
@@ -194,6 +194,35 @@ def test_tasks_are_found_before_weights_are_read(two_layers, tmp_path, capsys, s
     assert cli.main(["train", "recipes/quickstart.yaml", *asked, *small, "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "no such task" in said and "arc_easy" in said
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path) -> None:
+    """One would disappear; the same file twice is one task."""
+    one = write_task(tmp_path, "choice", QUESTIONS, CHOICE)
+    for other, more in (("choice2", "task: choice\n"), ("third", "task: arc_easy\n")):
+        path = write_task(tmp_path, other, QUESTIONS, more + CHOICE)
+        with pytest.raises(UserError, match="two tasks of one name"):
+            tasks.check(Eval(tasks=[one, path, "arc_easy"]))
+    tasks.check(Eval(tasks=[one, one, "arc_easy"]))
+
+
+def test_an_answer_as_long_as_the_model_is_refused_before_it_loads(tmp_path) -> None:
+    longest = json.loads((MODEL / "config.json").read_text())["max_position_embeddings"]
+    base = Model(name=str(MODEL))
+    for tokens, kind, ok in (
+        (longest, "exact", False),
+        (longest - 1, "exact", True),
+        (longest, "regex", False),
+    ):
+        text = f"kind: {kind}_match\nprompt: a\nanswer: b\nmax_new_tokens: {tokens}\n"
+        path = write_task(tmp_path, "long", ANSWERS, text + "pattern: a\n" * (kind == "regex"))
+        if ok:
+            harness.check(Eval(tasks=[path]), base)
+            continue
+        with pytest.raises(UserError) as raised:
+            harness.check(Eval(tasks=[path]), base)
+        (problem,) = raised.value.problems
+        assert (problem.key, problem.where) == ("max_new_tokens", path)
 
 
 def test_a_check_knows_the_names_of_lm_evals_tasks(capsys, monkeypatch) -> None:
