@@ -273,6 +273,9 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
 def _index(answer: Any, choices: list[str]) -> int:
     """The right choice's index: a number is the index itself, a text is the choice or its index."""
     if type(answer) is int and 0 <= answer < len(choices):
+        if str(answer) in choices and choices[answer] != str(answer):  # a .csv has it as text: the choice
+            fix = "write the right choice as text"
+            raise ValueError(f"answer {answer} is an index and also another choice: {fix}")
         return answer
     if isinstance(answer, str) and answer in choices:
         return choices.index(answer)

@@ -82,8 +82,13 @@ def test_a_number_is_an_index_and_a_text_a_choice() -> None:
     asked = {"task": "t", "data": "d", "kind": "multiple_choice", "prompt": "?", "choices": "{{ c }}"}
     task = tasks.Task.model_validate({**asked, "answer": "{{ a }}"})
     numbers = ["4", "3", "2", "1"]
-    for answer, index in ((1, 1), ("1", 3), ("4", 0)):
+    for answer, index in (("1", 3), ("4", 0), (0, 0)):
         assert tasks._document(task, {"c": numbers, "a": answer})["answer"] == index
+    assert tasks._document(task, {"c": ["x", "1"], "a": 1})["answer"] == 1
+    with pytest.raises(
+        ValueError, match="answer 1 is an index and also another choice: write the right choice as text"
+    ):
+        tasks._document(task, {"c": numbers, "a": 1})  # as a .csv has it, the last one
     assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
     with pytest.raises(ValueError, match="none of the choices"):
         tasks._document(task, {"c": ["x", "y"], "a": "²"})  # a digit, and no number
