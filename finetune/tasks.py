@@ -73,6 +73,15 @@ NEEDS = {  # beside `prompt`
     "json_match": ("answer",),
     "perplexity": (),
 }
+GENERATED = ("exact_match", "regex_match", "json_match")
+READ_BY = {  # by no other kind
+    "choices": ("multiple_choice",),
+    "delimiter": ("multiple_choice",),
+    "pattern": ("regex_match",),
+    "stop": GENERATED,
+    "max_new_tokens": GENERATED,
+    "answer": (*GENERATED, "multiple_choice"),
+}
 
 
 def check(settings: Eval, longest: int | None = None) -> None:
@@ -110,14 +119,10 @@ def check(settings: Eval, longest: int | None = None) -> None:
 
 def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
     """Where an answer may take all the tokens of a model: lm-eval would stop at its first prompt."""
-    if longest is None or not _generates(task.kind) or task.max_new_tokens < longest:
+    if longest is None or task.kind not in GENERATED or task.max_new_tokens < longest:
         return []
     what = f"leaves no room for a prompt: the model takes {longest:,} tokens in all"
     return [Problem(what, "max_new_tokens", str(file(name)), str(task.max_new_tokens))]
-
-
-def _generates(kind: str) -> bool:
-    return kind in ("exact_match", "regex_match", "json_match")
 
 
 def check_names(settings: Eval) -> None:
@@ -202,6 +207,11 @@ def read(path: str) -> Task | None:
         raise UserError(*problems) from None
     needed = [key for key in NEEDS[task.kind] if getattr(task, key) is None]
     problems += [Problem(f"is required for {task.kind}", key, path) for key in needed]
+    problems += [
+        Problem(f"is not read by {task.kind}", key, path, fix=f"drop it, or kind: {' or '.join(kinds)}")
+        for key, kinds in READ_BY.items()
+        if key in task.model_fields_set and task.kind not in kinds
+    ]
     if task.pattern is not None:
         try:
             re.compile(task.pattern)
@@ -229,7 +239,7 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
         try:
             found.append(_document(task, row.value))
         except (ValueError, TypeError) as error:
-            columns = ", ".join(row.value)
+            columns = ", ".join(f"{key} (null)" if value is None else key for key, value in row.value.items())
             problems.append(
                 Problem(f"task {task.task}: {error}", where=row.where, found=f"columns {columns}")
             )
@@ -244,7 +254,10 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
 
 
 def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
-    document: dict[str, Any] = {"prompt": str(_rendered(task.prompt, row))}
+    prompt = _rendered(task.prompt, row)
+    if prompt is None:
+        raise ValueError("the prompt is null")
+    document: dict[str, Any] = {"prompt": str(prompt)}
     if len(document["prompt"]) > task_files.LONGEST:
         raise ValueError(f"the prompt has more than {task_files.LONGEST:,} characters")
     answer = _rendered(task.answer, row) if task.answer is not None else ""
@@ -265,6 +278,8 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         listed = _rendered(asked, row) if isinstance(asked, str) else [_rendered(text, row) for text in asked]
         if not isinstance(listed, list) or len(listed) < 2:
             raise ValueError(f"choices give {listed!r}, not a list of two or more")
+        if None in listed:
+            raise ValueError("a choice is null")
         document["choices"] = [str(choice) for choice in listed]
         document["answer"] = _index(answer, document["choices"])
     return document
@@ -291,7 +306,8 @@ def _rendered(template: str, row: dict[str, Any]) -> Any:
         ValueError: it is broken, names what is not there, or takes too long or too much memory.
     """
     whole = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", template, re.DOTALL)
-    found = render.render_row(whole[1] if whole else template, row, expression=whole is not None)
+    way = "expression" if whole else "without nulls"
+    found = render.render_row(whole[1] if whole else template, row, way=way)
     if found.error:
         raise ValueError(found.error)
     return json.loads(found.text) if whole else found.text
@@ -387,6 +403,6 @@ def _first_json(text: str) -> Any:
     for start in (match.start() for match in re.finditer(r"[\[{]", text)):
         try:
             return decoder.raw_decode(text, start)[0]
-        except ValueError:
+        except (ValueError, RecursionError):  # so deep that it is no answer
             continue
     return None

@@ -72,6 +72,7 @@ def test_what_an_answer_must_be_to_be_right() -> None:
     assert right("exact_match", "yes.", "yes") == 0.0
     assert right("json_match", 'Here: {"b": 2, "a": [1]} and more', '{"a": [1], "b": 2}') == 1.0
     assert right("json_match", "{broken", '{"a": 1}') == 0.0
+    assert right("json_match", "[" * 3000, '{"a": 1}') == 0.0
     extract = "answer1|answer2"
     assert right("regex_match", "the correct answer is answer2, not answer1", "answer2", extract) == 1.0
     assert right("regex_match", "Answer2", "answer2", extract) == 0.0  # case-sensitive, as the paper's script
@@ -92,6 +93,20 @@ def test_a_number_is_an_index_and_a_text_a_choice() -> None:
     assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
     with pytest.raises(ValueError, match="none of the choices"):
         tasks._document(task, {"c": ["x", "y"], "a": "²"})  # a digit, and no number
+
+
+def test_a_null_is_no_text() -> None:
+    """It was asked, and scored, as "None"; a template may look whether there is one."""
+    asked = {"task": "t", "data": "d", "kind": "exact_match", "answer": "b"}
+    row = {"text": None, "said": "yes"}
+    for prompt in ("{{ text }}", "Q: {{ text }}", "{{ text }}{{ said }}"):
+        with pytest.raises(ValueError, match="null"):
+            tasks._document(tasks.Task.model_validate({**asked, "prompt": prompt}), row)
+    guarded = {**asked, "prompt": "{% if text %}{{ text }}{% endif %}{{ said }}"}
+    assert tasks._document(tasks.Task.model_validate(guarded), row)["prompt"] == "yes"
+    choice = {**asked, "kind": "multiple_choice", "prompt": "?", "choices": ["b", "{{ text }}"]}
+    with pytest.raises(ValueError, match="a choice is null"):
+        tasks._document(tasks.Task.model_validate(choice), row)
 
 
 def test_shipped_tasks_are_whole() -> None:
@@ -142,6 +157,11 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         ("kind: json_match\nprompt: a\nanswer: yes {{ right }}\n", ("'yes 0', not a JSON object or list",)),
         ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
         ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),
+        (
+            "kind: exact_match\nprompt: a\nanswer: b\npattern: c\ndelimiter: ''\n",
+            ("pattern: is not read by exact_match", "kind: regex_match", "delimiter: is not read by"),
+        ),
+        ("kind: perplexity\nprompt: a\nstop: [b]\n", ("is not read by perplexity",)),
     ],
 )
 def test_a_task_file_that_is_wrong_is_explained(text, said, tmp_path, capsys, small) -> None:

@@ -39,15 +39,16 @@ class Rendered(NamedTuple):
     error: str
 
 
-def render_row(template: str, row: dict[str, Any], *, expression: bool = False) -> Rendered:
+def render_row(template: str, row: dict[str, Any], *, way: str = "row") -> Rendered:
     """Render a row of an evaluation as lm-eval does: names that are not there are errors.
 
     Args:
         row: what JSON has no form for is rendered as its text.
-        expression: `template` is what would stand between `{{` and `}}`; the text is its value as JSON.
+        way: `without nulls`: to write one is an error too, not the text "None"; `expression`: `template` is
+            what would stand between `{{` and `}}`; the text is its value as JSON.
     """
     plain = json.loads(json.dumps(row, default=str))
-    request = {"template": template, "way": "expression" if expression else "row"}
+    request = {"template": template, "way": way}
     return Rendered(*_child(os.getpid()).ask(request, [plain])[0])
 
 
@@ -188,7 +189,7 @@ def _serve() -> None:
     signal.signal(signal.SIGALRM, _too_slow)
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        of_rows = request["way"] in ("row", "expression")
+        of_rows = request["way"] in ("row", "without nulls", "expression")
         answers = _of_rows(request) if of_rows else _answers(request, render_jinja_template)
         answers_to.write(json.dumps(answers).encode() + b"\n")
         answers_to.flush()
@@ -196,7 +197,7 @@ def _serve() -> None:
 
 def _of_rows(request: dict[str, Any]) -> list[Any]:
     def one(row: dict[str, Any], _: Any) -> tuple[str, tuple[()]]:
-        text = _compiled(request["template"], request["way"] == "expression")(row)
+        text = _compiled(request["template"], request["way"])(row)
         if len(text) > LONGEST:
             raise _Refused(f"the template took more than {LONGEST} characters")
         text.encode()
@@ -206,13 +207,14 @@ def _of_rows(request: dict[str, Any]) -> list[Any]:
 
 
 @cache
-def _compiled(template: str, expression: bool) -> Any:
+def _compiled(template: str, way: str) -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["regex_replace"] = _regex_replace
-    if not expression:
+    environment.finalize = _not_null if way == "without nulls" else None
+    if way != "expression":
         return environment.from_string(template).render
     made = environment.compile_expression(template, undefined_to_none=False)
 
@@ -222,6 +224,12 @@ def _compiled(template: str, expression: bool) -> Any:
             str(found)  # raises, and says what is undefined
         return json.dumps(found)
 
+    return value
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise _Refused("the template would write a null, as the text None")
     return value
 
 
