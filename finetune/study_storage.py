@@ -84,6 +84,17 @@ def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -
         yield study
 
 
+def name_in(url: str, folder: Path) -> str:
+    """The name of a folder's study: the folder's; or that of the one in its own file, begun under another."""
+    own = folder.resolve() / "study.db"
+    if url != f"sqlite:///{own}" or not own.exists():
+        return folder.name
+    with contextlib.ExitStack() as stack, contextlib.suppress(SQLAlchemyError):  # `opened` says what it is
+        names = optuna.get_all_study_names(_storage(url, stack))
+        return names[0] if len(names) == 1 else folder.name
+    return folder.name
+
+
 def _no_driver(error: ImportError, url: str) -> UserError:
     what = "the driver of this database is not installed"
     found = f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}"

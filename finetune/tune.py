@@ -4,6 +4,7 @@ DIR/study.db          the study, unless --storage names another place
 DIR/trial-0007/       each trial, an ordinary run folder; DIR/logs/ has what it said
 DIR/trials.csv, trials.json, tune.html, *.svg    results (`tune_report.py`)
 DIR/best.yaml         the best recipe, with where each value came from
+DIR/final.yaml        the one that DIR/final/ is trained by, with --final
 
 Started again, it goes on; a trial that was running when its worker was killed is run again. Several workers,
 on one machine or many, share a study by its storage and its name, which is DIR's.
@@ -27,7 +28,7 @@ import optuna
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from finetune import check, signals, trial, tune_check, tune_report, tune_space
+from finetune import check, measured, signals, trial, tune_check, tune_report, tune_space
 from finetune import study_storage as storage
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.recipe import load as load_recipe
@@ -103,7 +104,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     check.pinned(recipe)
     (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    maximize, name = recipe.eval.best != "loss", asked.folder.name
+    maximize, name = recipe.eval.best != "loss", storage.name_in(asked.url, asked.folder)
     with storage.opened(asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)) as study:
         hold(study, asked.folder, tune_space.identity(recipe, found.space, found.content))
         deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
@@ -121,6 +122,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         failed = [one for one in job.ran if one] if hopeless(job) else problems(content)
         raise UserError(*failed, code=Exit.TRAINING)
     if asked.final:
+        make_way(asked.folder, screen)
         final(asked)
     return content
 
@@ -351,6 +353,17 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
         return
     best = "  best so far" if study.best_trial.number == number else ""
     job.screen.say(f"{head} {job.recipe.eval.best} {ended.value:.4f}, {ended.seconds:.0f} s{best}")
+
+
+def make_way(folder: Path, screen: Screen) -> None:
+    """Set a final run aside that was begun by an earlier best recipe, and keep by which one it is begun."""
+    best, begun = folder / tune_report.BEST, folder / "final.yaml"
+    if (folder / "final").exists() and begun.exists():
+        if load_recipe(best).model_dump() == load_recipe(begun).model_dump():
+            return
+        moved = measured.set_aside(folder / "final")
+        screen.say(f"final is of an earlier best recipe; moved to {moved}")
+    shutil.copyfile(best, begun)
 
 
 def final(asked: Asked) -> None:

@@ -34,6 +34,19 @@ def test_no_password_is_written_down() -> None:
     assert study_storage.shown("sqlite:////a/study.db") == "sqlite:////a/study.db"
 
 
+def test_a_study_is_known_by_its_file_where_its_folder_was_renamed(tmp_path) -> None:
+    folder = tmp_path / "new"
+    assert study_storage.name_in(f"sqlite:///{folder}/study.db", folder) == "new"
+    folder.mkdir()
+    url = f"sqlite:///{folder}/study.db"
+    with study_storage.opened(url, "old"):
+        pass
+    assert study_storage.name_in(url, folder) == "old"
+    assert study_storage.name_in("journal:x", folder) == "new"
+    (folder / "study.db").write_text("no database" * 1000)
+    assert study_storage.name_in(url, folder) == "new"
+
+
 @pytest.mark.parametrize(
     ("url", "code"),
     [

@@ -376,6 +376,24 @@ def test_a_run_ends_with_its_study(how: str, tmp_path) -> None:
     os.close(writer)
 
 
+def test_a_final_run_of_an_earlier_best_recipe_is_set_aside(tmp_path, capsys) -> None:
+    """It would be another training than the one that is there."""
+    best, run = tmp_path / "best.yaml", tmp_path / "final"
+    text = QUICKSTART.read_text()
+    for written, kept in (
+        (text, True),
+        (f"# trial 1 of 3\n{text}", True),
+        (text.replace("r: ", "r: 1"), False),
+    ):
+        run.mkdir(exist_ok=True)
+        best.write_text(written)
+        tune.make_way(tmp_path, Screen())
+        assert run.exists() == kept
+    assert (tmp_path / "final.yaml").read_text() == best.read_text()
+    (moved,) = (tmp_path / "aside").iterdir()
+    assert f"earlier best recipe; moved to {moved}" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_the_process_of_a_study_holds_no_torch() -> None:
     """Trials and the look at recipe and space have processes of their own."""
     code = "import sys; from finetune import tune; print('torch' in sys.modules)"
