@@ -183,8 +183,8 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     """Whether the run that is to go on is finished already. Looks at names only, before anything is loaded.
 
     Raises:
-        UserError: a folder that holds something else, or nothing to go on from (exit 2); a finished run of
-            another recipe (exit 4).
+        UserError: a folder that holds something else, or weights that were not evaluated, or nothing to go
+            on from (exit 2); a finished run of another recipe (exit 4).
     """
     if asked is None:
         claim.check_free(output_dir)
@@ -203,6 +203,10 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
         return True
     if checkpoint.published(folder.checkpoints):
         return False
+    if _saved(folder):
+        what, fix = "it is trained and saved, but was not evaluated", f"finetune evaluate {folder.path}"
+        fix += "; or a new train.output_dir, to train again"
+        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
     if asked != "auto":
         what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
         if os.environ.get("RANK", "0") != "0":
@@ -213,6 +217,12 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     if not held <= OURS or (held and not held & MARKS):
         claim.check_free(output_dir)
     return False
+
+
+def _saved(folder: RunFolder) -> bool:
+    """Whether a run of ours has come to the last file of its save: to begin again would delete its weights."""
+    whole = (folder.weights / "tokenizer_config.json").exists() and folder.recipe.exists()
+    return whole and (folder.checkpoints / checkpoint.CONTRACT).exists()
 
 
 def find(folder: RunFolder, asked: str | None) -> Found | None:

@@ -231,6 +231,23 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     assert "note: model of an earlier start was removed" in (run.path / "log.txt").read_text()
 
 
+def test_what_was_trained_and_saved_is_not_begun_again(tmp_path) -> None:
+    """Killed in its last evaluation, with no checkpoint: a start would delete its weights. Unless the save
+    itself was cut short, when it begins anew."""
+    run = tmp_path / "run"
+    for name in ("adapter", "checkpoints"):
+        (run / name).mkdir(parents=True)
+    for name in ("recipe.resolved.yaml", "receipts.json", "checkpoints/contract.json"):
+        (run / name).write_text("{}")
+    assert not resume.nothing_to_do(str(run), "auto", {})
+    (run / "adapter" / "tokenizer_config.json").write_text("{}")
+    for asked in ("auto", "newest"):
+        with pytest.raises(UserError, match=f"not evaluated.*\n.*\n.*finetune evaluate {run}"):
+            resume.nothing_to_do(str(run), asked, {})
+    (run / "checkpoints" / "step-3").mkdir()
+    assert not resume.nothing_to_do(str(run), "auto", {}), "it goes on after its last step"
+
+
 def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
     def said(folder: Path | str, *words: str) -> list[str]:
         return arguments.go_on(cli.parse(["train", "a.yaml", *words]), str(folder))
