@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
+import os
 import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.errors import Problem, UserError
+
+ACCELERATE = "FINETUNE_ACCELERATE"  # of the environment: the config that this launch was asked for by
 
 
 def count(text: str) -> int:
@@ -180,7 +183,8 @@ def go_on(options: argparse.Namespace, folder: str) -> list[str]:
     named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
     where = [] if named or not folder else [f"train.output_dir={folder}"]
     folder = folder or "".join(named[-1:])
-    launched = ["--accelerate", options.accelerate] if options.accelerate else []
+    config = options.accelerate or os.environ.get(ACCELERATE)  # which a launch's processes are not given
+    launched = ["--accelerate", config] if config else []
     saved = any((Path(folder) / "checkpoints").glob("step-*")) if folder else False
     if folder and not saved and any((Path(folder) / name).exists() for name in ("adapter", "model")):
         return ["evaluate", folder]

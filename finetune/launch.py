@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from finetune import launch_config, launch_env, shipped
+from finetune.arguments import ACCELERATE
 from finetune.batch import most_processes
 from finetune.errors import Exit, Problem, UserError
 from finetune.hardware import Start, default_precision, detect
@@ -62,6 +63,7 @@ def if_needed(
         refuse_second(config)
         return check_the_launchers()
     extra: list[str] = []
+    named = {ACCELERATE: config} if config else {}
     if config is None:
         machine = detect()
         if machine.count < 2:
@@ -78,7 +80,7 @@ def if_needed(
     check_count(Path(config), extra, arguments)
     command = ["--config_file", config, *extra, "-m", "finetune", *arguments]
     print(shlex.join(["accelerate", "launch", *command]), flush=True)
-    os.environ |= launch_config.environment(Path(config))
+    os.environ |= named | launch_config.environment(Path(config))
     os.execv(sys.executable, [sys.executable, "-m", "finetune.launch", *command])
 
 

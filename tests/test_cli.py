@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import QUICKSTART, ROOT
 
-from finetune import cli
+from finetune import arguments, cli
 
 TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
 
@@ -174,7 +174,8 @@ def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, re
 def test_several_processes_are_launched(monkeypatch) -> None:
     """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
     seen = []
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "")  # which is set on the way, and set back here
+    for name in ("ACCELERATE_USE_CPU", arguments.ACCELERATE):
+        monkeypatch.setenv(name, "")  # which is set on the way, and set back here
     monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):
         cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
@@ -184,6 +185,8 @@ def test_several_processes_are_launched(monkeypatch) -> None:
     assert "train.seed=1" in command and any(
         part.endswith("accelerate_configs/cpu_2.yaml") for part in command
     )
+    again = arguments.go_on(cli.parse(["train", str(QUICKSTART)]), "runs/a")  # as a process of it says
+    assert again[again.index("--accelerate") + 1] == "cpu_2"
 
 
 def test_an_unknown_accelerate_config(capsys) -> None:

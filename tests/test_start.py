@@ -11,6 +11,7 @@ import yaml
 from conftest import QUICKSTART, ROOT, planned
 
 from finetune import cli, doctor, hardware, launch, launch_config, prove, recipe, train
+from finetune.arguments import ACCELERATE
 from finetune.batch import most_processes, split_batch
 from finetune.errors import UserError
 from finetune.hardware import Hardware
@@ -40,6 +41,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], list[list[str]]]
         return started
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    monkeypatch.setenv(ACCELERATE, "")  # which a launch sets
     return make
 
 
