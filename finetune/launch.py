@@ -232,6 +232,8 @@ def main(given: list[str]) -> int:
         return error.code
     except ChildFailedError as error:
         rank, failure = first(error.failures)
+        if failure.exitcode == Exit.STOPPED:  # as it was told to, which it has said itself
+            return Exit.STOPPED
         if failure.exitcode == -signal.SIGABRT:
             what = f"rank {rank} was ended by SIGABRT, as NCCL does where another one does not answer in time"
             print(Problem(what, fix=f"what stands above; {launch_env.TIMEOUT}"), file=sys.stderr)

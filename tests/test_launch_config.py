@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -175,6 +175,21 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
     words.insert(2, "--cpu")  # Accelerate then reads none
     launch.check_the_launchers()
+
+
+def test_a_launch_that_was_told_to_stop_has_not_failed(monkeypatch, capsys) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    failure = SimpleNamespace(exitcode=75, timestamp=9, message="", error_file="<N/A>", local_rank=0, pid=1)
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda error: "")
+
+    def stopped(asked: Any) -> None:
+        raise ChildFailedError("finetune", cast(Any, {0: failure}))
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", stopped)
+    assert launch.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 75
+    assert "failed" not in capsys.readouterr().err
 
 
 def test_use_cpu_of_several_processes_reaches_them(monkeypatch) -> None:
