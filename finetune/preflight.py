@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 EVERY = 0.2  # seconds from one look at a phase to the next
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # in place, and as the launcher says it
-LITTLE = ("eval.limit=8", "eval.samples=2", "eval.every=null", "train.save_steps=1")
+LITTLE = ("eval.limit=8", "eval.samples=2", "train.save_steps=1")
+LITTLE += ("eval.every=null", "eval.patience=null", "eval.best=loss")  # of which the last two need the first
 
 
 class Phase(NamedTuple):

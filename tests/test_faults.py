@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from conftest import MODEL, QUICKSTART, ROOT, metrics
 from safetensors.torch import load_file
 
-from finetune import checkpoint, cli, faults, nonfinite
+from finetune import checkpoint, cli, faults, nonfinite, preflight, recipe
 from finetune.errors import UserError
 from finetune.model import load_tokenizer
 from finetune.receipts import Ledger
@@ -194,6 +194,13 @@ def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, mo
         assert phase in said
     assert "parts, not a bit differs" in said and "next: finetune train" in said
     assert not list(tmp_path.glob("finetune-*")), "left behind"
+
+
+def test_a_preflight_evaluates_at_its_end_alone() -> None:
+    """Early stopping and what decides on the best weights go with `eval.every`."""
+    given = ["eval.every=10", "eval.patience=2", "eval.best=exact_match"]
+    asked = recipe.load(QUICKSTART, [*given, *preflight.LITTLE]).eval
+    assert (asked.every, asked.patience, asked.best) == (None, None, "loss")
 
 
 def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -> None:
