@@ -370,6 +370,9 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])
+    train = raw.get("train")
+    if isinstance(train, dict) and isinstance(train.get("output_dir"), str):  # made, not looked up
+        train["output_dir"] = os.path.expanduser(train["output_dir"])
     asked = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
     if isinstance(asked, list):
         files = (".yaml", ".yml")

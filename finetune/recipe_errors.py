@@ -127,6 +127,9 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
         fix = "drop it: batches that stand end to end have one shape where they are compiled"
         problem("train.pad_to_multiple_of", what, found=str(get("train.pad_to_multiple_of")), fix=fix)
+    if flat and get("train.neftune_noise_alpha"):
+        what = f"excludes {flat}: upstream would divide the noise by the whole batch's length, not a row's"
+        problem("train.neftune_noise_alpha", what, fix=f"{flat}: false")
     added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
     if repeated := [str(token) for index, token in enumerate(added) if token in added[:index]]:
         problem(

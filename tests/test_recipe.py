@@ -224,6 +224,18 @@ def test_what_excludes_an_adapter_is_said_with_a_remedy(overrides: list[str], ke
     assert says in found
 
 
+def test_a_run_folder_at_home_is_not_a_folder_called_so(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert recipe.load(QUICKSTART, ["train.output_dir=~/runs/x"]).train.output_dir == f"{tmp_path}/runs/x"
+
+
+@pytest.mark.parametrize("flat", ["packing", "padding_free"])
+def test_noise_goes_with_rows_that_stand_apart(flat: str) -> None:
+    """Upstream divides it by the root of a row's length, which end to end is that of the whole batch."""
+    given = ["train.neftune_noise_alpha=5", "data.packing=false", f"data.{flat}=true"]
+    assert f"excludes data.{flat}" in problems(QUICKSTART, *given)["train.neftune_noise_alpha"]
+
+
 @pytest.mark.parametrize("flat", ["packing", "padding_free"])
 def test_rows_end_to_end_are_not_padded_to_a_multiple(flat: str) -> None:
     """Each token that fills up would be a document: more of them than a compiled step has borders for."""
