@@ -104,7 +104,9 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
         return ["train.warmup_steps: constant has no warm-up; constant_with_warmup has"]
     warm_up = int(asked) if asked >= 1 else math.ceil(asked * steps)  # as the Trainer counts
     if warm_up < steps:
-        return []
+        decay = _decay(train)
+        said = f"{warm_up:,} warm-up steps and {decay:,} of decay, of {steps:,}"
+        return [f"the learning rate never reaches its peak: {said}"] if warm_up + decay > steps else []
     return [f"the learning rate never reaches its peak: {warm_up:,} warm-up steps of {steps:,}"]
 
 
@@ -112,3 +114,12 @@ def _warm_up(train: Train) -> float:
     """`train.warmup_steps`, a share of the run where it is below 1; 0 under a schedule that has none."""
     given = train.passed_on()
     return 0 if given.get("lr_scheduler_type") == "constant" else given.get("warmup_steps") or 0
+
+
+def _decay(train: Train) -> int:
+    """Steps of warmup_stable_decay's end, where that begins by the run's: in the warm-up if both are long."""
+    given = train.passed_on()
+    options = given.get("lr_scheduler_kwargs") or {}
+    decay = options.get("num_decay_steps") if options.get("num_stable_steps") is None else 0
+    counts = given.get("lr_scheduler_type") == "warmup_stable_decay" and isinstance(decay, int)
+    return decay if counts else 0

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import Exit, Problem, UserError
+from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.upstream import installed
 
 if TYPE_CHECKING:
@@ -145,6 +145,31 @@ def state_bytes(optim: str, speed: Speed) -> float:
         return 0.0
     known = known_bytes(optim)
     return 8.0 if known is None else known
+
+
+def check_schedule(arguments: Any, steps: int) -> None:
+    """Make the schedule, and ask it for rates of the whole run, before anything loads.
+
+    Raises:
+        UserError: it can't be made or followed, or goes above the peak or below 0 (exit 2).
+    """
+    from torch import nn, optim
+    from transformers.optimization import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    stand_in = optim.SGD([nn.Parameter()], lr=arguments.learning_rate)
+    name, given = SchedulerType(arguments.lr_scheduler_type).value, arguments.lr_scheduler_kwargs
+    warm_up, each = arguments.get_warmup_steps(steps), max(1, steps // 1000)
+    try:
+        made: Any = get_scheduler(name, stand_in, warm_up, steps, scheduler_specific_kwargs=given)
+        rates = [of_peak(step) for of_peak in made.lr_lambdas for step in range(0, steps + 1, each)]
+        found = f"{min(rates):g} to {max(rates):g} of it"
+        wrong = min(rates) < 0 or max(rates) > 1 + 1e-6
+    except (ValueError, TypeError, ArithmeticError) as error:
+        found, wrong = first_line(error), True
+    if wrong:
+        what, expected = f"{name} can't be followed with it", "rates from 0 to train.learning_rate"
+        raise UserError(Problem(what, "train.lr_scheduler_kwargs", found=found, expected=expected))
 
 
 def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:

@@ -82,9 +82,12 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
     "deltaT": {"ge": 1},
     "orth_reg_weight": {"ge": 0},
     "weight_decay": {"ge": 0},
-    "warmup_steps": {"ge": 0},
+    "adam_beta1": {"ge": 0, "lt": 1},
+    "adam_beta2": {"ge": 0, "lt": 1},
+    "adam_epsilon": {"ge": 0, "allow_inf_nan": False},
+    "warmup_steps": {"ge": 0, "allow_inf_nan": False},
     "max_grad_norm": {"ge": 0},
-    "logging_steps": {"gt": 0},
+    "logging_steps": {"gt": 0, "allow_inf_nan": False},
     "dataloader_num_workers": {"ge": 0},
 }
 

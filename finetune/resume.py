@@ -220,7 +220,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
 
 
 def _saved(folder: RunFolder) -> bool:
-    """Whether a run of ours has come to the last file of its save: to begin again would delete its weights."""
+    """Whether a run of ours wrote the last file of its save: to begin again would delete its weights."""
     whole = (folder.weights / "tokenizer_config.json").exists() and folder.recipe.exists()
     return whole and (folder.checkpoints / checkpoint.CONTRACT).exists()
 

@@ -246,7 +246,7 @@ class Train(Section):
     """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps; excludes `num_train_epochs`."""
-    num_train_epochs: float | None = Field(default=None, gt=0)
+    num_train_epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Passes over the data; neither given: 3."""
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seeds adapter initialisation, dropout, shuffling and the validation split."""

@@ -58,7 +58,8 @@ def adapted_model(
     steps: int,
     ledger: Ledger,
 ) -> Any:
-    """The base in its storage, with the adapter on it."""
+    """The base in its storage, with the adapter on it; first the schedule that it will be trained by."""
+    optimizers.check_schedule(arguments, steps)
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)

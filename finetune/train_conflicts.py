@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
 from finetune import optimizers, upstream
 from finetune.errors import nearest
+from finetune.sections import Train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -15,6 +17,7 @@ Found = tuple[str, str, dict[str, str]]  # key, what is wrong, the problem's oth
 SCHEDULED = {"lr_scheduler_type", "lr_scheduler_kwargs"}
 GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # by the Trainer
 ONE_OF = ("min_lr", "min_lr_rate")  # the floor that schedules with one in their name want
+ENDS = ("lr_end", "min_lr")  # rates themselves, not shares of the peak
 OF_METRICS = ("reduce_lr_on_plateau", "greedy")
 # Whose options the Trainer makes of `optim_args` (transformers 5.22, trainer_optimizer.py)
 _READS_ARGS = re.compile(
@@ -32,7 +35,14 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
     named = isinstance(name, str) and isinstance(given, dict) and train.keys() & SCHEDULED
     known = upstream.schedules().get(str(name)) if named else None
     found = list(_of_schedule(str(name), given, *known)) if known else []
-    return [*found, *_of_optimizer(str(train.get("optim") or optimizers.DEFAULT), train)]
+    if isinstance(given, str):  # which upstream's type lets through
+        texts = {"found": given, "fix": "{num_cycles: 0.5}, or what the schedule takes"}
+        found.append(("train.lr_scheduler_kwargs", "is a mapping", texts))
+    elif isinstance(given, dict):
+        found += _above_the_peak(
+            given, train.get("learning_rate", Train.model_fields["learning_rate"].default)
+        )
+    return [*found, *_of_numbers(train), *_of_optimizer(str(train.get("optim") or optimizers.DEFAULT), train)]
 
 
 def _of_schedule(
@@ -52,6 +62,26 @@ def _of_schedule(
         yield key, f"{name} needs {', '.join(missing)}", {"fix": f"{{{missing[0]}: 100}}"}
     if set(ONE_OF) <= options and not any(given.get(one) is not None for one in ONE_OF):
         yield key, f"{name} needs the rate that it ends at", {"fix": "{min_lr_rate: 0.1}"}
+
+
+def _above_the_peak(given: dict[str, Any], peak: Any) -> Iterator[Found]:
+    """Upstream takes the rate up to such an end, or refuses it once the model has loaded."""
+    rates = {one: given[one] for one in ENDS if isinstance(given.get(one), int | float)}
+    for one, rate in rates.items():
+        if isinstance(peak, int | float) and 0 < peak <= rate:
+            what = f"is no end to go down to: train.learning_rate is {peak:g}"
+            texts = {"found": f"{rate:g}", "fix": f"{{{one}: {peak / 10:g}}}"}
+            yield f"train.lr_scheduler_kwargs.{one}", what, texts
+
+
+def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
+    """What upstream refuses where training starts, and types can't say."""
+    every, multiple = train.get("logging_steps"), train.get("pad_to_multiple_of")
+    if isinstance(every, float) and 1 < every < math.inf and every % 1:
+        texts = {"found": f"{every:g}", "expected": "a whole number, or a share of the run below 1"}
+        yield "train.logging_steps", "steps are whole", texts
+    if isinstance(multiple, int) and multiple < 1:
+        yield "train.pad_to_multiple_of", "out of range", {"found": str(multiple), "expected": ">= 1"}
 
 
 def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:

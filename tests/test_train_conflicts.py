@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from conftest import QUICKSTART, receipts
@@ -24,6 +27,13 @@ KWARGS = "train.lr_scheduler_kwargs"
         ),
         (["train.lr_scheduler_type=cosine", f"{KWARGS}={{min_lr: 0.001}}"], "min_lr: is no option of cosine"),
         (["train.lr_scheduler_type=constant", f"{KWARGS}={{num_cycles: 2}}"], "none: it takes no options"),
+        (
+            ["train.lr_scheduler_type=cosine_with_min_lr", f"{KWARGS}={{min_lr: 0.1}}"],
+            "min_lr: is no end to go down to: train.learning_rate is 0.004",
+        ),
+        (["train.lr_scheduler_type=polynomial", f"{KWARGS}={{lr_end: 0.005}}"], "is no end to go down to"),
+        ([f"{KWARGS}=abc"], "is a mapping"),
+        (["train.adam_beta2=1.0"], "< 1"),
         (["train.lr_scheduler_type=reduce_lr_on_plateau"], "the Trainer's own evaluations"),
         (["train.lr_scheduler_type=greedy"], "the Trainer's own evaluations"),
         (["train.optim=schedule_free_adamw"], "an average that it keeps"),
@@ -57,6 +67,35 @@ def test_what_is_let_through_can_be_made(name: str) -> None:
                 get_scheduler(name, optimizer, **made)
         else:
             get_scheduler(name, optimizer, **made)
+            asked: Any = SimpleNamespace(learning_rate=0.1, lr_scheduler_type=name, lr_scheduler_kwargs=given)
+            asked.get_warmup_steps = lambda steps: 1
+            optimizers.check_schedule(asked, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("cosine", {"num_cycles": "two"}),
+        ("cosine_with_min_lr", {"min_lr_rate": 2}),
+        ("inverse_sqrt", {"timescale": 0}),
+        ("polynomial", {"power": "x"}),
+        ("polynomial", {"lr_end": -1e-3}),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "exp"}),
+    ],
+)
+def test_a_schedule_is_followed_to_its_end_before_anything_loads(name: str, given: dict) -> None:
+    asked: Any = SimpleNamespace(learning_rate=1e-3, lr_scheduler_type=name, lr_scheduler_kwargs=given)
+    asked.get_warmup_steps = lambda steps: 1
+    with pytest.raises(UserError, match=f"lr_scheduler_kwargs: {name} can't be followed"):
+        optimizers.check_schedule(asked, 8)
+
+
+def test_a_decay_that_begins_in_the_warm_up_is_said() -> None:
+    given = ["train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=1"]
+    asked = recipe.load(QUICKSTART, [*given, f"{KWARGS}={{num_decay_steps: 10}}"]).train
+    (said,) = batch.short_of_peak(asked, 4)
+    assert said.endswith("its peak: 1 warm-up steps and 10 of decay, of 4")
+    assert not batch.short_of_peak(asked, 11)
 
 
 def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
