@@ -29,6 +29,7 @@ from finetune import (
     state,
     te,
 )
+from finetune.errors import Problem, UserError
 from finetune.speed import apply as speed
 from finetune.speed import attention, head
 
@@ -61,10 +62,18 @@ def adapted_model(
     """The base in its storage, with the adapter on it; first the schedule that it will be trained by."""
     optimizers.check_schedule(arguments, steps)
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
+    check_router(base, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
     added = model.added_tokens(recipe.model, tokenizer)
     return adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
+
+
+def check_router(base: Any, coefficient: float | None) -> None:
+    """Refuse a router's loss of a model that has no router, as TRL would (exit 2)."""
+    if coefficient and not hasattr(base.config.get_text_config(), "output_router_logits"):
+        what, fix = "is the loss of a mixture of experts, and the base is none", "drop it"
+        raise UserError(Problem(what, "train.router_aux_loss_coef", found=f"{coefficient:g}", fix=fix))
 
 
 def make_fast(

@@ -42,6 +42,7 @@ from finetune import (
     summary,
     te,
     trackers,
+    train_conflicts,
     upstream,
     validate,
     verify,
@@ -49,7 +50,7 @@ from finetune import (
 )
 from finetune.batch import Batch, count_steps, split_batch
 from finetune.checkpoint import Writer
-from finetune.errors import Exit, Problem, Stopped, UserError
+from finetune.errors import Exit, Stopped, UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen, quieten_libraries
@@ -199,6 +200,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
     ranks.start(setup.hardware.device)
     new_name = "activation_checkpointing" in upstream.fields(upstream.SFT_CONFIG)  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
+    given = train.passed_on()
     epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
     length = {"max_steps": train.max_steps} if train.max_steps else epochs
     decided: dict[str, Any] = {
@@ -214,7 +216,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
-        **hardware.loader(setup.hardware, int(launch_env.said("LOCAL_WORLD_SIZE", "1"))),
+        **hardware.loader(setup.hardware, int(launch_env.said("LOCAL_WORLD_SIZE", "1")), given),
         "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
         "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start
         "ddp_timeout": launch_env.timeout_seconds() + launch_env.NCCL_LATER,
@@ -223,10 +225,9 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "save_strategy": "no",  # a whole run is saved at its end
     }
     try:
-        made = SFTConfig(**{**decided, **length, **train.passed_on()})
+        made = SFTConfig(**{**decided, **length, **given})
     except (ValueError, ImportError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(Problem("SFTConfig refuses it", "train", found=said)) from error
+        raise UserError(train_conflicts.refused("SFTConfig", error, given)) from error
     made._n_gpu = min(made.n_gpu, 1)  # the Trainer would spread one process over all GPUs (DataParallel)
     return made
 

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from finetune import optimizers, upstream
-from finetune.errors import nearest
+from finetune.errors import Problem, nearest
 from finetune.sections import Train
 
 if TYPE_CHECKING:
@@ -43,6 +43,13 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
             given, train.get("learning_rate", Train.model_fields["learning_rate"].default)
         )
     return [*found, *_of_numbers(train), *_of_optimizer(str(train.get("optim") or optimizers.DEFAULT), train)]
+
+
+def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
+    """What upstream says of the settings that it was given, at the first of them that it names."""
+    said = " ".join(str(error).split())
+    named = sorted((said.index(key), key) for key in given if key in said)
+    return Problem(f"{by} refuses it", f"train.{named[0][1]}" if named else "train", found=said)
 
 
 def _of_schedule(

@@ -201,3 +201,11 @@ def test_one_process_computes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     setup, batch = hardware.Setup(gpus(3), launched, none, none), split_batch(loaded.train, 1)
     assert train.training_arguments(loaded.train, loaded.data, setup, batch).n_gpu == 1
+
+
+def test_a_gpu_without_workers_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is decided of workers would be refused, and the recipe has not asked for it."""
+    loaded, none = recipe.load(str(QUICKSTART), ["train.dataloader_num_workers=0"]), hardware.Choice("", "")
+    setup = hardware.Setup(gpus(1), hardware.launch(CPU), none, none)
+    made = train.training_arguments(loaded.train, loaded.data, setup, split_batch(loaded.train, 1))
+    assert (made.dataloader_num_workers, made.dataloader_persistent_workers) == (0, False)
