@@ -63,6 +63,10 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     if kind.prompt and flat:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
         found.append((f"data.{flat}", what, {"found": "true", "fix": f"{flat}: false"}))
+    smoothing = train.get("label_smoothing_factor")
+    if kind.peft in ("prompt_tuning", "p_tuning") and smoothing:  # whose vectors have logits, and no labels
+        what = f"excludes adapter.type: {name}: upstream wants a label for each of its vectors"
+        found.append(("train.label_smoothing_factor", what, {"found": str(smoothing), "fix": "drop it"}))
     return found
 
 

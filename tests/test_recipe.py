@@ -215,6 +215,11 @@ def test_data_may_be_called_as_a_task_is(recipe_file, tmp_path) -> None:
         (["adapter.type=loha", "speed.base=nf4"], "speed.base", "codes for numbers"),
         (["adapter.type=full", "speed.base=int8"], "speed.base", "trains the base itself"),
         (["adapter.type=prompt_tuning", "data.packing=true"], "data.packing", "before every row"),
+        (
+            ["adapter.type=p_tuning", "train.label_smoothing_factor=0.1"],
+            "train.label_smoothing_factor",
+            "a label for each",
+        ),
         (["adapter.type=xlora"], "adapter.type", "trains none"),
         (["adapter.loraplus_lr_ratio=0.5"], "loraplus_lr_ratio", ">= 1"),
     ],
