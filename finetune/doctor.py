@@ -216,6 +216,7 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
     at_once = {None: "split to <= 8 at once", "auto": "as many at once as memory has room for"}
     split = f"{effective}, {at_once.get(stated, f'{stated} at once')}"
     bucketing = given.get("train_sampling_strategy") == "group_by_length"
+    how = "a stream has none" if data.streaming else "train.train_sampling_strategy=group_by_length"
     return [
         Optimisation("gradient accumulation", "train.effective_batch_size", "active", split),
         Optimisation(
@@ -242,7 +243,7 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
             "length bucketing",
             "train.train_sampling_strategy",
             "active" if bucketing else "off",
-            "asked for" if bucketing else "train.train_sampling_strategy=group_by_length",
+            "asked for" if bucketing else how,
         ),
     ]
 

@@ -126,7 +126,8 @@ def less_padding(whole: Recipe, gpu: bool) -> str:
         return "data.max_length: one that rows fill better"
     if gpu:
         return "data.packing: true, or data.padding_free: true"
-    if whole.train.passed_on().get("train_sampling_strategy") != "group_by_length":
+    given = whole.train.passed_on()
+    if not whole.data.streaming and given.get("train_sampling_strategy") != "group_by_length":
         return "train.train_sampling_strategy: group_by_length"
     return "fewer rows at once, which differ less in length (train.per_device_train_batch_size)"
 

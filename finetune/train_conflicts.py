@@ -25,6 +25,13 @@ _READS_ARGS = re.compile(
     "|stable_adamw"
 )
 
+# What torch's optimizers are given of it there; the others, what they were asked for or defaults
+_ARGS = {
+    "sgd": {"momentum", "dampening", "weight_decay", "nesterov"},
+    "adagrad": {"lr_decay", "weight_decay", "eps"},
+    "rmsprop": {"momentum", "alpha", "eps", "weight_decay", "centered"},
+}
+
 
 def conflicts(raw: Mapping[str, Any]) -> list[Found]:
     """What contradicts the schedule or the optimizer, in a recipe as it was read."""
@@ -42,7 +49,10 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
         found += _above_the_peak(
             given, train.get("learning_rate", Train.model_fields["learning_rate"].default)
         )
-    return [*found, *_of_numbers(train), *_of_optimizer(str(train.get("optim") or optimizers.DEFAULT), train)]
+    data = raw.get("data")
+    streamed = isinstance(data, dict) and data.get("streaming")
+    found += [*_of_numbers(train), *_of_order(train, streamed=bool(streamed))]
+    return [*found, *_of_optimizer(str(train.get("optim") or optimizers.DEFAULT), train)]
 
 
 def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
@@ -91,6 +101,20 @@ def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
         yield "train.pad_to_multiple_of", "out of range", {"found": str(multiple), "expected": ">= 1"}
 
 
+def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
+    """What decides on the order of rows, and on when to save, and would not be looked at."""
+    strategy = train.get("train_sampling_strategy")
+    if streamed and strategy not in (None, "random"):
+        what = "a stream is read in its own order, shuffled in data.shuffle_buffer"
+        yield "train.train_sampling_strategy", what, {"found": str(strategy), "fix": "drop it"}
+    if streamed and train.get("data_seed") is not None:
+        what = "a stream is shuffled by train.seed"
+        yield "train.data_seed", what, {"found": str(train["data_seed"]), "fix": "drop it"}
+    if train.get("save_strategy") == "epoch" and train.get("save_steps") is not None:
+        what = "save_strategy: epoch saves at the ends of epochs alone"
+        yield "train.save_steps", what, {"found": str(train["save_steps"]), "fix": "save_strategy: steps"}
+
+
 def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
     if optim.startswith("schedule_free"):
         what = "what it trains is not what is to be saved, but an average that it keeps: not made here"
@@ -98,6 +122,12 @@ def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
     elif train.get("optim_args") and not _READS_ARGS.fullmatch(optim):
         fix = "train.adam_beta1, adam_beta2, adam_epsilon, weight_decay"
         yield "train.optim_args", f"{optim} reads none", {"found": str(train["optim_args"]), "fix": fix}
+    elif optim in _ARGS and isinstance(train.get("optim_args"), str):
+        for name in (part.partition("=")[0].strip() for part in train["optim_args"].split(",")):
+            if name not in _ARGS[optim]:
+                expected = ", ".join(sorted(_ARGS[optim]))
+                texts = {"found": name, "expected": expected, "fix": nearest(name, _ARGS[optim])}
+                yield "train.optim_args", f"{optim} reads no such option", texts
     if train.get("optim_target_modules") and not optimizers.PROJECTS.fullmatch(optim):
         what = f"{optim} reads none: it projects no gradients"
         yield "train.optim_target_modules", what, {"fix": "drop it; or optim: galore_adamw"}

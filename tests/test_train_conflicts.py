@@ -13,6 +13,7 @@ from transformers.optimization import get_scheduler
 from finetune import batch, cli, nested, optimizers, recipe, train_conflicts, upstream
 from finetune.errors import UserError
 
+STREAMED = ["data.streaming=true", "train.max_steps=4"]
 KWARGS = "train.lr_scheduler_kwargs"
 
 
@@ -38,6 +39,10 @@ KWARGS = "train.lr_scheduler_kwargs"
         (["train.lr_scheduler_type=greedy"], "the Trainer's own evaluations"),
         (["train.optim=schedule_free_adamw"], "an average that it keeps"),
         (["train.optim_args=amsgrad=true"], "adamw_torch_fused reads none"),
+        (["train.optim=sgd", "train.optim_args=momentm=0.9"], "momentm expected: dampening, momentum,"),
+        (["train.save_strategy=epoch", "train.save_steps=5"], "train.save_steps: save_strategy: epoch saves"),
+        ([*STREAMED, "train.train_sampling_strategy=sequential"], "a stream is read in its own order"),
+        ([*STREAMED, "train.data_seed=1"], "a stream is shuffled by train.seed"),
         (["train.optim_target_modules=all-linear"], "it projects no gradients"),
         (["train.shuffle_dataset=true"], "train.train_sampling_strategy"),
         (["train.length_column_name=foo"], "lengths are counted"),
@@ -96,6 +101,12 @@ def test_a_decay_that_begins_in_the_warm_up_is_said() -> None:
     (said,) = batch.short_of_peak(asked, 4)
     assert said.endswith("its peak: 1 warm-up steps and 10 of decay, of 4")
     assert not batch.short_of_peak(asked, 11)
+
+
+def test_options_that_torchs_optimizers_take_are_let_through() -> None:
+    for optim, given in (("sgd", "momentum=0.9, nesterov=true"), ("rmsprop", "alpha=0.9,centered=1")):
+        recipe.load(QUICKSTART, [f"train.optim={optim}", f"train.optim_args={given}"])
+    recipe.load(QUICKSTART, ["train.save_strategy=steps", "train.save_steps=5", "train.data_seed=1"])
 
 
 def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
