@@ -6,8 +6,7 @@ import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from test_loss import trainer_of
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from finetune import cli, evaluate, recipe, verify
+from finetune import cli, evaluate, recipe
 from finetune import train as train_module
 from finetune.errors import Problem, UserError
 from finetune.model import load_tokenizer
@@ -305,28 +304,6 @@ def test_no_valid_option_fails_a_receipt(override: str, train) -> None:
     assert metrics(run)[-1]["step"] == 2, "the last step is always logged"
 
 
-def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) -> None:
-    """An adapter that was saved wrong is exit 4, and nothing takes the folder for a finished run."""
-    from peft import PeftModel
-    from safetensors.torch import save_file
-
-    original = PeftModel.save_pretrained
-
-    def broken(self, folder, **options):
-        original(self, folder, **options)
-        path = f"{folder}/adapter_model.safetensors"
-        tensors = load_file(path)
-        tensors[next(iter(tensors))] += 1e-3
-        save_file(tensors, path, metadata={"format": "pt"})
-
-    monkeypatch.setattr(PeftModel, "save_pretrained", broken)
-    run = train(code=4)
-    assert "saved tensors" in capsys.readouterr().err
-    assert not run.adapter.exists() and (run.path / "adapter.unverified").exists()
-    assert cli.main(["evaluate", str(run.path)]) == 2
-    assert "saved tensors" in (run.path / "log.txt").read_text()
-
-
 def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_path, capsys) -> None:
     """And it ends its answers where it was taught to: of bases, <|im_end|> often is no end."""
     tuned, tokenizer = LlamaForCausalLM.from_pretrained(two_layers), load_tokenizer(Model(name=str(MODEL)))
@@ -339,37 +316,6 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
     assert "eos_token_id [1, 3], not the base's 1" in said
     saved = LlamaForCausalLM.from_pretrained(run.model).generation_config
     assert saved.temperature == 0.9 and saved.eos_token_id == [1, 3]
-
-
-@pytest.mark.parametrize(("wrong", "code"), [("adapter", 4), ("task file", 2)])
-def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained, monkeypatch) -> None:
-    """And not where the evaluation could not begin for another reason."""
-    run = trained()
-    if wrong == "adapter":
-        config = run.adapter / "adapter_config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
-    else:
-        monkeypatch.setattr(evaluate.harness, "check", Mock(side_effect=UserError("no such task")))
-    with pytest.raises(UserError) as raised:
-        verify.evaluated(cast("Any", None), run, Ledger())
-    assert raised.value.code == code and run.finished is (wrong == "task file")
-    assert ("size mismatch" in str(raised.value)) is (wrong == "adapter")
-    assert (run.path / "adapter.unverified" / "eval.json").is_file() is (wrong == "adapter")
-
-
-def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) -> None:
-    """With what they scored; as in an earlier life of the run."""
-    folder, ledger = RunFolder(tmp_path), Ledger()
-    setup = SimpleNamespace(launch=SimpleNamespace(processes=1))
-    (tmp_path / "adapter.unverified" / "eval.json").mkdir(parents=True)
-    folder.adapter.mkdir()
-    folder.write("eval.json", {})
-    monkeypatch.setattr(evaluate, "run", lambda *given, **more: {"tuned": {"loss": 2.0}})
-    best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
-    given: Any = (folder, None, [best], ledger, None, setup)
-    with pytest.raises(UserError, match="best weights kept"):
-        train_module.reopen_and_evaluate(*given)
-    assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()
 
 
 def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:

@@ -1,0 +1,68 @@
+"""Weights that are not what was trained are moved aside, so that nothing takes them for a finished run."""
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+from safetensors.torch import load_file
+
+from finetune import cli, evaluate, verify
+from finetune import train as train_module
+from finetune.errors import UserError
+from finetune.receipts import Ledger
+from finetune.run_folder import RunFolder
+
+
+def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) -> None:
+    """An adapter that was saved wrong is exit 4, and nothing takes the folder for a finished run."""
+    from peft import PeftModel
+    from safetensors.torch import save_file
+
+    original = PeftModel.save_pretrained
+
+    def broken(self, folder, **options):
+        original(self, folder, **options)
+        path = f"{folder}/adapter_model.safetensors"
+        tensors = load_file(path)
+        tensors[next(iter(tensors))] += 1e-3
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", broken)
+    run = train(code=4)
+    assert "saved tensors" in capsys.readouterr().err
+    assert not run.adapter.exists() and (run.path / "adapter.unverified").exists()
+    assert cli.main(["evaluate", str(run.path)]) == 2
+    assert "saved tensors" in (run.path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("adapter", 4), ("task file", 2)])
+def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained, monkeypatch) -> None:
+    """And not where the evaluation could not begin for another reason."""
+    run = trained()
+    if wrong == "adapter":
+        config = run.adapter / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
+    else:
+        monkeypatch.setattr(evaluate.harness, "check", Mock(side_effect=UserError("no such task")))
+    with pytest.raises(UserError) as raised:
+        verify.evaluated(cast("Any", None), run, Ledger())
+    assert raised.value.code == code and run.finished is (wrong == "task file")
+    assert ("size mismatch" in str(raised.value)) is (wrong == "adapter")
+    assert (run.path / "adapter.unverified" / "eval.json").is_file() is (wrong == "adapter")
+
+
+def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) -> None:
+    """With what they scored; as in an earlier life of the run."""
+    folder, ledger = RunFolder(tmp_path), Ledger()
+    setup = SimpleNamespace(launch=SimpleNamespace(processes=1))
+    (tmp_path / "adapter.unverified" / "eval.json").mkdir(parents=True)
+    folder.adapter.mkdir()
+    folder.write("eval.json", {})
+    monkeypatch.setattr(evaluate, "run", lambda *given, **more: {"tuned": {"loss": 2.0}})
+    best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
+    given: Any = (folder, None, [best], ledger, None, setup)
+    with pytest.raises(UserError, match="best weights kept"):
+        train_module.reopen_and_evaluate(*given)
+    assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()
