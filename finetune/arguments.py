@@ -128,6 +128,10 @@ def check_read(command: str, overrides: list[str]) -> None:
         raise UserError(
             *(Problem(what, text.partition("=")[0], f"override {text!r}", **texts) for text in other)
         )
+    key = "data.chat_template"
+    if command != "publish" and any(text.partition("=")[0] == key for text in overrides):
+        what = f"{command} does not read it: the run's template is saved with its tokenizer"
+        raise UserError(Problem(what, key, fix="drop it, or train again with it"))
 
 
 def second_run(options: argparse.Namespace) -> str:

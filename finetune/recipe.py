@@ -359,7 +359,10 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             return {**value, "name": resolve(value["name"])}
         if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
-        here, beside = (glob.glob(str(base / value)) for base in (Path(), folder))
+        here, beside = (
+            os.path.exists(base / value) or glob.glob(os.path.join(glob.escape(str(base)), value))
+            for base in (Path(), folder)
+        )
         return str(folder / value) if beside and not here else value
 
     for section, key in (

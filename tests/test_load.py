@@ -199,6 +199,8 @@ def test_folders_globs_and_lists(tmp_path: Path) -> None:
     found = load.sources(Data(name=named, split="train", revision="abc"))
     assert [(s.weight, s.split, s.revision) for s in found] == [(1, "train", "abc"), (2, "test", "abc")]
     assert load.files("HuggingFaceH4/no_robots", "data.name") is None
+    written(tmp_path, "x[1].jsonl", LINES)
+    assert load.files(str(tmp_path / "x[1].jsonl"), "data.name") == [tmp_path / "x[1].jsonl"]
 
 
 def test_a_name_that_means_nothing_is_an_error(tmp_path: Path) -> None:

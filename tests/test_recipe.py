@@ -185,6 +185,11 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     path = recipe_file("model: {name: '{model}'}\ndata: {name: rows.jsonl}\nadapter: {type: lora}\n")
     assert recipe.load(path).data.name == str(tmp_path / "rows.jsonl")
+    odd = tmp_path / "a[1]"  # in a folder and under a name that look like globs
+    odd.mkdir()
+    (odd / "x[2].jsonl").write_text("")
+    (odd / "r.yaml").write_text(path.read_text().replace("rows.jsonl", "'x[2].jsonl'"))
+    assert recipe.load(odd / "r.yaml").data.name == str(odd / "x[2].jsonl")
     monkeypatch.chdir(tmp_path)
     assert recipe.load(path).data.name == "rows.jsonl"
 

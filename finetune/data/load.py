@@ -165,7 +165,7 @@ def files(name: str, key: str) -> list[Path] | None:
     in_a_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()  # data/trian, where there is a data/
     if not (local_path(name) or in_a_folder):
         return None
-    if any(mark in name for mark in "*?["):
+    if any(mark in name for mark in "*?[") and not path.exists():  # notes[1].jsonl is a file's name too
         paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
     elif path.is_dir():
         entries = sorted(entry for entry in path.iterdir() if entry.name not in BOOKKEEPING)
