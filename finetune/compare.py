@@ -250,6 +250,8 @@ def introduce(jobs: list[Job], asked: Asked, screen: Screen) -> None:
         notes.append("data.validation_fraction: each seed holds out other rows, which adds to the spread")
     if asked.seeds == 1:
         notes.append("one seed says nothing of the noise: --seeds 3")
+    if asked.budget and jobs[0].recipe.eval.every:
+        notes.append("eval.every: its evaluations come on top of --budget, which counts the final one")
     screen.say(*[f"note: {note}" for note in dict.fromkeys(notes)], "")
 
 

@@ -311,6 +311,14 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
     assert compare.within(600.0, jobs, asked, screen)[1] == {} and len(timed) == 3
 
 
+def test_evaluations_on_top_of_a_budget_are_said_beforehand(short, tmp_path, capsys) -> None:
+    for every, budget, said in ((1, 900.0, True), (1, None, False), (None, 900.0, False)):
+        given = [*short, f"eval.every={every}" if every else "eval.every=null"]
+        asked = compare.Asked(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
+        compare.introduce(compare.plan(asked), asked, compare.Screen())
+        assert ("on top of --budget" in capsys.readouterr().out) == said
+
+
 def test_a_budget_that_is_too_short(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(compare, "PILOT_STEPS", 2)
     said = run(tmp_path / "c", "--adapters", "lora", "--seeds", "1", "--budget", "1s", code=2)
