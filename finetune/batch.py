@@ -121,5 +121,6 @@ def _decay(train: Train) -> int:
     given = train.passed_on()
     options = given.get("lr_scheduler_kwargs") or {}
     decay = options.get("num_decay_steps") if options.get("num_stable_steps") is None else 0
-    counts = given.get("lr_scheduler_type") == "warmup_stable_decay" and isinstance(decay, int)
-    return decay if counts else 0
+    if given.get("lr_scheduler_type") != "warmup_stable_decay" or not isinstance(decay, int):
+        return 0
+    return decay

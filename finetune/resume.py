@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Keys of a recipe, and facts, that a resumed run takes as they are now; a dot at the end: all that follow
 MAY_CHANGE = (
     "data.expect",
+    "eval.answers",
     "eval.apply_chat_template",
     "eval.batch_size",
     "eval.engine",
@@ -199,7 +200,8 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
             now, asked_at = _keys(recipe), recipe["model"].get("revision") or "main"
             if not hub.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit that it was
                 now["model.revision"] = kept["recipe"].get("model.revision")
-            compare(kept, {"recipe": now, "facts": {}}, folder.path, ("train.output_dir",))
+            now |= {key: was for key, was in kept["recipe"].items() if _same_file(key, was, now.get(key))}
+            compare(kept, {"recipe": now, "facts": {}}, folder.path, ("data.cache", "train.output_dir"))
         return True
     if checkpoint.published(folder.checkpoints):
         return False
@@ -217,6 +219,12 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     if not held <= OURS or (held and not held & MARKS):
         claim.check_free(output_dir)
     return False
+
+
+def _same_file(key: str, *paths: Any) -> bool:
+    """Whether both lie at one place, however it is written."""
+    there = key in IGNORED and all(isinstance(path, str) and os.path.exists(path) for path in paths)
+    return there and os.path.samefile(*paths)
 
 
 def _saved(folder: RunFolder) -> bool:

@@ -36,6 +36,7 @@ from finetune import (
 )
 from finetune import train as train_module
 from finetune.errors import Stopped, UserError
+from finetune.run_folder import RunFolder
 from finetune.sections import Train
 
 # A loader's worker that does not leave by itself, as one that waits for more to read
@@ -246,6 +247,24 @@ def test_what_was_trained_and_saved_is_not_begun_again(tmp_path) -> None:
             resume.nothing_to_do(str(run), asked, {})
     (run / "checkpoints" / "step-3").mkdir()
     assert not resume.nothing_to_do(str(run), "auto", {}), "it goes on after its last step"
+
+
+def test_a_finished_run_may_be_asked_for_otherwise(tmp_path, monkeypatch) -> None:
+    """By what an unfinished one allows: where prepared data lies, how a file's path is written, `eval:`."""
+    for name in ("run/adapter", "run/checkpoints"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "run" / "eval.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    kept = {"data.name": "rows.jsonl", "data.cache": "there", "eval.answers": True}
+    RunFolder(tmp_path / "run").write(
+        "checkpoints/contract.json", {"recipe": kept, "facts": {}, "chosen": {}}
+    )
+    now: dict[str, Any] = {"model": {}, "data": {"name": str(tmp_path / "rows.jsonl"), "cache": "here"}}
+    now["eval"] = {"answers": False}
+    assert resume.nothing_to_do("run", "auto", now)
+    with pytest.raises(UserError, match=r"data\.name"):
+        resume.nothing_to_do("run", "auto", now | {"data": {"name": "others.jsonl"}})
 
 
 def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
