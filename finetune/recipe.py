@@ -85,9 +85,9 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
     "adam_beta1": {"ge": 0, "lt": 1},
     "adam_beta2": {"ge": 0, "lt": 1},
     "adam_epsilon": {"ge": 0, "allow_inf_nan": False},
-    "warmup_steps": {"ge": 0, "allow_inf_nan": False},
+    "warmup_steps": {"ge": 0, "le": 1e15},
     "max_grad_norm": {"ge": 0},
-    "logging_steps": {"gt": 0, "allow_inf_nan": False},
+    "logging_steps": {"gt": 0, "le": 1e15},
     "dataloader_num_workers": {"ge": 0},
 }
 

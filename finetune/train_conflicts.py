@@ -18,6 +18,7 @@ SCHEDULED = {"lr_scheduler_type", "lr_scheduler_kwargs"}
 GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # by the Trainer
 ONE_OF = ("min_lr", "min_lr_rate")  # the floor that schedules with one in their name want
 ENDS = ("lr_end", "min_lr")  # rates themselves, not shares of the peak
+LARGEST = 1e300  # of a rate: whole numbers in a recipe may be more than a float holds
 OF_METRICS = ("reduce_lr_on_plateau", "greedy")
 # Whose options the Trainer makes of `optim_args` (transformers 5.22, trainer_optimizer.py)
 _READS_ARGS = re.compile(
@@ -85,9 +86,9 @@ def _above_the_peak(given: dict[str, Any], peak: Any) -> Iterator[Found]:
     """Upstream takes the rate up to such an end, or refuses it once the model has loaded."""
     rates = {one: given[one] for one in ENDS if isinstance(given.get(one), int | float)}
     for one, rate in rates.items():
-        if isinstance(peak, int | float) and 0 < peak <= rate:
+        if isinstance(peak, int | float) and 0 < peak <= min(rate, LARGEST):
             what = f"is no end to go down to: train.learning_rate is {peak:g}"
-            texts = {"found": f"{rate:g}", "fix": f"{{{one}: {peak / 10:g}}}"}
+            texts = {"found": f"{min(rate, LARGEST):g}", "fix": f"{{{one}: {peak / 10:g}}}"}
             yield f"train.lr_scheduler_kwargs.{one}", what, texts
 
 
