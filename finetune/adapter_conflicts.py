@@ -33,7 +33,8 @@ _UNCODED = re.compile("embed|head|norm")  # in names of modules that quantised b
 # PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
 WITH_HEAD = "[embed_tokens, lm_head]"
-PASSES_EMBEDDINGS = ("prompt_tuning", "p_tuning")  # reads the base's own, not the copy that PEFT trains
+# Vectors before every row: their encoder reads the base's own embeddings, not a copy that PEFT trains
+PROMPTS = ("prompt_tuning", "p_tuning")
 
 
 def conflicts(raw: Mapping[str, Any]) -> Found:
@@ -64,7 +65,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
         found.append((f"data.{flat}", what, {"found": "true", "fix": f"{flat}: false"}))
     smoothing = train.get("label_smoothing_factor")
-    if kind.peft in ("prompt_tuning", "p_tuning") and smoothing:  # whose vectors have logits, and no labels
+    if kind.peft in PROMPTS and smoothing:  # whose vectors have logits, and no labels
         what = f"excludes adapter.type: {name}: upstream wants a label for each of its vectors"
         found.append(("train.label_smoothing_factor", what, {"found": str(smoothing), "fix": "drop it"}))
     return found
@@ -224,7 +225,7 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
     whole = "embed_tokens" in saved
-    if kind.peft in PASSES_EMBEDDINGS and (whole or "wte" in saved):
+    if kind.peft in PROMPTS and (whole or "wte" in saved):
         what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
         return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
     if added and whole and not ("lm_head" in saved or adapter.get("ensure_weight_tying")):
@@ -232,7 +233,7 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
         return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
-    fix = "" if kind.peft in PASSES_EMBEDDINGS else f"adapter.modules_to_save: {WITH_HEAD}, or "
+    fix = "" if kind.peft in PROMPTS else f"adapter.modules_to_save: {WITH_HEAD}, or "
     fix += "adapter.type: lora"
     return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
 

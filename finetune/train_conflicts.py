@@ -47,9 +47,8 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
         texts = {"found": given, "fix": "{num_cycles: 0.5}, or what the schedule takes"}
         found.append(("train.lr_scheduler_kwargs", "is a mapping", texts))
     elif isinstance(given, dict):
-        found += _above_the_peak(
-            given, train.get("learning_rate", Train.model_fields["learning_rate"].default)
-        )
+        peak = train.get("learning_rate", Train.model_fields["learning_rate"].default)
+        found += _above_the_peak(given, peak)
     data = raw.get("data")
     streamed = isinstance(data, dict) and data.get("streaming")
     found += [*_of_numbers(train), *_of_order(train, streamed=bool(streamed))]
