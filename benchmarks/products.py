@@ -62,7 +62,7 @@ def main() -> None:
                         row = {"turn": turn, "stack": stack, "way": way, "dtype": dtype, "kernel": name}
                         try:
                             row |= sustained(call, operands, options.seconds)
-                        except Exception as error:
+                        except Exception as error:  # a tile that does not fit this GPU: its row says so
                             row["error"] = f"{type(error).__name__}: {error}"[:300]
                         print(row, flush=True)
                         found.append(row)
@@ -135,8 +135,8 @@ def scaled(*, rows: bool, fast: bool) -> Callable[..., Any]:
 def by_quack(
     rows: int, columns: int, pingpong: bool, along: int, across: int, swap: bool, swizzle: int
 ) -> Callable[..., Any]:
-    from quack.gemm_config import GemmConfig  # type: ignore[reportMissingImports]
-    from quack.gemm_interface import gemm_tuned  # type: ignore[reportMissingImports]
+    from quack.gemm_config import GemmConfig  # type: ignore[reportMissingImports]  (GPU only)
+    from quack.gemm_interface import gemm_tuned  # type: ignore[reportMissingImports]  (GPU only)
 
     config = GemmConfig(
         tile_m=rows,
