@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -78,18 +79,33 @@ def tensors(folder: Path) -> dict[str, list[int]]:
     Raises:
         UserError: a file that is not safetensors, or not all of one (exit 2).
     """
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, "np") as file:
-                found |= {name: file.get_slice(name).get_shape() for name in file.offset_keys()}
-        except SafetensorError as error:
+            found |= _header(path)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             fix = "download it again; a Git LFS pointer is a few lines of text in its place"
             problem = Problem("not a safetensors file", "model.name", str(path), str(error), fix=fix)
             raise UserError(problem) from error
     return found
+
+
+def _header(path: Path) -> dict[str, list[int]]:
+    """The shapes that one file's header gives (the format: https://huggingface.co/docs/safetensors).
+
+    `safe_open` of safetensors imports numpy before it opens a file, a fifth of what `finetune check` takes.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise ValueError(f"its header would be {length:,} bytes, the file is {size:,}")
+        header = json.loads(file.read(length))
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    ends = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if ends != size:
+        raise ValueError(f"its tensors end at byte {ends:,}, the file is {size:,}")
+    return {name: entry["shape"] for name, entry in entries.items()}
 
 
 def in_folder(folder: Path) -> Names:

@@ -237,11 +237,13 @@ def _nested(package: str, file: str, annotation: ast.expr) -> tuple[Source, ...]
     return tuple((package, file, name) for name in sorted(names & classes) if name.endswith("Config"))
 
 
+@cache
 def _enums() -> dict[str, Any]:
     """The string enums that annotate `TrainingArguments`, each as the `Literal` of its values."""
     return {name: kind for place in _ENUMS for name, kind in _string_enums(*place).items()}
 
 
+@cache
 def _string_enums(package: str, file: str) -> dict[str, Any]:
     """The enums of a file by name, each as the `Literal` of its values."""
     return {

@@ -215,11 +215,13 @@ def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n", "header too large"),
-        (struct.pack("<Q", 5) + b"hello", "invalid JSON in header"),
-        ((MODEL / "model.safetensors").read_bytes()[:-1], "file not fully covered"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n", "its header would be "),
+        (struct.pack("<Q", 5) + b"hello", "Expecting value"),
+        ((MODEL / "model.safetensors").read_bytes()[:-1], "its tensors end at byte"),
+        (struct.pack("<Q", 2) + b"[]", "no attribute 'items'"),
+        (b"", "its header would be 0 bytes, the file is 0"),
     ],
-    ids=["git-lfs", "corrupt", "truncated"],
+    ids=["git-lfs", "corrupt", "truncated", "a list", "empty"],
 )
 def test_what_is_not_all_of_a_safetensors_file_is_said(
     content: bytes, says: str, recipe_file, tmp_path, capsys
