@@ -226,14 +226,22 @@ def check_whole(adapted: Any, names: Sequence[str], source: str) -> None:
 
 
 @contextlib.contextmanager
-def refusals(what: str, code: Exit = Exit.INPUT) -> Iterator[None]:
-    """PEFT's own errors, in one line, as ours."""
+def refusals(
+    what: str,
+    code: Exit = Exit.INPUT,
+    *,
+    where: str = "",
+    key: str = "adapter",
+    fix: str = "another option, or --debug",
+) -> Iterator[None]:
+    """PEFT's own errors, in one line, as ours; not those of memory or a device, which tell nothing of it."""
     import torch
+    from accelerate.utils.memory import should_reduce_batch_size
     from safetensors import SafetensorError
 
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except (
         ValueError,
@@ -243,8 +251,8 @@ def refusals(what: str, code: Exit = Exit.INPUT) -> Iterator[None]:
         AttributeError,
         SafetensorError,
     ) as error:
+        if should_reduce_batch_size(error):
+            raise
         said = " ".join(str(error).split())
         found = said if len(said) <= 300 else f"{said[:300]} ..."
-        raise UserError(
-            Problem(what, "adapter", found=found, fix="another option, or --debug"), code=code
-        ) from error
+        raise UserError(Problem(what, key, where, found, fix=fix), code=code) from error

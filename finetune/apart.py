@@ -25,17 +25,21 @@ def evaluate(folder: RunFolder, live: verify.Live, ledger: Ledger) -> dict[str, 
     """The content of eval.json. What was saved is compared with what was trained from the file alone.
 
     Raises:
-        UserError: the file is not what was trained (exit 4); the evaluation's own failure.
+        UserError: the file is not what was trained, or does not open, and is moved aside (exit 4); the
+            evaluation's own failure.
     """
     if ranks.main():
         verify.add_saved_receipts(live, folder, ledger)
-        ledger.check()
+        verify.check(folder, ledger)
         line = [sys.executable, "-m", "finetune", "evaluate", str(folder.path), "--quiet"]
         done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
         if done.returncode:
             said = " ".join(done.stderr.split())[-500:]
             fix = f"finetune evaluate {folder.path}; what was trained is saved"
             problem = Problem("what was saved can't be evaluated", found=said, fix=fix)
+            if done.returncode == Exit.ARTEFACT:
+                problem = Problem("what was saved does not open", where=str(folder.weights), found=said)
+                verify.set_aside(folder)
             raise UserError(problem, code=Exit.of(done.returncode))
     ranks.wait()
     ranks.appears(folder.path / "eval.json")

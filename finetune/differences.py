@@ -181,7 +181,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     environment, report = folder.read("environment.json"), folder.read("data_report.json")
     recipe, result = load_recipe(folder.recipe), folder.found("eval.json")
     machine, launch = environment["hardware"], environment["launch"]
-    beside = ("batch_size", "seconds", "notes")
+    beside = ("batch_size", "seconds", "notes", "storage")
     settings = {k: v for k, v in result.get("settings", {}).items() if k not in beside}
     settings["data"] = sorted(settings.get("data", {}).values())
     if isinstance(settings.get("general"), str):  # a file, whose content is in `data`

@@ -120,6 +120,7 @@ def run(
     result = results.content(rows, before, after, recipe.eval, notes)
     result["settings"]["stops"] = stops
     result["settings"]["model"] = differences.named(recipe.model.name, recipe.model.revision)
+    result["settings"]["storage"] = setup_of(recipe).storage.value
     apart = others(folder, recipe, result)
     result["settings"]["notes"] += apart
     name = OTHER if apart or overridden(recipe) else "eval.json"  # which stays the run's own result
@@ -199,27 +200,37 @@ def overridden(recipe: Recipe) -> bool:
 
 
 def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
-    """Why this is no evaluation of the run's own weights: its base is stored otherwise than it asked for, or,
-    by the held-out loss, another one was named."""
-    origin = recipe.origin.set_by
-    if origin.get("speed.base") == "override":
-        own = setup_of(run_folder.recipe_of(folder, files=False), recipe.model).storage.value
-        if (now := setup_of(recipe).storage.value) != own:
-            return [f"the base is in {now}; the run asked for {own}"]
-    losses = [one.get("base", {}).get("loss") for one in (folder.found("eval.json"), result)]
+    """Why this is no evaluation of the run's own weights: its base is stored otherwise than while it trained,
+    or, by the held-out loss, another one was named."""
+    origin, now = recipe.origin.set_by, result["settings"]["storage"]
+    own = differences.resolved(folder).get("speed.storage", ("", ""))[0].strip('"')
+    if origin.get("speed.base") == "override" and now != own:
+        return [f"the base is in {now}; the run's was in {own or 'what it does not say'}"]
     asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
-    if None in losses or overridden(recipe) or not asked or differences.near(*losses):
+    earlier = folder.found("eval.json")
+    if overridden(recipe) or not asked or _same_base(earlier, result) is not False:
         return []
-    return [f"the base is not the run's, by its held-out loss: {losses[1]:.4f}, where it was {losses[0]:.4f}"]
+    losses = [one["base"]["loss"] for one in (result, earlier)]
+    return ["the base is not the run's, by its held-out loss: {:.4f}, where it was {:.4f}".format(*losses)]
+
+
+def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:
+    """Whether two evaluations are of one base, by its loss on as many held-out rows; None: not to be told."""
+    losses = [one.get("base", {}).get("loss") for one in (earlier, now)]
+    rows = [one.get("settings", {}).get("rows") for one in (earlier, now)]
+    return None if None in losses or rows[0] != rows[1] else differences.near(*losses)
 
 
 def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
-    """Tasks of an earlier evaluation on the same base that were not asked again."""
+    """Tasks of an earlier evaluation on the same base that were not asked again. Of another base than the
+    run's the name is not enough."""
     try:
         earlier = strict_json.scores(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
-    if earlier.get("settings", {}).get("model") != now["settings"]["model"]:
+    was, same = earlier.get("settings", {}), _same_base(earlier, now)
+    alike = all(was.get(key, now["settings"][key]) == now["settings"][key] for key in ("model", "storage"))
+    if not alike or not (same if path.name == OTHER else same is not False):
         return {}
     gone = {*now["tasks"], results.GENERAL}  # the general text is asked each time, or not wanted
     return {name: task for name, task in earlier["tasks"].items() if name not in gone}
@@ -321,7 +332,8 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     Raises:
         UserError: what was saved does not open (exit 4).
     """
-    refused = adapter_source.refusals(f"what was saved in {folder.weights} does not open", Exit.ARTEFACT)
+    says = {"key": "", "where": str(folder.weights), "fix": "a copy of it, or train again"}
+    refused = adapter_source.refusals("what was saved does not open", Exit.ARTEFACT, **says)
     if folder.weights == folder.model:
         with refused:
             return open_base(recipe, str(folder.model))

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
@@ -174,7 +175,6 @@ def _run(
         verify.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, adapted
-        clear_device_cache(garbage_collection=True)
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
         summary.show_result(screen, folder, ledger, result)
@@ -302,6 +302,8 @@ def reopen_and_evaluate(
     setup: Setup,
 ) -> dict[str, Any]:
     """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
+    torch._dynamo.reset()  # CUDA graphs hold the weights that they read
+    clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
     if setup.launch.processes > 1 and ranks.from_main(lambda: evaluate.too_large(recipe.model, setup)):
         return apart.evaluate(folder, live, ledger)
     result = verify.evaluated(live, folder, ledger)

@@ -28,7 +28,7 @@ import optuna
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from finetune import check, measured, signals, trial, tune_check, tune_report, tune_space
+from finetune import check, claim, measured, signals, trial, tune_check, tune_report, tune_space
 from finetune import study_storage as storage
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.recipe import load as load_recipe
@@ -356,12 +356,18 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
 
 
 def make_way(folder: Path, screen: Screen) -> None:
-    """Set a final run aside that was begun by an earlier best recipe, and keep by which one it is begun."""
-    best, begun = folder / tune_report.BEST, folder / "final.yaml"
-    if (folder / "final").exists() and begun.exists():
-        if load_recipe(best).model_dump() == load_recipe(begun).model_dump():
+    """Set a final run aside that was begun by an earlier best recipe, and keep by which one it is begun.
+
+    Raises:
+        UserError: another worker trains it now (exit 2).
+    """
+    best, begun, run = folder / tune_report.BEST, folder / "final.yaml", folder / "final"
+    if run.exists():
+        if not begun.exists() or load_recipe(best).model_dump() == load_recipe(begun).model_dump():
             return
-        moved = measured.set_aside(folder / "final")
+        with claim.claimed(str(run), run.name):
+            moved = measured.set_aside(run)
+        (moved / claim.LOCK).unlink(missing_ok=True)
         screen.say(f"final is of an earlier best recipe; moved to {moved}")
     shutil.copyfile(best, begun)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ def live_of(model: Any, shapes: dict[str, Any]) -> verify.Live:
     return verify.Live(verify.hashes(model, shapes), shapes, [], [], "", 0.0)
 
 
-def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, monkeypatch) -> None:
+def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatch) -> None:
     """What was saved is compared from the file, and the evaluation is a process outside the launch."""
     run = train("adapter.type=dora")
     opened = evaluate.reopen(run, run_folder.recipe_of(run))
@@ -34,13 +36,19 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, monkeypatch) -> None
     made = apart.evaluate(run, live, ledger)
     assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
     assert ledger.receipts[-1].got == f"all {len(shapes)}"
+    other = run_folder.RunFolder(shutil.copytree(run.path, tmp_path / "other"))
     path = run.adapter / "adapter_model.safetensors"
     tensors = load_file(path)
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, path)
     with pytest.raises(UserError, match="saved tensors") as raised:
         apart.evaluate(run, live, Ledger())
-    assert raised.value.code == 4
+    assert raised.value.code == 4 and not run.adapter.exists()
+    config = other.adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 3}))
+    with pytest.raises(UserError, match="does not open") as raised:
+        apart.evaluate(other, live, Ledger())
+    assert raised.value.code == 4 and not other.adapter.exists()
 
 
 @pytest.mark.parametrize(

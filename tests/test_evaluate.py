@@ -175,12 +175,16 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     own = (run.path / "eval.json").read_bytes()
     assert cli.main([*asked, "speed.base=nf4"]) == 0
     other = run.read("eval.other.json")
+    assert not other["tasks"]
+    assert cli.main(["evaluate", str(run.path), "speed.base=nf4", "--quiet"]) == 0
+    assert "choice" in run.read("eval.other.json")["tasks"]
     assert "the base is in nf4" in " ".join(other["settings"]["notes"])
     weights = load_file(base / "model.safetensors")
     save_file({name: one * 3 for name, one in weights.items()}, base / "model.safetensors", {"format": "pt"})
     assert cli.main(asked) == 0
     other = run.read("eval.other.json")
     assert "the base is not the run's" in " ".join(other["settings"]["notes"])
+    assert not other["tasks"]  # those of nf4 are not this base's
     assert (run.path / "eval.json").read_bytes() == own
 
 

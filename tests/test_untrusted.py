@@ -108,5 +108,5 @@ def test_a_template_that_is_not_the_base_s_own_is_named(tmp_path, train) -> None
     run = train("data.chat_template=chatml")
     (receipt,) = (one for one in run.read("receipts.json") if one["option"] == "chat template")
     assert receipt["asked"] == model.digest(own) != receipt["got"]
-    assert f"is not {run.read('eval.json')['settings']['model']}'s own" in (run.path / "log.txt").read_text()
+    assert f"'s own ({model.digest(own)})" in (run.path / "log.txt").read_text()
     assert any("chat template" in note for note in run.read("eval.json")["settings"]["notes"])

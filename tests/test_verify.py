@@ -6,6 +6,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from finetune import cli, evaluate, verify
@@ -37,6 +38,17 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
     assert "saved tensors" in (run.path / "log.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.AcceleratorError]
+)
+def test_weights_stay_where_memory_or_a_device_fails(error: Any, trained, monkeypatch) -> None:
+    run = trained()
+    monkeypatch.setattr(evaluate.model, "load", Mock(side_effect=error))
+    with pytest.raises(RuntimeError):
+        verify.evaluated(cast("Any", None), run, Ledger())
+    assert run.finished
+
+
 @pytest.mark.parametrize(("wrong", "code"), [("adapter", 4), ("task file", 2)])
 def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained, monkeypatch) -> None:
     """And not where the evaluation could not begin for another reason."""
@@ -49,7 +61,8 @@ def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained,
     with pytest.raises(UserError) as raised:
         verify.evaluated(cast("Any", None), run, Ledger())
     assert raised.value.code == code and run.finished is (wrong == "task file")
-    assert ("size mismatch" in str(raised.value)) is (wrong == "adapter")
+    said = str(raised.value)
+    assert ("size mismatch" in said and f"does not open ({run.adapter})" in said) is (wrong == "adapter")
     assert (run.path / "adapter.unverified" / "eval.json").is_file() is (wrong == "adapter")
 
 
