@@ -6,40 +6,72 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import QUICKSTART
 
-from finetune import claim
+from finetune import claim, tune
 from finetune.errors import Problem, UserError
+from finetune.screen import Screen
+
+
+@contextlib.contextmanager
+def another_process_in(folder: Path) -> Iterator[int]:
+    """A process that has the folder until it is killed here."""
+    held, told = os.pipe()
+    child = os.fork()
+    if not child:
+        with claim.claimed(str(folder), folder.name):
+            os.write(told, b"1")
+            signal.pause()
+    os.read(held, 1)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_run_folder_is_one_run_s(tmp_path) -> None:
     """Another process gets the holder's name; when that is gone, however it went, the folder is free."""
-    held, told = os.pipe()
-    child = os.fork()
-    if not child:
-        with claim.claimed(str(tmp_path / "run"), "run"):
-            os.write(told, b"1")
-            signal.pause()
-    os.read(held, 1)
-    with (
-        pytest.raises(UserError, match=f"process {child} on") as raised,
-        claim.claimed(str(tmp_path / "run"), "run"),
-    ):
-        pass
-    assert raised.value.code == 2
-    with (
-        pytest.raises(UserError, match=r"in use by|another run"),
-        claim.claimed(str(tmp_path / "run"), "run"),
-    ):
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    with another_process_in(tmp_path / "run") as child:
+        with (
+            pytest.raises(UserError, match=f"process {child} on") as raised,
+            claim.claimed(str(tmp_path / "run"), "run"),
+        ):
+            pass
+        assert raised.value.code == 2
+        with (
+            pytest.raises(UserError, match=r"in use by|another run"),
+            claim.claimed(str(tmp_path / "run"), "run"),
+        ):
+            pass
     with claim.claimed(str(tmp_path / "run"), "run"):
         claim.check_free(str(tmp_path / "run"))
     assert not (tmp_path / "run" / claim.LOCK).exists()
+
+
+def test_a_final_run_of_an_earlier_best_recipe_is_set_aside(tmp_path, capsys) -> None:
+    """It would be another training than the one that is there."""
+    best, run = tmp_path / "best.yaml", tmp_path / "final"
+    text = QUICKSTART.read_text()
+    best.write_text(text)
+    tune.make_way(tmp_path, Screen())
+    other = text.replace("r: ", "r: 1")
+    for written, kept in ((text, True), (f"# trial 1 of 3\n{text}", True), (other, False)):
+        run.mkdir(exist_ok=True)
+        best.write_text(written)
+        if not kept:
+            with another_process_in(run), pytest.raises(UserError, match="another run is writing there"):
+                tune.make_way(tmp_path, Screen())
+        tune.make_way(tmp_path, Screen())
+        assert run.exists() == kept
+    assert (tmp_path / "final.yaml").read_text() == best.read_text()
+    (moved,) = (tmp_path / "aside").iterdir()
+    assert f"earlier best recipe; moved to {moved}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import math
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -21,12 +20,9 @@ from conftest import QUICKSTART, ROOT
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from finetune import claim, cli, recipe, study_storage, trial, tune, tune_check, tune_report, tune_space
+from finetune import cli, recipe, study_storage, trial, tune, tune_check, tune_report, tune_space
 from finetune.errors import Exit, UserError
 from finetune.screen import Screen
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SPACE = """
 search: {evaluations: 2, startup_trials: 2}
@@ -378,43 +374,6 @@ def test_a_run_ends_with_its_study(how: str, tmp_path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.close(writer)
-
-
-@contextlib.contextmanager
-def another_process_in(folder: Path) -> Iterator[None]:
-    """A run's, for as long as this lasts."""
-    held, told = os.pipe()
-    child = os.fork()
-    if not child:
-        with claim.claimed(str(folder), folder.name):
-            os.write(told, b"1")
-            signal.pause()
-    os.read(held, 1)
-    try:
-        yield
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def test_a_final_run_of_an_earlier_best_recipe_is_set_aside(tmp_path, capsys) -> None:
-    """It would be another training than the one that is there."""
-    best, run = tmp_path / "best.yaml", tmp_path / "final"
-    text = QUICKSTART.read_text()
-    best.write_text(text)
-    tune.make_way(tmp_path, Screen())
-    other = text.replace("r: ", "r: 1")
-    for written, kept in ((text, True), (f"# trial 1 of 3\n{text}", True), (other, False)):
-        run.mkdir(exist_ok=True)
-        best.write_text(written)
-        if not kept:
-            with another_process_in(run), pytest.raises(UserError, match="another run is writing there"):
-                tune.make_way(tmp_path, Screen())
-        tune.make_way(tmp_path, Screen())
-        assert run.exists() == kept
-    assert (tmp_path / "final.yaml").read_text() == best.read_text()
-    (moved,) = (tmp_path / "aside").iterdir()
-    assert f"earlier best recipe; moved to {moved}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_the_process_of_a_study_holds_no_torch() -> None:
