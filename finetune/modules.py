@@ -83,7 +83,7 @@ def tensors(folder: Path) -> dict[str, list[int]]:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             found |= _header(path)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             fix = "download it again; a Git LFS pointer is a few lines of text in its place"
             problem = Problem("not a safetensors file", "model.name", str(path), str(error), fix=fix)
             raise UserError(problem) from error

@@ -220,8 +220,9 @@ def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_
         ((MODEL / "model.safetensors").read_bytes()[:-1], "its tensors end at byte"),
         (struct.pack("<Q", 2) + b"[]", "no attribute 'items'"),
         (b"", "its header would be 0 bytes, the file is 0"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "maximum recursion depth exceeded"),
     ],
-    ids=["git-lfs", "corrupt", "truncated", "a list", "empty"],
+    ids=["git-lfs", "corrupt", "truncated", "a list", "empty", "deep"],
 )
 def test_what_is_not_all_of_a_safetensors_file_is_said(
     content: bytes, says: str, recipe_file, tmp_path, capsys
