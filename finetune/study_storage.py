@@ -19,7 +19,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from finetune.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from optuna.study import Study
     from optuna.trial import FrozenTrial
@@ -64,35 +64,40 @@ def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -
     direction = "maximize" if maximize else "minimize"
     given: dict[str, Any] = {"study_name": name, "direction": direction, "load_if_exists": True}
     with contextlib.ExitStack() as stack:
-        study = None
-        for left in reversed(range(TRIES)):
-            try:
-                study = optuna.create_study(storage=_storage(url, stack), pruner=pruner, **given)
-                break
-            except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-                if isinstance(error, ArgumentError) or not left:
-                    code = Exit.INPUT if isinstance(error, ArgumentError) else Exit.ENVIRONMENT
-                    raise unreachable(error, url, code) from None
-                time.sleep(0.5)
-            except ImportError as error:
-                raise _no_driver(error, url) from None
-            except (OSError, ValueError) as error:
-                if not url.startswith(JOURNAL):
-                    raise
-                raise _no_journal(error, url) from None
-        assert study is not None
-        yield study
+        yield _asked(url, stack, lambda storage: optuna.create_study(storage=storage, pruner=pruner, **given))
 
 
 def name_in(url: str, folder: Path) -> str:
-    """The name of a folder's study: the folder's; or that of the one in its own file, begun under another."""
+    """The name of a folder's study: the folder's; or that of the one in its own file, begun under another.
+
+    Raises:
+        UserError: the file can't be read (exit 3): under the folder's name a second study might begin in it.
+    """
     own = folder.resolve() / "study.db"
     if url != f"sqlite:///{own}" or not own.exists():
         return folder.name
-    with contextlib.ExitStack() as stack, contextlib.suppress(SQLAlchemyError):  # `opened` says what it is
-        names = optuna.get_all_study_names(_storage(url, stack))
-        return names[0] if len(names) == 1 else folder.name
-    return folder.name
+    with contextlib.ExitStack() as stack:
+        names = _asked(url, stack, optuna.get_all_study_names)
+    return names[0] if len(names) == 1 else folder.name
+
+
+def _asked(url: str, stack: contextlib.ExitStack, ask: Callable[[Any], Any]) -> Any:
+    """What `ask` gives of a storage, which `stack` closes; asked again where another worker is in its way."""
+    for left in reversed(range(TRIES)):
+        try:
+            return ask(_storage(url, stack))
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+            if isinstance(error, ArgumentError) or not left:
+                code = Exit.INPUT if isinstance(error, ArgumentError) else Exit.ENVIRONMENT
+                raise unreachable(error, url, code) from None
+            time.sleep(0.5)
+        except ImportError as error:
+            raise _no_driver(error, url) from None
+        except (OSError, ValueError) as error:
+            if not url.startswith(JOURNAL):
+                raise
+            raise _no_journal(error, url) from None
+    raise AssertionError
 
 
 def _no_driver(error: ImportError, url: str) -> UserError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import optuna
 import pytest
@@ -34,7 +35,8 @@ def test_no_password_is_written_down() -> None:
     assert study_storage.shown("sqlite:////a/study.db") == "sqlite:////a/study.db"
 
 
-def test_a_study_is_known_by_its_file_where_its_folder_was_renamed(tmp_path) -> None:
+def test_a_study_is_known_by_its_file_where_its_folder_was_renamed(tmp_path, monkeypatch) -> None:
+    """The file is asked again where another worker is in its way, and no second study begins in it."""
     folder = tmp_path / "new"
     assert study_storage.name_in(f"sqlite:///{folder}/study.db", folder) == "new"
     folder.mkdir()
@@ -43,8 +45,20 @@ def test_a_study_is_known_by_its_file_where_its_folder_was_renamed(tmp_path) -> 
         pass
     assert study_storage.name_in(url, folder) == "old"
     assert study_storage.name_in("journal:x", folder) == "new"
+    locked, listed = iter([True, False]), optuna.get_all_study_names
+
+    def names(storage: Any) -> list[str]:
+        if next(locked):
+            raise optuna.exceptions.StorageInternalError
+        return listed(storage)
+
+    monkeypatch.setattr(optuna, "get_all_study_names", names)
+    assert study_storage.name_in(url, folder) == "old"
+    monkeypatch.setattr(study_storage, "TRIES", 1)
     (folder / "study.db").write_text("no database" * 1000)
-    assert study_storage.name_in(url, folder) == "new"
+    with pytest.raises(UserError, match="the storage can't be used") as raised:
+        study_storage.name_in(url, folder)
+    assert raised.value.code == Exit.ENVIRONMENT
 
 
 @pytest.mark.parametrize(
