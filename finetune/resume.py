@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import checkpoint, claim, hub, launch_env, run_folder
 from finetune.errors import Exit, Problem, UserError
 from finetune.run_folder import RunFolder
+from finetune.sections import Source
 
 if TYPE_CHECKING:
     from finetune.checkpoint import Found
@@ -221,10 +222,22 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     return False
 
 
-def _same_file(key: str, *paths: Any) -> bool:
-    """Whether both lie at one place, however it is written."""
-    there = key in IGNORED and all(isinstance(path, str) and os.path.exists(path) for path in paths)
-    return there and os.path.samefile(*paths)
+def _same_file(key: str, *written: Any) -> bool:
+    """Whether both name the same files, wherever these are looked for, and take as much of each."""
+    names, taken = zip(*map(_named, written), strict=True)
+    return key in IGNORED and taken[0] == taken[1] and all(map(_at_one_place, *names))
+
+
+def _named(written: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The names in a path or a list of sources, and the other keys of each: a path alone has the defaults."""
+    items = written if isinstance(written, list) else [written]
+    sources = [{**Source(name="").model_dump(), **(i if isinstance(i, dict) else {"name": i})} for i in items]
+    return [source.pop("name") for source in sources], sources
+
+
+def _at_one_place(*paths: Any) -> bool:
+    there = all(isinstance(path, str) and os.path.exists(path) for path in paths)
+    return paths[0] == paths[1] or (there and os.path.samefile(*paths))
 
 
 def _saved(folder: RunFolder) -> bool:

@@ -256,15 +256,19 @@ def test_a_finished_run_may_be_asked_for_otherwise(tmp_path, monkeypatch) -> Non
     (tmp_path / "rows.jsonl").write_text("")
     (tmp_path / "run" / "eval.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    kept = {"data.name": "rows.jsonl", "data.cache": "there", "eval.answers": True}
-    RunFolder(tmp_path / "run").write(
-        "checkpoints/contract.json", {"recipe": kept, "facts": {}, "chosen": {}}
-    )
-    now: dict[str, Any] = {"model": {}, "data": {"name": str(tmp_path / "rows.jsonl"), "cache": "here"}}
-    now["eval"] = {"answers": False}
-    assert resume.nothing_to_do("run", "auto", now)
-    with pytest.raises(UserError, match=r"data\.name"):
-        resume.nothing_to_do("run", "auto", now | {"data": {"name": "others.jsonl"}})
+    here = str(tmp_path / "rows.jsonl")
+    for was, name, other in (
+        ("rows.jsonl", here, "others.jsonl"),
+        (["rows.jsonl"], [here], [here, here]),
+        (["rows.jsonl"], [{"name": here}], [{"name": here, "weight": 2.0}]),
+    ):
+        kept = {"recipe": {"data.name": was, "data.cache": "there", "eval.answers": True}}
+        RunFolder(tmp_path / "run").write("checkpoints/contract.json", {**kept, "facts": {}, "chosen": {}})
+        now: dict[str, Any] = {"model": {}, "data": {"name": name, "cache": "here"}}
+        now["eval"] = {"answers": False}
+        assert resume.nothing_to_do("run", "auto", now)
+        with pytest.raises(UserError, match=r"data\.name"):
+            resume.nothing_to_do("run", "auto", now | {"data": {"name": other}})
 
 
 def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
