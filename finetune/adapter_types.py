@@ -174,6 +174,15 @@ def advice(name: str, rate: float, options: Mapping[str, Any]) -> list[str]:
     return said
 
 
+def unmerged(name: str, options: Mapping[str, Any]) -> str:
+    """What PEFT says to merging a type with these options; the empty string: it does. BEFT's biases have no
+    place in layers without one."""
+    kind = all_types().get(name)
+    if kind and (kind.prompt or kind.peft in ("", "lily", "beft")):
+        return "can't merge it" if kind.peft else "has nothing to merge"
+    return "can't merge it into layers without a bias" if options.get("lora_bias") else ""
+
+
 def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
     """A peak learning rate for a type, from one that suits type `own`; and how it was come by.
 
@@ -231,8 +240,6 @@ UNSERVED = {
     },
     "vblora": {"save_only_topk_weights": "saves less than was trained, and no training can go on from it"},
 }
-# PEFT's types that it can't merge: vectors before the prompt, Lily, BEFT on layers without a bias
-UNMERGED = frozenset({"prompt_tuning", "p_tuning", "prefix_tuning", "cartridge", "lily", "beft"})
 # PEFT's types whose forward torch.compile can't take as one graph
 BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
 FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `base: auto` puts on fp8

@@ -240,10 +240,8 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
     why = why or ("" if rank else f"rank {config.get('r')}")
     if why:
         way = "merge first (`finetune merge RUN`, then `--merged`)"
-        if str(config.get("peft_type")).lower() in adapter_types.UNMERGED:
-            way = "use it with PEFT, which can't merge it"
-        elif config.get("lora_bias"):
-            way = "use it with PEFT, which can't merge it into layers without a bias"
+        if unmerged := adapter_types.unmerged(str(config.get("peft_type")).lower(), config):
+            way = f"use it with PEFT, which {unmerged}"
         return f"vLLM does not serve {why} beside a base: {way}."
     name = repo.rpartition("/")[2]
     where = base.name if base.on_hub else f"path/to/{base.name}"

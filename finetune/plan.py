@@ -305,6 +305,8 @@ def at_once(
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
         longest=length, usable=usable,
     )  # fmt: skip
+    if adapter_types.unmerged(recipe.adapter.type, recipe.adapter.options()):
+        phases.pop("merge", None)
     gone = phases.get(plan_memory.HOST, {})
     every = (gathered(full=False, layers=memory.layers) + outside) * estimate.GIB
     step = _step(recipe, rows, batch, memory, recompute.value, base.value, by, processes, every, gone)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import checkpoint, report_scores, run_folder, strict_json, strict_yaml
+from finetune import adapter_types, checkpoint, report_scores, run_folder, strict_json, strict_yaml
 from finetune.data import view
 from finetune.data.audit import Report
 from finetune.errors import Problem, UserError
@@ -316,7 +316,9 @@ def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         found.append(("measure it again, from the folder alone", f"finetune evaluate {name}"))
         found.append(("talk to base and tuned side by side", f"finetune chat {name}"))
     if verdict.kind in ("good", "mixed"):
-        found.append(("one set of weights, proven equal", f"finetune merge {name}"))
+        adapter = run.recipe.get("adapter") or {}
+        if not adapter_types.unmerged(str(adapter.get("type")), adapter):
+            found.append(("one set of weights, proven equal", f"finetune merge {name}"))
         found.append(("what would go to the Hub", f"finetune publish {name} --dry-run"))
     return found
 

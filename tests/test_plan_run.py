@@ -109,6 +109,7 @@ def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
     (said,) = [note for note in made.notes if "merging" in note]
     assert said.endswith("GiB; on the CPU: ACCELERATE_USE_CPU=true finetune merge RUN")
     assert not [note for note in planned(large).notes if "merging" in note]
+    assert "merge" not in planned(large, "adapter.lora_bias=true").phases
 
 
 def test_what_the_time_leaves_out_is_said(large) -> None:

@@ -231,6 +231,14 @@ def test_verdicts(word: str, forgot: list, kind: str, title: str, folder: RunFol
     assert title in page_of(folder).said()
 
 
+@pytest.mark.parametrize(
+    ("adapter", "merges"), [("type: lora", True), ("type: prompt_tuning", False), ("type: full", False)]
+)
+def test_what_can_t_be_merged_is_not_advised_to_be(adapter: str, merges: bool, folder: RunFolder) -> None:
+    folder.recipe.write_text(f"adapter: {{{adapter}}}\n")
+    assert ("finetune merge" in page_of(folder).said()) == merges
+
+
 def test_without_a_verdict_nothing_is_claimed(folder: RunFolder) -> None:
     folder.write("eval.json", {})
     found = report.judge(report.read(folder.path))
