@@ -98,7 +98,8 @@ def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) ->
 
 
 def short_of_peak(train: Train, steps: int) -> list[str]:
-    """What to say of a run that ends before its warm-up does, or has none although one is asked for."""
+    """What to say of a run that ends before its warm-up does, whose decay begins within it, or that has none
+    although one is asked for."""
     asked = _warm_up(train)
     if not asked and train.passed_on().get("warmup_steps"):
         return ["train.warmup_steps: constant has no warm-up; constant_with_warmup has"]

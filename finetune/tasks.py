@@ -93,19 +93,23 @@ def check(settings: Eval, longest: int | None = None) -> None:
     Raises:
         UserError: everything that is wrong with them (exit 2), or a package is missing (3).
     """
-    problems, names = [], [name for name in dict.fromkeys(settings.tasks) if not is_file(name)]
+    problems, held = [], {name: [name] for name in settings.tasks if not is_file(name)}
     for name in filter(is_file, dict.fromkeys(settings.tasks)):
         try:
             task = read(name)
             if task:
                 documents(task, name)
                 problems += _too_long(task, name, longest)
-            names.append(task.task if task else task_files.config(file(name))["task"])
+            held.setdefault(task.task if task else task_files.config(file(name))["task"], []).append(name)
         except UserError as error:
             problems += error.problems
-    fix = "another `task:` in one of their files"
-    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-    problems += [Problem("two tasks of one name", "eval.tasks", found=name, fix=fix) for name in twice]
+    for name, named in held.items():
+        if len({file(one).resolve() for one in named}) > 1:
+            fix = "another `task:` in one of their files"
+            problems.append(Problem("two tasks of one name", "eval.tasks", found=name, fix=fix))
+        elif len(named) > 1:
+            what = "one file, named in several ways"
+            problems.append(Problem(what, "eval.tasks", found=", ".join(named), fix=f"[{named[0]}]"))
     if problems:
         raise UserError(*problems)
     lacking = None
@@ -210,7 +214,7 @@ def read(path: str) -> Task | None:
     problems += [
         Problem(f"is not read by {task.kind}", key, path, fix=f"drop it, or kind: {' or '.join(kinds)}")
         for key, kinds in READ_BY.items()
-        if key in task.model_fields_set and task.kind not in kinds
+        if key in task.model_fields_set and getattr(task, key) is not None and task.kind not in kinds
     ]
     if task.pattern is not None:
         try:

@@ -228,6 +228,8 @@ def test_two_tasks_of_one_name_are_refused(tmp_path) -> None:
         path = write_task(tmp_path, other, QUESTIONS, more + CHOICE)
         with pytest.raises(UserError, match="two tasks of one name"):
             tasks.check(Eval(tasks=[one, path, "arc_easy"]))
+    with pytest.raises(UserError, match="one file, named in several ways"):
+        tasks.check(Eval(tasks=[one, f"{tmp_path}/../{tmp_path.name}/{Path(one).name}"]))
     tasks.check(Eval(tasks=[one, one, "arc_easy"]))
 
 
@@ -322,7 +324,7 @@ def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
 def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkeypatch) -> None:
     """It is one word, whose perplexity no float holds; what lm-eval's own tasks end in is told."""
     rows = [{"said": "".join(chr(0x4E00 + 7 * row + at * 11) for at in range(168))} for row in range(7)]
-    task = write_task(tmp_path, "word", rows, 'kind: perplexity\nprompt: "{{ said }}"\n')
+    task = write_task(tmp_path, "word", rows, 'kind: perplexity\nprompt: "{{ said }}"\nanswer: null\n')
     found = harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
     metrics = harness.compare(found, found, set())["word"]["tuned"]
     assert metrics["word_perplexity"] == math.inf and 1 < metrics["bits_per_byte"] < 100
