@@ -83,12 +83,7 @@ def read(model: Model) -> Architecture:
     """
     folder = Path(model.name)
     path = folder / "config.json" if folder.is_dir() or local_path(model.name) else _from_hub(model)
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problem = Problem("the folder holds no config.json that can be read", "model.name", found=str(error))
-        raise UserError(problem) from error
-    config = as_config(raw)
+    config = config_in(path)
     text = config.get_text_config()
     missing = [key for key in NEEDED if getattr(text, key, None) is None]
     if missing:
@@ -106,6 +101,15 @@ def read(model: Model) -> Architecture:
     if text is config and (made := shapes.of(text)):  # with towers, transformers knows them
         return Architecture(config, made, FROM_CONFIG, unknown)
     return Architecture(config, _kept(path), "the model on the meta device", unknown)
+
+
+def config_in(path: Path) -> Any:
+    """A model's config.json, by `as_config` (exit 2 if it can't be read)."""
+    try:
+        return as_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        problem = Problem("the folder holds no config.json that can be read", "model.name", found=str(error))
+        raise UserError(problem) from error
 
 
 def as_config(raw: dict[str, Any]) -> Any:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from finetune.data.prepare import Prepared
     from finetune.hardware import Setup
     from finetune.recipe import Recipe
-    from finetune.sections import Train
+    from finetune.sections import Model, Train
 
 IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
 TRACKERS = {  # name in train.report_to -> module, package; of others both are called as it is
@@ -285,11 +285,19 @@ def _tasks(recipe: Recipe) -> list[str]:
     if recipe.eval.tasks:
         from finetune import tasks  # most recipes have none, and its imports take a tenth of a second
 
-        tasks.check(recipe.eval)
+        tasks.check(recipe.eval, getattr(_text_config(recipe.model), "max_position_embeddings", None))
         tasks.check_names(recipe.eval)
     if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
         raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
     return []
+
+
+def _text_config(section: Model) -> Any:
+    """config.json of a local model, completed, of its text model where it has others; `None`: on the Hub."""
+    from finetune import architecture  # what most recipes need not be asked
+
+    folder = Path(section.name)
+    return architecture.config_in(folder / "config.json").get_text_config() if folder.is_dir() else None
 
 
 def _trackers(recipe: Recipe) -> list[str]:

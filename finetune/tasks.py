@@ -123,7 +123,7 @@ def check(settings: Eval, longest: int | None = None) -> None:
 
 def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
     """Where an answer may take all the tokens of a model: lm-eval would stop at its first prompt."""
-    if longest is None or task.kind not in GENERATED or task.max_new_tokens < longest:
+    if not isinstance(longest, int) or task.kind not in GENERATED or task.max_new_tokens < longest:
         return []
     what = f"leaves no room for a prompt: the model takes {longest:,} tokens in all"
     return [Problem(what, "max_new_tokens", str(file(name)), str(task.max_new_tokens))]

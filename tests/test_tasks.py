@@ -243,6 +243,8 @@ def test_an_answer_as_long_as_the_model_is_refused_before_it_loads(tmp_path) -> 
     ):
         text = f"kind: {kind}_match\nprompt: a\nanswer: b\nmax_new_tokens: {tokens}\n"
         path = write_task(tmp_path, "long", ANSWERS, text + "pattern: a\n" * (kind == "regex"))
+        asked = ["check", "recipes/quickstart.yaml", f"model.name={MODEL}", f"eval.tasks=[{path}]"]
+        assert cli.main(asked) == (0 if ok else 2)
         if ok:
             harness.check(Eval(tasks=[path]), base)
             continue
