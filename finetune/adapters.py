@@ -15,7 +15,7 @@ from finetune.adapter_conflicts import HEAD_STAYS, WITH_HEAD
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from peft import PeftConfig, PeftModel
@@ -269,25 +269,37 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
         raise UserError(*problems)
 
 
+def against_rows(options: Mapping[str, Any], tied: bool, added: bool) -> list[Problem]:
+    """Why rows of the embeddings can't train so: these or the head train as a whole, and the other does not.
+
+    Args:
+        options: PEFT's, of the recipe or of a config.
+        tied: the base's head has the embeddings' weights.
+        added: there are tokens that are new to the base.
+    """
+    saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
+    what = fix = ""
+    if added and "embed_tokens" in saved:
+        if "lm_head" not in saved and not (tied and options.get("ensure_weight_tying")):
+            what, fix = HEAD_STAYS, WITH_HEAD
+    elif tied and "lm_head" in saved and (added or own):
+        what = "a head of its own has no part in rows of the embeddings that train"
+        fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
+    return [Problem(what, "adapter.modules_to_save", found=str(list(saved)), fix=fix)] if what else []
+
+
 def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> None:
     """New tokens need rows that train: in the embeddings, and in the head if it has its own.
 
     Raises:
         UserError: embeddings or a head that train as a whole, and the other that does not (exit 2).
     """
-    saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
     tied = model.config.get_text_config().tie_word_embeddings
-    if added and "embed_tokens" in saved:
-        if "lm_head" in saved or (tied and getattr(config, "ensure_weight_tying", False)):
-            return
-        raise UserError(Problem(HEAD_STAYS, "adapter.modules_to_save", found=str(list(saved)), fix=WITH_HEAD))
+    if problems := against_rows(vars(config), tied, bool(added)):
+        raise UserError(*problems)
+    if not added or "embed_tokens" in (getattr(config, "modules_to_save", None) or ()):
+        return  # trainable_tokens has none of those
     own = getattr(config, "trainable_token_indices", None) or []
-    if tied and "lm_head" in saved and (added or own):
-        what = "a head of its own has no part in rows of the embeddings that train"
-        fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
-        raise UserError(Problem(what, "adapter.modules_to_save", found=str(list(saved)), fix=fix))
-    if not added:
-        return
     asked = own if isinstance(own, dict) else {"embed_tokens": own} | ({} if tied else {"lm_head": own})
     rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
     config.trainable_token_indices = rows["embed_tokens"] if tied and len(rows) == 1 else rows

@@ -10,6 +10,7 @@ from finetune import (
     adapter_conflicts,
     adapter_source,
     adapter_types,
+    adapters,
     attention_choice,
     batch,
     estimate,
@@ -181,6 +182,14 @@ def against_window(config: Any) -> None:
         raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))
 
 
+def against_rows(recipe: Recipe, text: Any) -> list[Problem]:
+    """Why rows of the embeddings can't train beside what trains as a whole, by the text model's config."""
+    if text is None or recipe.adapter.source:
+        return []
+    added = bool(recipe.model.add_tokens)
+    return adapters.against_rows(recipe.adapter.options(), text.tie_word_embeddings, added)
+
+
 def pinned(recipe: Recipe) -> Recipe:
     """The same with the commit that `model.revision` is now: every file of the base is read at it, also
     by processes that are started after this (`hub.commit`)."""
@@ -331,6 +340,8 @@ def _adapter(recipe: Recipe) -> list[str]:
     """Names in the adapter's section against the safetensors headers of a local model; `adapter.from`."""
     folder, options = Path(recipe.model.name), recipe.adapter.options()
     notes = adapter_source.check(recipe.adapter, recipe.model.name, recipe.model.revision)
+    if options.get("modules_to_save") and (problems := against_rows(recipe, _text_config(recipe.model))):
+        raise UserError(*problems)
     names = modules.in_folder(folder) if folder.is_dir() else None
     if names and names.modules:
         kind = adapter_types.find(recipe.adapter.type)

@@ -7,7 +7,7 @@ import torch
 from conftest import DATA, MODEL, QUICKSTART, receipts
 from safetensors.torch import load_file
 
-from finetune import cli, merge
+from finetune import check, cli, merge
 from finetune.run_folder import RunFolder
 
 # Said by peft 0.21.2: PiSSA and its kin change the base, and are converted here (tuners/lora/model.py); the
@@ -175,9 +175,14 @@ def test_new_rows_train_in_the_head_too_or_it_is_refused(base, saved, says, trai
 
 
 @pytest.mark.parametrize("rows", ["model.add_tokens=['<kind>']", "adapter.trainable_token_indices=[5]"])
-def test_rows_that_train_beside_a_tied_head_that_does_are_refused(rows, train, capsys) -> None:
+def test_rows_that_train_beside_a_tied_head_that_does_are_refused(rows, train, capsys, monkeypatch) -> None:
     """PEFT ends in a traceback where it saves them."""
-    train(rows, "adapter.modules_to_save=[lm_head]", code=2)
+    given = [str(QUICKSTART), rows, "adapter.modules_to_save=[lm_head]", f"model.name={MODEL}"]
+    for command in ("check", "plan", "train"):
+        assert cli.main([command, *given]) == 2
+        assert "[embed_tokens, lm_head]" in capsys.readouterr().err
+    monkeypatch.setattr(check, "run", lambda recipe: [])  # as of a base on the Hub
+    train(*given[1:], code=2)
     assert "[embed_tokens, lm_head]" in capsys.readouterr().err
 
 
