@@ -6,7 +6,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import arguments, check, launch, plan_changes, resume
+from finetune import arguments, check, launch, optimizers, plan_changes, resume
+from finetune.batch import count_steps, split_batch
 from finetune.data import view
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen, quieten_libraries
@@ -21,7 +22,8 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     """Its data, its plan on this machine, and what it would go on from.
 
     Raises:
-        UserError: what `train` refuses before it loads a weight: a launch, a folder, a checkpoint, rows.
+        UserError: what `train` refuses before it loads a weight: a launch, a folder, a checkpoint, rows,
+            what SFTConfig or the schedule is given.
     """
     screen, where = Screen(quiet=options.quiet), recipe.train.output_dir
     if resume.nothing_to_do(where, options.resume, recipe.model_dump(mode="json")):
@@ -31,10 +33,20 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
         launch.check(config)
         launch.check_count(config, [], arguments.train_again(options))
     quieten_libraries()
-    check.setup_of(recipe)
+    from finetune import train  # imports torch
+
+    setup = check.setup_of(recipe)
     found = resume.find(RunFolder(Path(where)), options.resume) if where else None
     screen.say(*(f"note: {note}" for note in notes))
-    view.summary(screen, check.prepare_data(recipe)[1])
+    batch = split_batch(recipe.train, setup.launch.rows_apart)
+    alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
+    made = train.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
+    prepared = check.prepare_data(recipe)[1]
+    view.summary(screen, prepared)
+    rows = None if recipe.data.streaming else len(prepared.train)
+    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
+    if made:
+        optimizers.check_schedule(made, steps)
     asked = plan_changes.Asked(None, None, None, options.accelerate)
     plan_changes.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
