@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be kept on the CPU
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
 _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
-_UNCODED = re.compile("embed|head|norm")  # in names of modules that quantised bases leave as they are
+# In names of modules that quantised bases keep as codes, and of those that they leave as they are; of others
+# the live model decides
+_CODED = re.compile(r"(proj|c_attn|c_fc|query_key_value|dense|fc\d|w\d)$")
+_UNCODED = re.compile("embed|head|norm|wte")
 # PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
 WITH_HEAD = "[embed_tokens, lm_head]"
@@ -135,6 +138,8 @@ def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
         return "speed.qat rounds whole weights"
     if evaluation.tasks and evaluation.engine == "vllm":
         return "eval.engine: vllm serves the adapter on a base in bf16"
+    if not all(_UNCODED.search(name) for name in options.get("modules_to_save") or ()):
+        return "modules_to_save trains whole layers, which on the fp8 base may be codes"
     return "; ".join(f"{key} {what}" for key, what, _ in _on_fp8(options))
 
 
@@ -152,13 +157,16 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
 
 
 def _coded(adapter: Mapping[str, Any], base: str) -> Found:
-    """Layers to be trained as a whole that are codes on a quantised base."""
+    """Layers to be trained as a whole that are codes on a quantised base, as far as their names say it."""
     whole = adapter.get("modules_to_save")
-    whole = [name for name in whole if not _UNCODED.search(str(name))] if isinstance(whole, list) else []
-    if not whole:
-        return []
+    whole = [str(name) for name in whole if _CODED.search(str(name))] if isinstance(whole, list) else []
+    return coded(whole, base) if whole else []
+
+
+def coded(whole: list[str], base: str) -> Found:
+    """What is said of such layers, by name."""
     what = f"trains whole layers, which on the {base} base are codes"
-    texts = {"found": ", ".join(map(str, whole)), "fix": "target_modules, or a base in bf16"}
+    texts = {"found": ", ".join(whole), "fix": "target_modules, or a base in bf16"}
     return [("adapter.modules_to_save", what, texts)]
 
 

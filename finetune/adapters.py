@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from finetune import adapter_init, adapter_source, adapter_types, modules, qat
-from finetune.adapter_conflicts import HEAD_STAYS, WITH_HEAD
+from finetune.adapter_conflicts import HEAD_STAYS, WITH_HEAD, coded
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -256,6 +256,11 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
     options = adapter.options()
     kind = adapter_types.find(adapter.type)
     problems = modules.problems(options, names(model), any_module=kind.peft in adapter_types.NOT_LINEAR)
+    whole = tuple(options.get("modules_to_save") or ())
+    stored = {name: modules.stored_as(part) for name, part in model.named_modules() if name.endswith(whole)}
+    for base in {*stored.values()} - {""}:
+        found = coded([name for name in stored if stored[name] == base], base)
+        problems += [Problem(what, key, **texts) for key, what, texts in found]
     embedding: Any = model.get_input_embeddings()
     rows = len(embedding.weight)
     for key in ("trainable_token_indices", "token_indices"):

@@ -52,7 +52,7 @@ def add_coded_receipt(model: Any, storage: str, ledger: Ledger) -> None:
     model, before an adapter is on it."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
-    coded = sum(_storage(layer) == storage for layer in linear)
+    coded = sum(stored_as(layer) == storage for layer in linear)
     stacked = of_experts(model)
     got = f"{coded} of {len(linear)} linear layers, {size(model.get_memory_footprint())} in all"
     got += f"; {len(linear) - coded} stay as numbers" if coded < len(linear) else ""
@@ -61,13 +61,15 @@ def add_coded_receipt(model: Any, storage: str, ledger: Ledger) -> None:
     ledger.add("speed.base", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
 
 
-def _storage(layer: Any) -> str:
-    """What a linear layer's weight is stored as, by the values of speed.base; empty: as numbers."""
-    weight = layer.weight
+def stored_as(layer: Any) -> str:
+    """What a module's weight is stored as, by the values of speed.base; empty: as numbers, or it has none."""
+    weight: Any = getattr(layer, "weight", None)
     if type(weight).__module__.startswith("torchao."):
         return "torchao_int8"
     if type(layer).__name__ == "Linear8bitLt":
         return str(weight.dtype).removeprefix("torch.")
+    if type(layer).__name__ == "Fp8Linear":
+        return "fp8"
     return getattr(getattr(weight, "quant_state", None), "quant_type", "")
 
 

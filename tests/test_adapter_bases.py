@@ -1,11 +1,15 @@
 """Which type trains on which base: each cell of the table is true, by gradients and logits, or refused."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import adapter_types, adapters, cli, evaluate, hardware, merge, recipe
+from finetune import adapter_conflicts, adapter_types, adapters, cli, evaluate, hardware, merge, model, recipe
 from finetune.errors import Exit, UserError
 from finetune.receipts import Ledger
+from finetune.sections import Model
 
 STORAGES = [name for name in adapter_types.QUANTISED if name != "fp8"]  # test_fp8.py
 # LLM.int8() rounds activations too, in forward only; the others compute with the dequantised weights
@@ -76,3 +80,33 @@ def test_torchao_s_tensors_keep_their_own_products(train, two_layers, capsys) ->
     """Their layer is torch's own, only the weight is not: no other sign that it can't be laid together."""
     train("speed.base=torchao_int8", f"model.name={two_layers}", "speed.fused=true", code=3)
     assert "14 by PEFT: the base is stored as Int8Tensor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("storage", adapter_types.QUANTISED)
+def test_what_is_not_known_to_be_codes_is_left_to_the_live_model(storage: str) -> None:
+    whole = ["wte", "ln_f", "gate", "router", "conv1d", "embed_tokens", "lm_head", "norm"]
+    raw = {"adapter": {"type": "lora", "modules_to_save": whole}, "speed": {"base": storage}}
+    assert not adapter_conflicts.conflicts(raw)
+    for name in ("model.layers.0.self_attn.q_proj", "c_attn", "query_key_value", "fc1"):
+        raw["adapter"]["modules_to_save"] = ["norm", name]
+        assert adapter_conflicts.conflicts(raw)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_layers_that_are_codes_do_not_train_whole(storage: str, tmp_path) -> None:
+    """Whatever they are called: the live model is asked. Of torchao's tensors no dtype says it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", vocab_size=64, **sizes))
+    made.save_pretrained(tmp_path)
+    setup = hardware.choose(attention="sdpa", base=storage, adapter_type="lora")
+
+    def attached(*names: str) -> Any:
+        whole = f"adapter.modules_to_save=[{', '.join(names)}]"
+        section = recipe.load("recipes/quickstart.yaml", ["adapter.target_modules=[dense]", whole]).adapter
+        return adapters.attach(model.load(Model(name=str(tmp_path)), setup, "cpu"), section, 4, Ledger())
+
+    trained = adapters.trainable(attached("embed_in", "final_layer_norm"))
+    assert sum("modules_to_save" in name for name in trained) == 3
+    with pytest.raises(UserError, match=f"on the {storage} base are codes") as raised:
+        attached("final_layer_norm", "dense_h_to_4h")
+    assert "found:     gpt_neox.layers.0.mlp.dense_h_to_4h\n" in str(raised.value)
