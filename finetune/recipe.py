@@ -283,7 +283,8 @@ def _apply_overrides(
         before, target[path[-1]] = target.get(path[-1]), document.value
         origin.where[path] = where
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
-        of_another = recipe_errors.OF_ANOTHER.get(key, ()) if document.value != before else ()
+        changed = (key, f"{key}={document.value}") if document.value != before else ()
+        of_another = [rival for now in changed for rival in recipe_errors.OF_ANOTHER.get(now, ())]
         given = [one for one in of_another if origin.set_by.get(one) != "override"]
         for rival in (*recipe_errors.RIVALS.get(key, ()), *given):
             rival_section, rival_name = rival.split(".")

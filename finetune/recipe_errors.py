@@ -25,8 +25,13 @@ RIVALS = {  # an override of one displaces the other; both in one file is an err
     "data.validation": ("data.validation_fraction",),
     "data.validation_fraction": ("data.validation",),
 }
-# An override of one with another value leaves what the file says of the other no sense
-OF_ANOTHER = {"model.name": ("model.revision",), "data.name": ("data.revision", "data.subset")}
+# An override of one with another value, or with this one, leaves what the file says of the others no sense
+OF_ANOTHER = {
+    "model.name": ("model.revision",),
+    "data.name": ("data.revision", "data.subset"),
+    "train.save_strategy=epoch": ("train.save_steps",),
+    "data.streaming=True": ("train.train_sampling_strategy", "train.data_seed"),
+}
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
 _EXPECTED = {  # pydantic's error types in a recipe writer's words

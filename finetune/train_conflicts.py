@@ -112,7 +112,8 @@ def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
         yield "train.data_seed", what, {"found": str(train["data_seed"]), "fix": "drop it"}
     if train.get("save_strategy") == "epoch" and train.get("save_steps") is not None:
         what = "save_strategy: epoch saves at the ends of epochs alone"
-        yield "train.save_steps", what, {"found": str(train["save_steps"]), "fix": "save_strategy: steps"}
+        texts = {"found": str(train["save_steps"]), "fix": "drop it; or save_strategy: steps"}
+        yield "train.save_steps", what, texts
 
 
 def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:

@@ -75,6 +75,21 @@ def test_an_override_displaces_its_rival() -> None:
     assert any("train.max_steps" in notice for notice in loaded.origin.notices)
 
 
+def test_what_an_override_leaves_unread_is_displaced(recipe_file) -> None:
+    """In one file, or asked for beside it, it is an error."""
+    text = "model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\ntrain: "
+    for key, value, override in (
+        ("save_steps", "50", "train.save_strategy=epoch"),
+        ("train_sampling_strategy", "group_by_length", "data.streaming=true"),
+        ("data_seed", "1", "data.streaming=true"),
+    ):
+        loaded = recipe.load(path := recipe_file(f"{text}{{{key}: {value}}}"), [override])
+        assert f"train.{key}: {value} is displaced by the override of " in loaded.origin.notices[0]
+        assert not {**loaded.train.passed_on(), "save_steps": loaded.train.save_steps}.get(key)
+        assert "drop it" in problems(path, f"train.{key}={value}", override)[f"train.{key}"]
+    assert recipe.load(recipe_file(text + "{save_steps: 50}"), ["train.save_strategy=steps"]).train.save_steps
+
+
 def test_values_of_overrides_are_yaml() -> None:
     loaded = recipe.load(QUICKSTART, ["adapter.target_modules=[q_proj, v_proj]", "train.learning_rate=1e-4"])
     assert loaded.adapter.options()["target_modules"] == ["q_proj", "v_proj"]
