@@ -250,7 +250,7 @@ def uneven(targets: str | Iterable[str] | None, names: Names) -> str:
 
 
 def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
-    """Keys that match nothing, and keys that match the same module.
+    """Keys that match nothing, and keys that match the same module and give it other values.
 
     PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one
     would be the first then, the adapter can't be opened again.
@@ -262,10 +262,14 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
         what = f'"{lost}" matches no module that gets an adapter'
         texts = {"found": ", ".join(available), "fix": nearest(lost, available)}
         problems.append(Problem(what, f"adapter.{key}.{lost}", **texts))
-    twice = {(them[0], min(them)): name for name, them in hits.items() if them and them[0] != min(them)}
+    twice = {(them[0], min(them)): name for name, them in hits.items() if them}
     for (first, saved), name in twice.items():
+        if pattern[first] == pattern[saved]:
+            continue
+        depth = len(saved) - len(saved.lstrip("(")) + 1  # "(" stands before what names have
+        early = "(" * depth + first + ")" * depth
         what = f'"{first}" and "{saved}" match the same module, and PEFT saves them in another order'
-        texts = {"found": name, "fix": f'".*({first})" in place of "{first}", which stays the first'}
+        texts = {"found": name, "fix": f'"{early}" in place of "{first}", which stays the first'}
         problems.append(Problem(what, f"adapter.{key}", **texts))
     return problems
 

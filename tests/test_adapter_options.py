@@ -1,10 +1,12 @@
 """Keys of an adapter's section: first weights, ranks, LoRA+, trained rows, names, going on."""
 
 import json
+import re
 
 import pytest
 import torch
 from conftest import DATA, MODEL, QUICKSTART, receipts
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 
 from finetune import check, cli, merge
@@ -225,7 +227,7 @@ def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path
         ("adapter.target_modules=[lm_head]", "adapter.target_modules", "modules_to_save: [lm_head]"),
         ("adapter.modules_to_save=[lm_haed]", "adapter.modules_to_save", "lm_head"),
         ("adapter.rank_pattern={q_porj: 4}", "adapter.rank_pattern.q_porj", "q_proj"),
-        ("adapter.rank_pattern={layers.1.mlp.down_proj: 8, down_proj: 4}", "_pattern", '".*(layers.1.mlp.'),
+        ("adapter.rank_pattern={layers.1.mlp.down_proj: 8, down_proj: 4}", "_pattern", '"(layers.1.mlp.'),
         ("adapter.alpha_pattern={v_proj: 8, 'q_proj|v_proj': 4}", "_pattern", "the same module"),
         ("adapter.exclude_modules=[o_prj]", "adapter.exclude_modules", "o_proj"),
         ("adapter.exclude_modules=['layers.0.*']", "adapter.exclude_modules", "matches no module"),
@@ -247,9 +249,25 @@ def test_a_rank_for_a_module_without_an_adapter_is_an_error(capsys) -> None:
 
 
 def test_patterns_that_overlap_in_the_order_of_the_alphabet_are_taken() -> None:
-    """As PEFT saves them; and as the message above says to write them."""
-    for pattern in ("{.*(layers.1.mlp.down_proj): 8, down_proj: 4}", "{mlp.*: 4, q_proj|up_proj: 8}"):
+    """As PEFT saves them; and in another, with one value for what both match."""
+    for pattern in ("{(layers.1.mlp.down_proj): 8, down_proj: 4}", "{mlp.*: 4, q_proj|up_proj: 8}"):
         assert cli.main(["check", str(QUICKSTART), f"adapter.rank_pattern={pattern}"]) == 0
+    same = "adapter.rank_pattern={v_proj: 8, q_proj|v_proj: 8}"
+    assert cli.main(["check", str(QUICKSTART), same]) == 0
+
+
+@pytest.mark.parametrize("first", ["q_proj", "^model.layers.0.self_attn.q_proj", "self_attn.q_proj"])
+@pytest.mark.parametrize("second", ["(q|v)_proj", "((q)|v)_proj", ".*q_proj", "[qv]_proj"])
+def test_what_is_advised_of_patterns_is_taken(first: str, second: str, capsys) -> None:
+    """And is what PEFT takes first then, of both orders."""
+    given = {first: 4, second: 8}
+    if sorted(given)[0] != first:
+        assert cli.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 2
+        advised = re.findall(r'try: +"(.*)" in place of', capsys.readouterr().err)[0]
+        given = {advised: 4, second: 8}
+    assert cli.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 0
+    for keys in (list(given), sorted(given)):
+        assert given[get_pattern_key(keys, "model.layers.0.self_attn.q_proj")] == 4
 
 
 def test_tokens_the_model_has_not_are_refused(train, capsys) -> None:
