@@ -33,6 +33,7 @@ _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
 # the live model decides
 _CODED = re.compile(r"(proj|c_attn|c_fc|query_key_value|dense|fc\d|w\d)$")
 _UNCODED = re.compile("embed|head|norm|wte")
+EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed_in", "word_embeddings"), ("lm_head", "embed_out")
 # PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
 WITH_HEAD = "[embed_tokens, lm_head]"

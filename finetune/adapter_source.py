@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_init, adapter_types, hub, untrusted
+from finetune import adapter_init, adapter_types, hub, modules, untrusted
+from finetune.adapter_conflicts import EMBEDDINGS, HEADS
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import local_path
 from finetune.recipe_errors import on_the_hub, similar_files
@@ -106,9 +107,7 @@ def _source_problems(
         )
     for key, value in adapter.options().items():
         have = saved.get(key)
-        same = set(value) == set(have or ()) if isinstance(value, list) else value == have
-        if isinstance(value, list) and saved.get("ensure_weight_tying"):
-            same = set(value) <= set(have or ())  # PEFT adds what is tied to them
+        same = _same(key, value, saved) if isinstance(value, list) else value == have
         if not same and value != "all-linear":
             what = "differs from what the adapter was made with"
             found.append(Problem(what, f"adapter.{key}", found=str(value), expected=str(have), fix="drop it"))
@@ -126,6 +125,18 @@ def _source_problems(
                 )
             )
     return found
+
+
+def _same(key: str, value: list[Any], saved: dict[str, Any]) -> bool:
+    """Whether a recipe's list is what a saved config has. Of embeddings and a head that are tied, PEFT saves
+    the embeddings, by their whole name beside or in place of what was asked for (`ensure_weight_tying`)."""
+    asked, have = set(value), set(saved.get(key) or ())
+    tied = set[str]()
+    if saved.get("ensure_weight_tying") and key in ("modules_to_save", "target_modules"):
+        tied = {name for name in asked | have if modules.short(name) in (*EMBEDDINGS, *HEADS)}
+    if tied & asked and any("." in name for name in tied & have):
+        return asked - tied == have - tied
+    return asked == have
 
 
 def _variant(options: Any) -> str:

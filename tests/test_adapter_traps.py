@@ -16,6 +16,8 @@ from finetune.sections import Model
 # PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings
 # (peft 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+SAVED, TYING = "adapter.modules_to_save", ["adapter.ensure_weight_tying=true"]
+TIED, WHOLE = {"ensure_weight_tying": True}, "model.embed_tokens"  # as PEFT saves what is tied
 RANKS = "adapter.rank_pattern={q_proj: 4}"
 
 
@@ -142,9 +144,12 @@ def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lor
     ("saved", "given"),
     [
         ({"use_rslora": True}, ["adapter.use_rslora=true"]),
+        ({**TIED, "modules_to_save": ["embed_tokens", WHOLE]}, [*TYING, f"{SAVED}=[embed_tokens]"]),
+        ({**TIED, "modules_to_save": ["embed_tokens", WHOLE]}, [*TYING, f"{SAVED}=[embed_tokens, lm_head]"]),
+        ({**TIED, "modules_to_save": [WHOLE]}, [*TYING, f"{SAVED}=[lm_head]"]),
         (
-            {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
-            ["adapter.modules_to_save=[embed_tokens]", "adapter.ensure_weight_tying=true"],
+            {**TIED, "target_modules": ["q_proj", "embed_tokens", WHOLE]},
+            [*TYING, "adapter.target_modules=[embed_tokens, q_proj]"],
         ),
     ],
 )
@@ -153,6 +158,25 @@ def test_the_recipe_that_made_an_adapter_goes_on_from_it(saved, given, saved_lor
     config.write_text(json.dumps({**json.loads(config.read_text()), **saved}))
     options = [f"adapter.from={saved_lora}", f"model.name={MODEL}", "adapter.r=2", "adapter.lora_alpha=8"]
     assert cli.main(["check", str(QUICKSTART), *options, *given]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        ({"target_modules": ["q_proj", "v_proj", "embed_tokens", WHOLE]}, "target_modules=[q_proj]"),
+        ({"target_modules": ["q_proj", "v_proj", "embed_tokens", WHOLE]}, "target_modules=[q_proj, v_proj]"),
+        ({"modules_to_save": ["norm", "embed_tokens", WHOLE]}, "modules_to_save=[embed_tokens]"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save=[embed_tokens, lm_head]"),  # as if not tied
+        ({"layers_to_transform": [0, 1]}, "layers_to_transform=[0]"),
+    ],
+)
+def test_an_adapter_of_more_than_the_recipe_is_not_gone_on_from(saved, given, saved_lora, capsys) -> None:
+    """It is opened by its own config: all that it says would train."""
+    config = saved_lora / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **TIED, **saved}))
+    options = [f"adapter.from={saved_lora}", f"model.name={MODEL}", "adapter.r=2", "adapter.lora_alpha=8"]
+    assert cli.main(["check", str(QUICKSTART), *options, *TYING, f"adapter.{given}"]) == 2
+    assert f"adapter.{given.partition('=')[0]}: differs" in capsys.readouterr().err
 
 
 def test_vectors_before_the_prompt_are_not_said_to_merge(saved_lora, capsys) -> None:
