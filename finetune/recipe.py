@@ -360,11 +360,12 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             return {**value, "name": resolve(value["name"])}
         if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
-        here, beside = (
-            os.path.exists(base / value) or glob.glob(os.path.join(glob.escape(str(base)), value))
-            for base in (Path(), folder)
-        )
-        return str(folder / value) if beside and not here else value
+        if os.path.exists(value) or glob.glob(value):
+            return value
+        if os.path.exists(folder / value):
+            return str(folder / value)
+        pattern = os.path.join(glob.escape(str(folder)), value)  # brackets of the folder are its name
+        return pattern if glob.glob(pattern) else value
 
     for section, key in (
         ("model", "name"),

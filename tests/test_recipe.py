@@ -4,6 +4,7 @@ import pytest
 from conftest import ADAPTERS, QUICKSTART
 
 from finetune import recipe, recipe_errors, run_folder
+from finetune.data import load
 from finetune.errors import UserError
 
 
@@ -205,6 +206,8 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
     (odd / "x[2].jsonl").write_text("")
     (odd / "r.yaml").write_text(path.read_text().replace("rows.jsonl", "'x[2].jsonl'"))
     assert recipe.load(odd / "r.yaml").data.name == str(odd / "x[2].jsonl")
+    every = recipe.load(odd / "r.yaml", ["data.name='*.jsonl'"]).data.name
+    assert load.files(str(every), "data.name") == [odd / "x[2].jsonl"]
     monkeypatch.chdir(tmp_path)
     assert recipe.load(path).data.name == "rows.jsonl"
 
