@@ -233,11 +233,12 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     """New tokens need rows that train."""
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
-    whole = "embed_tokens" in saved
-    if kind.peft in PROMPTS and (whole or "wte" in saved):
+    names = {str(name).rpartition(".")[2] for name in saved}
+    whole = "embed_tokens" in names
+    if kind.peft in PROMPTS and names & {*EMBEDDINGS}:
         what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
         return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
-    if added and whole and not ("lm_head" in saved or adapter.get("ensure_weight_tying")):
+    if added and whole and not ("lm_head" in names or adapter.get("ensure_weight_tying")):
         fix = WITH_HEAD + (", or ensure_weight_tying: true" if "ensure_weight_tying" in kind.keys else "")
         return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
     if not added or whole or "trainable_token_indices" in kind.keys:

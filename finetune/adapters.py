@@ -283,11 +283,11 @@ def against_rows(options: Mapping[str, Any], tied: bool, added: bool) -> list[Pr
         added: there are tokens that are new to the base.
     """
     saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
-    what = fix = ""
-    if added and "embed_tokens" in saved:
-        if "lm_head" not in saved and not (tied and options.get("ensure_weight_tying")):
+    whole, what, fix = {modules.short(name) for name in saved}, "", ""
+    if added and "embed_tokens" in whole:
+        if "lm_head" not in whole and not (tied and options.get("ensure_weight_tying")):
             what, fix = HEAD_STAYS, WITH_HEAD
-    elif tied and "lm_head" in saved and (added or own):
+    elif tied and "lm_head" in whole and (added or own):
         what = "a head of its own has no part in rows of the embeddings that train"
         fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
     return [Problem(what, "adapter.modules_to_save", found=str(list(saved)), fix=fix)] if what else []
@@ -302,8 +302,9 @@ def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> No
     tied = model.config.get_text_config().tie_word_embeddings
     if problems := against_rows(vars(config), tied, bool(added)):
         raise UserError(*problems)
-    if not added or "embed_tokens" in (getattr(config, "modules_to_save", None) or ()):
-        return  # trainable_tokens has none of those
+    saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
+    if not added or "embed_tokens" in map(modules.short, saved):
+        return
     own = getattr(config, "trainable_token_indices", None) or []
     asked = own if isinstance(own, dict) else {"embed_tokens": own} | ({} if tied else {"lm_head": own})
     rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}

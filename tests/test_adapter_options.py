@@ -157,6 +157,8 @@ def test_a_type_that_can_t_train_rows_says_how_to(train, capsys) -> None:
         ("two_layers", ["[embed_tokens]"], "those of the output head do not"),
         ("untied", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], "those of the output head do not"),
         ("untied", ["[embed_tokens, lm_head]"], ""),
+        ("untied", ["[model.embed_tokens]"], "those of the output head do not"),
+        ("untied", ["[model.embed_tokens, lm_head]"], ""),
         ("two_layers", ["[embed_tokens, lm_head]"], ""),
         ("two_layers", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], ""),
     ],
