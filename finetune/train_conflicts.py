@@ -58,8 +58,8 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
 def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
     """What upstream says of the settings that it was given, at the first of them that it names."""
     said = " ".join(str(error).split())
-    named = sorted((said.index(key), key) for key in given if key in said)
-    return Problem(f"{by} refuses it", f"train.{named[0][1]}" if named else "train", found=said)
+    named = re.search(rf"\b({'|'.join(map(re.escape, given))})\b", said) if given else None
+    return Problem(f"{by} refuses it", f"train.{named[1]}" if named else "train", found=said)
 
 
 def _of_schedule(

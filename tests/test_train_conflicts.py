@@ -128,3 +128,17 @@ def test_a_warm_up_that_its_schedule_has_not_is_said() -> None:
     (said,) = batch.short_of_peak(recipe.load(QUICKSTART, given).train, 10)
     assert "constant_with_warmup" in said
     assert not batch.short_of_peak(recipe.load(QUICKSTART, given[1:]).train, 10)
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("optim_args is wrong", "train.optim_args"),
+        ("--optim x wants optim_args", "train.optim"),
+        ("the optimum: save_steps_2", "train"),
+    ],
+)
+def test_what_upstream_refuses_stands_at_the_first_key_that_it_names_whole(said: str, key: str) -> None:
+    given = {"optim": "x", "optim_args": "y", "save_steps": 1}
+    assert train_conflicts.refused("SFTConfig", ValueError(said), given).key == key
+    assert train_conflicts.refused("SFTConfig", ValueError(said), {}).key == "train"
