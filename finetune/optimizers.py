@@ -168,8 +168,9 @@ def check_schedule(arguments: Any, steps: int) -> None:
     except (ValueError, TypeError, ArithmeticError) as error:
         found, wrong = first_line(error), True
     if wrong:
-        what, expected = f"{name} can't be followed with it", "rates from 0 to train.learning_rate"
-        raise UserError(Problem(what, "train.lr_scheduler_kwargs", found=found, expected=expected))
+        key = "train.lr_scheduler_kwargs" if given else "train.lr_scheduler_type"
+        what, expected = f"{name} can't be followed", "rates from 0 to train.learning_rate"
+        raise UserError(Problem(what, key, found=found, expected=expected))
 
 
 def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:

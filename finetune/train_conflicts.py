@@ -42,13 +42,14 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
     name, given = train.get("lr_scheduler_type", "linear"), train.get("lr_scheduler_kwargs") or {}
     named = isinstance(name, str) and isinstance(given, dict) and train.keys() & SCHEDULED
     known = upstream.schedules().get(str(name)) if named else None
-    found = list(_of_schedule(str(name), given, *known)) if known else []
+    found: list[Found] = []
+    if known:
+        peak = train.get("learning_rate", Train.model_fields["learning_rate"].default)
+        taken = {one: given[one] for one in given if one in known[1]}
+        found += [*_of_schedule(str(name), given, *known), *_of_rates(taken, peak)]
     if isinstance(given, str):  # which upstream's type lets through
         texts = {"found": given, "fix": "{num_cycles: 0.5}, or what the schedule takes"}
         found.append(("train.lr_scheduler_kwargs", "is a mapping", texts))
-    elif isinstance(given, dict):
-        peak = train.get("learning_rate", Train.model_fields["learning_rate"].default)
-        found += _above_the_peak(given, peak)
     data = raw.get("data")
     streamed = isinstance(data, dict) and data.get("streaming")
     found += [*_of_numbers(train), *_of_order(train, streamed=bool(streamed))]
@@ -81,14 +82,20 @@ def _of_schedule(
         yield key, f"{name} needs the rate that it ends at", {"fix": "{min_lr_rate: 0.1}"}
 
 
-def _above_the_peak(given: dict[str, Any], peak: Any) -> Iterator[Found]:
-    """Upstream takes the rate up to such an end, or refuses it once the model has loaded."""
-    rates = {one: given[one] for one in ENDS if isinstance(given.get(one), int | float)}
-    for one, rate in rates.items():
-        if isinstance(peak, int | float) and 0 < peak <= min(rate, LARGEST):
+def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
+    """Numbers under which upstream takes the rate above its peak, or to 0 where nothing says so; or which it
+    refuses once the model has loaded."""
+    for one, number in given.items():
+        key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": str(number)}
+        if isinstance(number, float) and not math.isfinite(number):
+            yield key, "wrong type", {**texts, "expected": "a finite number"}
+        elif not isinstance(number, int | float):
+            continue
+        elif "lr" in one and number < 0:
+            yield key, "out of range", {**texts, "expected": ">= 0"}
+        elif one in ENDS and isinstance(peak, int | float) and 0 < peak <= min(number, LARGEST):
             what = f"is no end to go down to: train.learning_rate is {peak:g}"
-            texts = {"found": f"{min(rate, LARGEST):g}", "fix": f"{{{one}: {peak / 10:g}}}"}
-            yield f"train.lr_scheduler_kwargs.{one}", what, texts
+            yield key, what, {**texts, "fix": f"{{{one}: {peak / 10:g}}}"}
 
 
 def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:

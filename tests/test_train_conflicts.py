@@ -15,6 +15,7 @@ from finetune.errors import UserError
 
 STREAMED = ["data.streaming=true", "train.max_steps=4"]
 KWARGS = "train.lr_scheduler_kwargs"
+MIN_LR = "train.lr_scheduler_type=cosine_with_min_lr"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,12 @@ KWARGS = "train.lr_scheduler_kwargs"
             ["train.lr_scheduler_type=cosine_with_min_lr", f"{KWARGS}={{min_lr: 0.1}}"],
             "min_lr: is no end to go down to: train.learning_rate is 0.004",
         ),
+        ([MIN_LR, f"{KWARGS}={{min_lr: .inf}}"], "found: inf expected: a finite number"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: .nan}}"], "found: nan expected: a finite number"),
+        ([MIN_LR, f"{KWARGS}={{min_lr_rate: -0.5}}"], "found: -0.5 expected: >= 0"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: -1e-5}}"], "found: -1e-05 expected: >= 0"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: {10**310}}}"], "try: {min_lr: 0.0004}"),
+        (["train.lr_scheduler_type=cosine", f"{KWARGS}={{num_cycles: .nan}}"], "found: nan expected"),
         (["train.lr_scheduler_type=polynomial", f"{KWARGS}={{lr_end: 0.005}}"], "is no end to go down to"),
         ([f"{KWARGS}=abc"], "is a mapping"),
         (["train.adam_beta2=1.0"], "< 1"),
@@ -93,6 +100,18 @@ def test_a_schedule_is_followed_to_its_end_before_anything_loads(name: str, give
     asked.get_warmup_steps = lambda steps: 1
     with pytest.raises(UserError, match=f"lr_scheduler_kwargs: {name} can't be followed"):
         optimizers.check_schedule(asked, 8)
+
+
+def test_a_schedule_without_options_is_blamed_itself() -> None:
+    asked: Any = SimpleNamespace(learning_rate=1e-8, lr_scheduler_type="polynomial", lr_scheduler_kwargs=None)
+    asked.get_warmup_steps = lambda steps: 1
+    with pytest.raises(UserError, match="lr_scheduler_type: polynomial can't be followed"):
+        optimizers.check_schedule(asked, 8)
+
+
+def test_an_option_that_a_schedule_has_not_is_no_end_either() -> None:
+    raw = {"train": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1}}}
+    assert [what for _, what, _ in train_conflicts.conflicts(raw)] == ["is no option of cosine"]
 
 
 def test_a_decay_that_begins_in_the_warm_up_is_said() -> None:
