@@ -242,7 +242,7 @@ def test_what_is_not_all_of_a_safetensors_file_is_said(
         ("adapter.exclude_modules=[q_prj]", "q_proj"),
         ("train.dataloader_prefetch_factor=2", "train.dataloader_prefetch_factor: SFTConfig refuses it"),
         ("train.dataloader_persistent_workers=true", "there are no workers here that could persist"),
-        ("train.lr_scheduler_kwargs={min_lr_rate: low}", "cosine_with_min_lr can't be followed with it"),
+        ("train.lr_scheduler_kwargs={min_lr_rate: low}", "cosine_with_min_lr can't be followed"),
         ("train.router_aux_loss_coef=0.1", "a mixture of experts, and the base is none"),
     ],
 )
