@@ -19,7 +19,7 @@ from finetune.adapter_types import (
 from finetune.errors import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from finetune.adapter_types import AdapterType
     from finetune.sections import Adapter, Eval, Speed
@@ -160,15 +160,16 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
 def _coded(adapter: Mapping[str, Any], base: str) -> Found:
     """Layers to be trained as a whole that are codes on a quantised base, as far as their names say it."""
     whole = adapter.get("modules_to_save")
-    whole = [str(name) for name in whole if _CODED.search(str(name))] if isinstance(whole, list) else []
-    return coded(whole, base) if whole else []
+    return coded(
+        [name for name in map(str, whole if isinstance(whole, list) else ()) if _CODED.search(name)], base
+    )
 
 
 def coded(whole: list[str], base: str) -> Found:
     """What is said of such layers, by name."""
     what = f"trains whole layers, which on the {base} base are codes"
     texts = {"found": ", ".join(whole), "fix": "target_modules, or a base in bf16"}
-    return [("adapter.modules_to_save", what, texts)]
+    return [("adapter.modules_to_save", what, texts)] if whole else []
 
 
 def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool) -> Found:
@@ -233,7 +234,7 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     """New tokens need rows that train."""
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
-    names = {str(name).rpartition(".")[2] for name in saved}
+    names = _last(saved)
     whole = "embed_tokens" in names
     if kind.peft in PROMPTS and names & {*EMBEDDINGS}:
         what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
@@ -246,6 +247,30 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     fix = "" if kind.peft in PROMPTS else f"adapter.modules_to_save: {WITH_HEAD}, or "
     fix += "adapter.type: lora"
     return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
+
+
+def _last(names: Iterable[Any]) -> set[str]:
+    """`model.embed_tokens` -> `embed_tokens`."""
+    return {str(name).rpartition(".")[2] for name in names}
+
+
+def rows_beside(options: Mapping[str, Any], tied: bool, added: bool) -> Found:
+    """Why rows of the embeddings can't train: these or the head train as a whole, and the other does not.
+
+    Args:
+        options: PEFT's, of the recipe or of a config.
+        tied: the base's head has the embeddings' weights.
+        added: there are tokens that are new to the base.
+    """
+    saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
+    whole, what, fix = _last(saved), "", ""
+    if added and "embed_tokens" in whole:
+        if "lm_head" not in whole and not (tied and options.get("ensure_weight_tying")):
+            what, fix = HEAD_STAYS, WITH_HEAD
+    elif tied and "lm_head" in whole and (added or own):
+        what = "a head of its own has no part in rows of the embeddings that train"
+        fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
+    return [("adapter.modules_to_save", what, {"found": str(list(saved)), "fix": fix})] if what else []
 
 
 def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:

@@ -177,7 +177,7 @@ def _source_files(source: str, names: Sequence[str]) -> list[Any] | None:
 
 def _rows_of(saved: dict[str, Any]) -> set[int] | None:
     """Tokens whose rows an adapter trains, wherever they have any; `None`: all of them."""
-    if "embed_tokens" in (saved.get("modules_to_save") or ()):
+    if "embed_tokens" in map(modules.short, saved.get("modules_to_save") or ()):
         return None
     rows = saved.get("trainable_token_indices") or ()
     return set.intersection(*map(set, rows.values())) if isinstance(rows, dict) else set(rows)

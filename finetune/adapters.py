@@ -11,11 +11,11 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from finetune import adapter_init, adapter_source, adapter_types, modules, qat
-from finetune.adapter_conflicts import HEAD_STAYS, WITH_HEAD, coded
+from finetune.adapter_conflicts import coded, rows_beside
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from peft import PeftConfig, PeftModel
@@ -256,10 +256,10 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
     options = adapter.options()
     kind = adapter_types.find(adapter.type)
     problems = modules.problems(options, names(model), any_module=kind.peft in adapter_types.NOT_LINEAR)
-    whole = tuple(options.get("modules_to_save") or ())
-    stored = {name: modules.stored_as(part) for name, part in model.named_modules() if name.endswith(whole)}
-    for base in {*stored.values()} - {""}:
-        found = coded([name for name in stored if stored[name] == base], base)
+    parts = list(model.named_modules())
+    for name in options.get("modules_to_save") or ():
+        held = {modules.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
+        found = coded([name], held.pop()) if held else []
         problems += [Problem(what, key, **texts) for key, what, texts in found]
     embedding: Any = model.get_input_embeddings()
     rows = len(embedding.weight)
@@ -274,25 +274,6 @@ def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
         raise UserError(*problems)
 
 
-def against_rows(options: Mapping[str, Any], tied: bool, added: bool) -> list[Problem]:
-    """Why rows of the embeddings can't train so: these or the head train as a whole, and the other does not.
-
-    Args:
-        options: PEFT's, of the recipe or of a config.
-        tied: the base's head has the embeddings' weights.
-        added: there are tokens that are new to the base.
-    """
-    saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
-    whole, what, fix = {modules.short(name) for name in saved}, "", ""
-    if added and "embed_tokens" in whole:
-        if "lm_head" not in whole and not (tied and options.get("ensure_weight_tying")):
-            what, fix = HEAD_STAYS, WITH_HEAD
-    elif tied and "lm_head" in whole and (added or own):
-        what = "a head of its own has no part in rows of the embeddings that train"
-        fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
-    return [Problem(what, "adapter.modules_to_save", found=str(list(saved)), fix=fix)] if what else []
-
-
 def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> None:
     """New tokens need rows that train: in the embeddings, and in the head if it has its own.
 
@@ -300,8 +281,8 @@ def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> No
         UserError: embeddings or a head that train as a whole, and the other that does not (exit 2).
     """
     tied = model.config.get_text_config().tie_word_embeddings
-    if problems := against_rows(vars(config), tied, bool(added)):
-        raise UserError(*problems)
+    if found := rows_beside(vars(config), tied, bool(added)):
+        raise UserError(*(Problem(what, key, **texts) for key, what, texts in found))
     saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
     if not added or "embed_tokens" in map(modules.short, saved):
         return

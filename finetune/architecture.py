@@ -114,7 +114,7 @@ def config_in(path: Path) -> Any:
 
 def as_config(raw: dict[str, Any]) -> Any:
     """A config.json as attributes, completed with transformers' defaults for its family."""
-    family = raw.get("model_type", "")
+    family = raw.get("model_type") or ""
     values: dict[str, Any] = {"tie_word_embeddings": True, **_defaults(family), **raw}
     for name, other in _other_names(family).items():
         values[name] = values[other] = raw.get(other, raw.get(name, values.get(other, values.get(name))))

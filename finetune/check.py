@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from finetune import (
     adapter_conflicts,
     adapter_source,
     adapter_types,
-    adapters,
+    architecture,
     attention_choice,
     batch,
     estimate,
@@ -182,12 +183,13 @@ def against_window(config: Any) -> None:
         raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))
 
 
-def against_rows(recipe: Recipe, text: Any) -> list[Problem]:
-    """Why rows of the embeddings can't train beside what trains as a whole, by the text model's config."""
-    if text is None or recipe.adapter.source:
+def against_rows(recipe: Recipe, config: Any) -> list[Problem]:
+    """Why rows of the embeddings can't train beside what trains as a whole, by the model's config. Of a model
+    inside another transformers alone knows whose head is tied."""
+    if config is None or recipe.adapter.source or config.get_text_config() is not config:
         return []
-    added = bool(recipe.model.add_tokens)
-    return adapters.against_rows(recipe.adapter.options(), text.tie_word_embeddings, added)
+    given = recipe.adapter.options(), config.tie_word_embeddings, bool(recipe.model.add_tokens)
+    return [Problem(what, key, **texts) for key, what, texts in adapter_conflicts.rows_beside(*given)]
 
 
 def pinned(recipe: Recipe) -> Recipe:
@@ -260,6 +262,7 @@ def _model(recipe: Recipe) -> list[str]:
         if recipe.model.revision:
             what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
             raise UserError(Problem(what, "model.revision", found=found, fix="drop it"))
+        architecture.config_in(Path(recipe.model.name) / "config.json")
         return []
     return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
 
@@ -294,19 +297,19 @@ def _tasks(recipe: Recipe) -> list[str]:
     if recipe.eval.tasks:
         from finetune import tasks  # most recipes have none, and its imports take a tenth of a second
 
-        tasks.check(recipe.eval, getattr(_text_config(recipe.model), "max_position_embeddings", None))
+        config = _config(recipe.model)
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
+        tasks.check(recipe.eval, longest)
         tasks.check_names(recipe.eval)
     if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
         raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
     return []
 
 
-def _text_config(section: Model) -> Any:
-    """config.json of a local model, completed, of its text model where it has others; `None`: on the Hub."""
-    from finetune import architecture  # what most recipes need not be asked
-
-    folder = Path(section.name)
-    return architecture.config_in(folder / "config.json").get_text_config() if folder.is_dir() else None
+def _config(section: Model) -> Any:
+    """config.json of a local model, completed; `None`: it is on the Hub, or `_model` says what is wrong."""
+    with contextlib.suppress(UserError):
+        return architecture.config_in(Path(section.name) / "config.json")
 
 
 def _trackers(recipe: Recipe) -> list[str]:
@@ -340,16 +343,15 @@ def _adapter(recipe: Recipe) -> list[str]:
     """Names in the adapter's section against the safetensors headers of a local model; `adapter.from`."""
     folder, options = Path(recipe.model.name), recipe.adapter.options()
     notes = adapter_source.check(recipe.adapter, recipe.model.name, recipe.model.revision)
-    if options.get("modules_to_save") and (problems := against_rows(recipe, _text_config(recipe.model))):
-        raise UserError(*problems)
     names = modules.in_folder(folder) if folder.is_dir() else None
+    problems = against_rows(recipe, _config(recipe.model))
     if names and names.modules:
         kind = adapter_types.find(recipe.adapter.type)
-        problems = modules.problems(options, names, any_module=kind.peft in adapter_types.NOT_LINEAR)
-        if problems:
-            raise UserError(*problems)
+        problems += modules.problems(options, names, any_module=kind.peft in adapter_types.NOT_LINEAR)
         uneven = modules.uneven(options.get("target_modules"), names)
         notes += [uneven] if uneven else []
+    if problems:
+        raise UserError(*problems)
     return notes
 
 

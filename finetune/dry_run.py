@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
         launch.check(config)
         launch.check_count(config, [], arguments.train_again(options))
     quieten_libraries()
-    from finetune import train  # imports torch
+    from finetune import harness, train  # import torch
 
     setup = check.setup_of(recipe)
     found = resume.find(RunFolder(Path(where)), options.resume) if where else None
@@ -41,15 +41,21 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     made = train.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
-    prepared = check.prepare_data(recipe)[1]
+    harness.check(recipe.eval, recipe.model)
+    tokenizer, prepared = check.prepare_data(recipe)
     view.summary(screen, prepared)
     rows = None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     if made:
         optimizers.check_schedule(made, steps)
+    if made and where and not options.accelerate:  # which is not this process
+        contract = train.contract_of(recipe, setup, batch, steps, tokenizer, prepared, made)
+        train.find_checkpoint(recipe.train, options.resume, contract, setup)
     asked = plan_changes.Asked(None, None, None, options.accelerate)
     plan_changes.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(["finetune", *arguments.train_again(options), *launched])
     then = f"it would go on after step {found.step}; " if found else ""
+    if not alone:
+        screen.say("note: schedule and checkpoint are looked at when the processes train")
     screen.say("", f"dry run: nothing was trained; {then}next: {again}")

@@ -228,9 +228,10 @@ def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
         earlier = strict_json.scores(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
-    was, same = earlier.get("settings", {}), _same_base(earlier, now)
-    alike = all(was.get(key, now["settings"][key]) == now["settings"][key] for key in ("model", "storage"))
-    if not alike or not (same if path.name == OTHER else same is not False):
+    was, same, strict = earlier.get("settings", {}), _same_base(earlier, now), path.name == OTHER
+    keys = ("model", "storage") if strict else ("model",)
+    alike = all(was.get(key) == now["settings"][key] for key in keys)
+    if not alike or not (same if strict else same is not False):
         return {}
     gone = {*now["tasks"], results.GENERAL}  # the general text is asked each time, or not wanted
     return {name: task for name, task in earlier["tasks"].items() if name not in gone}

@@ -256,7 +256,7 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     any_module = kind.peft in adapter_types.NOT_LINEAR
     # of a text model inside another, names that follow from its config lack the outer one's
     named = found.config is found.config.get_text_config() or found.source != architecture.FROM_CONFIG
-    problems = check.against_rows(recipe, found.config.get_text_config())
+    problems = check.against_rows(recipe, found.config)
     if named:
         problems += modules.problems(recipe.adapter.options(), found.names, any_module=any_module)
     if problems:

@@ -261,7 +261,7 @@ def _read(path: Path) -> strict_yaml.Document:
 def _apply_overrides(
     raw: dict[str, Any], overrides: tuple[str, ...] | list[str], origin: Origin
 ) -> list[Problem]:
-    problems = []
+    problems, before, now = list[Problem](), dict[str, Any](), dict[str, Any]()
     for text in overrides:
         key, equals, value = text.partition("=")
         section, dot, name = key.partition(".")
@@ -280,21 +280,41 @@ def _apply_overrides(
                 target = {}
                 break
             target = target[part]
-        before, target[path[-1]] = target.get(path[-1]), document.value
+        before.setdefault(key, target.get(path[-1]))
+        now.pop(key, None)
+        target[path[-1]] = now[key] = document.value
         origin.where[path] = where
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
-        changed = (key, f"{key}={document.value}") if document.value != before else ()
-        of_another = [rival for now in changed for rival in recipe_errors.OF_ANOTHER.get(now, ())]
-        given = [one for one in of_another if origin.set_by.get(one) != "override"]
-        for rival in (*recipe_errors.RIVALS.get(key, ()), *given):
-            rival_section, rival_name = rival.split(".")
-            dropped = raw.get(rival_section, {})
-            if document.value is not None and dropped.get(rival_name) is not None:
-                origin.notices.append(
-                    f"{rival}: {dropped.pop(rival_name)} is displaced by the override of {key}"
-                )
-                origin.set_by.pop(rival, None)
+    _displace(raw, before, now, origin)
     return problems
+
+
+def _displace(raw: dict[str, Any], before: dict[str, Any], now: dict[str, Any], origin: Origin) -> None:
+    """Leave out, on record, what overrides leave no sense: of the file, and of rivals that come before them.
+
+    Args:
+        before: what the file says, by dotted key.
+        now: the overrides, in order.
+    """
+    for key, value in reversed(now.items()):
+        if _said(raw, key) is None:  # null, or displaced by a later one
+            continue
+        changed = (key, f"{key}={value}") if value != before[key] else ()
+        of_another = [rival for one in changed for rival in recipe_errors.OF_ANOTHER.get(one, ())]
+        rivals = [*recipe_errors.RIVALS.get(key, ()), *(one for one in of_another if one not in now)]
+        for rival in rivals:
+            if (said := _said(raw, rival)) is not None:
+                origin.notices.append(f"{rival}: {said} is displaced by the override of {key}")
+                origin.set_by.pop(rival, None)
+                section, name = rival.split(".")
+                del raw[section][name]
+
+
+def _said(raw: dict[str, Any], key: str) -> Any:
+    """What a recipe, as it was read, says of a dotted key."""
+    section, _, name = key.partition(".")
+    content = raw.get(section)
+    return content.get(name) if isinstance(content, dict) else None
 
 
 def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Problem]]:
@@ -358,7 +378,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             return [resolve(item) for item in value]
         if isinstance(value, dict) and isinstance(value.get("name"), str):  # one of several sources
             return {**value, "name": resolve(value["name"])}
-        if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~"):
+        if not isinstance(value, str) or not value or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
         if os.path.exists(value) or glob.glob(value):
             return value

@@ -109,7 +109,7 @@ def check(settings: Eval, longest: int | None = None) -> None:
             problems.append(Problem("two tasks of one name", "eval.tasks", found=name, fix=fix))
         elif len(named) > 1:
             what = "one file, named in several ways"
-            problems.append(Problem(what, "eval.tasks", found=", ".join(named), fix=f"[{named[0]}]"))
+            problems.append(Problem(what, "eval.tasks", found=", ".join(named), fix=f"{named[0]} alone"))
     if problems:
         raise UserError(*problems)
     lacking = None

@@ -365,8 +365,13 @@ def make_way(folder: Path, screen: Screen) -> None:
     if run.exists():
         if not begun.exists() or load_recipe(best).model_dump() == load_recipe(begun).model_dump():
             return
-        with claim.claimed(str(run), run.name):
-            moved = measured.set_aside(run)
+        try:
+            with claim.claimed(str(run), run.name):
+                moved = measured.set_aside(run)
+        except UserError as error:
+            what = "another worker trains the final run of an earlier best recipe"
+            fix = "the same command again, when that has ended: what was found is kept"
+            raise UserError(Problem(what, found=error.problems[0].found, fix=fix)) from error
         (moved / claim.LOCK).unlink(missing_ok=True)
         screen.say(f"final is of an earlier best recipe; moved to {moved}")
     shutil.copyfile(best, begun)

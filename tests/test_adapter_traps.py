@@ -198,7 +198,12 @@ def test_what_peft_adds_to_its_config_is_not_added_to_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [{"trainable_token_indices": [4096, 4097]}, {"modules_to_save": ["embed_tokens"]}]
+    "rows",
+    [
+        {"trainable_token_indices": [4096, 4097]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["model.embed_tokens", "lm_head"]},
+    ],
 )
 def test_the_tokens_of_an_adapter_that_is_gone_on_from_are_stated(rows, saved_lora) -> None:
     config = saved_lora / "adapter_config.json"

@@ -65,7 +65,7 @@ def test_a_final_run_of_an_earlier_best_recipe_is_set_aside(tmp_path, capsys) ->
         run.mkdir(exist_ok=True)
         best.write_text(written)
         if not kept:
-            with another_process_in(run), pytest.raises(UserError, match="another run is writing there"):
+            with another_process_in(run), pytest.raises(UserError, match="another worker trains the final"):
                 tune.make_way(tmp_path, Screen())
         tune.make_way(tmp_path, Screen())
         assert run.exists() == kept

@@ -63,6 +63,16 @@ def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
         resume.compare(contract(1), contract(2), tmp_path)
 
 
+def test_a_dry_run_is_held_to_the_checkpoint_too(train, capsys) -> None:
+    run = train("--until", "1", code=75)
+    again = [f"train.output_dir={run.path}", "--resume"]
+    for dry in ([], ["--dry-run"]):
+        capsys.readouterr()
+        train(*again, "train.learning_rate=5e-3", *dry, code=4)
+        assert "another training" in capsys.readouterr().err
+    train(*again, "--dry-run")
+
+
 def test_what_auto_became_is_compared() -> None:
     def run(**chosen: Any) -> dict[str, Any]:
         return {"recipe": {"speed.loss": "auto"}, "facts": {}, "chosen": {"speed.compile": True, **chosen}}

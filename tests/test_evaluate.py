@@ -170,6 +170,8 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     run.write("eval.json", content)
     assert differences.obstacles(before, run) == ["evaluation rows: 6 against 5"]
     asked.append("eval.tasks=[]")
+    content["settings"]["storage"] = "bf16"  # as by another machine
+    run.write("eval.json", content)
     assert cli.main(asked) == 0 and "choice" in run.read("eval.json")["tasks"]
 
     own = (run.path / "eval.json").read_bytes()

@@ -3,7 +3,7 @@
 import pytest
 from conftest import ADAPTERS, QUICKSTART
 
-from finetune import recipe, recipe_errors, run_folder
+from finetune import check, recipe, recipe_errors, run_folder
 from finetune.data import load
 from finetune.errors import UserError
 
@@ -74,6 +74,8 @@ def test_an_override_displaces_its_rival() -> None:
     loaded = recipe.load(QUICKSTART, ["train.num_train_epochs=2"])
     assert loaded.train.max_steps is None and loaded.train.num_train_epochs == 2
     assert any("train.max_steps" in notice for notice in loaded.origin.notices)
+    loaded = recipe.load(QUICKSTART, ["train.max_steps=7", "train.num_train_epochs=2", "train.max_steps=5"])
+    assert loaded.train.max_steps == 5 and loaded.train.num_train_epochs is None
 
 
 def test_what_an_override_leaves_unread_is_displaced(recipe_file) -> None:
@@ -88,7 +90,10 @@ def test_what_an_override_leaves_unread_is_displaced(recipe_file) -> None:
         assert f"train.{key}: {value} is displaced by the override of " in loaded.origin.notices[0]
         assert not {**loaded.train.passed_on(), "save_steps": loaded.train.save_steps}.get(key)
         assert "drop it" in problems(path, f"train.{key}={value}", override)[f"train.{key}"]
-    assert recipe.load(recipe_file(text + "{save_steps: 50}"), ["train.save_strategy=steps"]).train.save_steps
+    for steps in (["train.save_strategy=steps"], ["train.save_strategy=epoch", "train.save_strategy=steps"]):
+        assert recipe.load(recipe_file(text + "{save_steps: 50}"), steps).train.save_steps
+    found = problems(recipe_file(text + "3"), "data.streaming=true")
+    assert "wrong type" in found["train"]
 
 
 def test_values_of_overrides_are_yaml() -> None:
@@ -208,6 +213,9 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
     assert recipe.load(odd / "r.yaml").data.name == str(odd / "x[2].jsonl")
     every = recipe.load(odd / "r.yaml", ["data.name='*.jsonl'"]).data.name
     assert load.files(str(every), "data.name") == [odd / "x[2].jsonl"]
+    for nothing in ("['', rows.jsonl]", "[{name: ''}, rows.jsonl]"):  # not all that is beside it
+        with pytest.raises(UserError, match=r"data\.name: is empty"):
+            check.run(recipe.load(path, [f"data.name={nothing}"]))
     monkeypatch.chdir(tmp_path)
     assert recipe.load(path).data.name == "rows.jsonl"
 
