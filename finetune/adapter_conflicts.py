@@ -160,9 +160,8 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
 def _coded(adapter: Mapping[str, Any], base: str) -> Found:
     """Layers to be trained as a whole that are codes on a quantised base, as far as their names say it."""
     whole = adapter.get("modules_to_save")
-    return coded(
-        [name for name in map(str, whole if isinstance(whole, list) else ()) if _CODED.search(name)], base
-    )
+    names = map(str, whole) if isinstance(whole, list) else ()
+    return coded([name for name in names if _CODED.search(name)], base)
 
 
 def coded(whole: list[str], base: str) -> Found:

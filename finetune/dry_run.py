@@ -33,7 +33,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
         launch.check(config)
         launch.check_count(config, [], arguments.train_again(options))
     quieten_libraries()
-    from finetune import harness, train  # import torch
+    from finetune import harness, stopping, train  # import torch
 
     setup = check.setup_of(recipe)
     found = resume.find(RunFolder(Path(where)), options.resume) if where else None
@@ -48,14 +48,17 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     if made:
         optimizers.check_schedule(made, steps)
-    if made and where and not options.accelerate:  # which is not this process
-        contract = train.contract_of(recipe, setup, batch, steps, tokenizer, prepared, made)
-        train.find_checkpoint(recipe.train, options.resume, contract, setup)
+    if here := made if not options.accelerate else None:  # its processes hold other state
+        stopping.check(recipe.train, options.resume, setup.launch.keeper)
+        contract = train.contract_of(recipe, setup, batch, steps, tokenizer, prepared, here)
+        if found:
+            resume.compare(found.contract, contract, found.path)
     asked = plan_changes.Asked(None, None, None, options.accelerate)
     plan_changes.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(["finetune", *arguments.train_again(options), *launched])
     then = f"it would go on after step {found.step}; " if found else ""
-    if not alone:
-        screen.say("note: schedule and checkpoint are looked at when the processes train")
+    unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(found and not here)
+    if unseen:
+        screen.say(f"note: {', '.join(unseen)}: looked at when the launch's processes train")
     screen.say("", f"dry run: nothing was trained; {then}next: {again}")

@@ -15,7 +15,7 @@ from finetune import arguments, cli
 TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
 
 
-def fastest(command: list[str], times: int = 5) -> float:
+def fastest(command: list[str], times: int = 3) -> float:
     """Seconds of wall time, the least of a few: a machine has slow moments of its own."""
     seconds = []
     for _ in range(times):
