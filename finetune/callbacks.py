@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from transformers import TrainerCallback
 
-from finetune import attention_choice, optimizers, qat, ranks, strict_json
+from finetune import attention_choice, cuda_graphs, optimizers, qat, ranks, strict_json
 from finetune.errors import Exit
 from finetune.speed import apply, fp8_base, offload
 
@@ -175,10 +175,18 @@ class FirstStep(TrainerCallback):
     offloaded: offload.Activations | None = None
 
     def __init__(
-        self, ledger: Ledger, setup: Setup, *, steps: int, batch: int, compiled: Choice | None = None
+        self,
+        ledger: Ledger,
+        setup: Setup,
+        *,
+        steps: int,
+        batch: int,
+        compiled: Choice | None = None,
+        cuda_graphs: Choice | None = None,
     ) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
         self.compiled = compiled if compiled and compiled.value == "on" else None
+        self.cuda_graphs = cuda_graphs if cuda_graphs and cuda_graphs.value == "on" else None
         self.graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
@@ -279,6 +287,9 @@ class FirstStep(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
+        if self.cuda_graphs:
+            layers = len(apply.decoder_layers(kwargs["model"]))
+            cuda_graphs.add_receipt(self.ledger, layers)
         if self.compiled and self.graphs:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs
             how = "of batches of other lengths: data.packing and padding_free have one"

@@ -55,6 +55,7 @@ class Work(NamedTuple):
     )
     host: float = math.inf  # GiB of the CPU's memory that this process may fill with what leaves the GPU
     each: float = 12.0  # bytes of a number that trains, beside its weight: gradient and AdamW's moments
+    differs: str = "not known to be alike"  # why passes can't be CUDA graphs, if `auto` is to say
 
 
 class Memory(NamedTuple):
@@ -72,6 +73,7 @@ class Memory(NamedTuple):
     beside: float = 0.0  # share of the layers that `auto` may copy to the CPU: no slower than they compute
     pinned: float = 1.0  # of the CPU's memory for one that leaves: torch takes powers of two
     unfused: str = ""  # why there are no such MLPs
+    graphs: float = 0.0  # of the room, what CUDA graphs take: what they work in and the loss share no memory
 
 
 class Widths(NamedTuple):
@@ -332,7 +334,8 @@ def activations(
     """
     one = widths(config)
     loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted or keeps.head)
-    passing = max(loss, backward_gib(config, tokens, keeps)) + MARGIN_GIB
+    moments = loss, backward_gib(config, tokens, keeps)
+    passing = max(moments) + MARGIN_GIB
     room = SPARE * free - passing - each * trained / GIB
     row = tokens * one.hidden * 2 / GIB
     kept = kept_gib(config, tokens, keeps) + extra
@@ -341,6 +344,7 @@ def activations(
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
     pinned = 2 ** math.ceil(math.log2(row)) / row
     plan = Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone, pinned=pinned)
+    plan = plan._replace(graphs=min(moments))
     if not (keeps.fp8 and keeps.compiled and keeps.fused):
         return plan
     return plan._replace(rounding=ROUNDING / one.hidden, beside=min(1.0, one.hidden / COPIED))

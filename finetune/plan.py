@@ -298,11 +298,13 @@ def at_once(
     outside = plan_memory.outside(found, precision)
     two = gathered(full=full, layers=plan_launch.WHOLE_LAYERS)
     share = plan_launch.share(by, processes, two, outside, found.parameters)
+    graphs = plan_choices.graphed(recipe, found, machine, processes, by, compile, attends, base.value, tokens)
     kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
     memory, usable = plan_choices.room(
         recipe, machine, found, has, kept, base.value, precision, tokens, share
     )
-    recompute, offload, memory = plan_choices.recomputed(recipe.speed, memory, machine, processes, by)
+    chosen = plan_choices.recomputed(recipe.speed, memory, machine, processes, by, graphs)
+    recompute, offload, graphs, memory = chosen
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
@@ -313,21 +315,21 @@ def at_once(
     gone = phases.get(plan_memory.HOST, {})
     every = (gathered(full=False, layers=memory.layers) + outside) * estimate.GIB
     step = _step(recipe, rows, batch, memory, recompute.value, base.value, by, processes, every, gone)
+    step = step._replace(graphs=graphs.value == "on")
     parts, source, link = _parts(found, has, kept, step, machine, attends, cpu_rate)
     sections = recipe.data, recipe.train, recipe.eval
-    notes = plan_notes.of_recipe(
-        found, has, sections, rows, steps, sum(phases["evaluation"].values()) > usable
-    )
+    crowded = sum(phases["evaluation"].values()) > usable
+    notes = plan_notes.of_recipe(found, has, sections, rows, steps, crowded)
     notes += [refused] if refused and refused not in notes else []
     notes += plan_notes.of_merge(phases, usable, machine.device)
     notes += plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
     moved = sum(plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation))
     moved += plan_time.shared_rows(step, estimate.widths(found.config)) * step.passes
-    choices = {"base": base, "attention": attention, "fused": fused}
+    choices = {"base": base, "attention": attention, "fused": fused, "compile": compile}
     return Plan(
         machine=machine,
         processes=processes,
-        choices={**choices, "compile": compile, "recompute": recompute, "offload": offload},
+        choices={**choices, "CUDA graphs": graphs, "recompute": recompute, "offload": offload},
         batch=batch,
         tokens=tokens,
         steps=steps,

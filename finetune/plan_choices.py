@@ -9,9 +9,9 @@ from finetune import (
     adapter_types,
     attention_choice,
     check,
+    cuda_graphs,
     estimate,
     hardware,
-    keeping,
     launch_env,
     optimizers,
     plan_launch,
@@ -105,17 +105,42 @@ def compiled(
 
 
 def recomputed(
-    speed: Speed, memory: estimate.Memory, machine: Hardware, processes: int, by: Sharding
-) -> tuple[Choice, Choice, estimate.Memory]:
-    """What would be made again and what would leave the GPU, as a run chooses it, and the memory plan so."""
+    speed: Speed, memory: estimate.Memory, machine: Hardware, processes: int, by: Sharding, graphs: Choice
+) -> tuple[Choice, Choice, Choice, estimate.Memory]:
+    """What would be made again, what would leave the GPU and whether layers are graphs beside that, as a run
+    chooses it, and the memory plan so."""
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
     asked = "none" if by.once and speed.recompute == "auto" else speed.recompute  # as stages.make_fast
-    again, offload, memory = keeping.choose(asked, speed.offload, memory, machine)
+    again, offload, graphs, memory = cuda_graphs.beside(graphs, speed, asked, memory, machine)
     sharded = by.name if by.weights else ""
     if problem := estimate.against_graphs(speed.compile, again.value, offload.value, sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return again, offload, memory
+    return again, offload, graphs, memory
+
+
+def graphed(
+    recipe: Recipe,
+    found: Architecture,
+    machine: Hardware,
+    processes: int,
+    by: Sharding,
+    compile: Choice,
+    attention: str,
+    storage: str,
+    tokens: int,
+) -> Choice:
+    """Whether compiled layers would be CUDA graphs, in passes of `tokens` tokens of full rows."""
+    given = recipe.data, recipe.train, recipe.adapter, recipe.speed, found.config
+    kind = "full" if recipe.adapter.type == "full" else "fp8" if storage == "fp8" else "adapter"
+    alone = processes == 1 and not (by.states or by.weights or by.once)
+    return cuda_graphs.choose(
+        recipe.speed.compile,
+        compile,
+        differs=cuda_graphs.differs(*given, alone=alone, attention=attention, storage=storage),
+        products=cuda_graphs.products(found.config, tokens, machine.peak_flops, kind=kind),
+        kind=kind,
+    )
 
 
 def room(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import attention_choice, estimate, gpus, measure, plan_launch
+from finetune import attention_choice, cuda_graphs, estimate, gpus, measure, plan_launch
 
 if TYPE_CHECKING:
     from finetune.estimate import Keeps, Widths
@@ -38,12 +38,12 @@ HOST = 0.85  # of PCIe's one direction, from and to pinned memory: 54 of 64 GB/s
 HOST_ADAMW = 80e9
 ADAMW_BYTES = 28  # of each number: weight, gradient and two moments read, all but the gradient written
 # Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
-# shape at 4 rows (adapters.json); compiled ones of gpu.json's 135m-bf16 and 135m-full, on the fp8 base of its
-# 24gb_fastest (6.2), 32gb_fastest and 40gb_fastest (7.4); fused ones are a guess
+# shape at 4 rows (adapters.json); fused ones are a guess
 LAUNCH = {
-    "compiled": 4.0e-3,
-    "compiled full": 3.2e-3,  # no adapter is launched
-    "compiled fp8": 6.5e-3,
+    "compiled": cuda_graphs.LAUNCHED["adapter"],
+    "compiled full": cuda_graphs.LAUNCHED["full"],  # no adapter is launched
+    "compiled fp8": cuda_graphs.LAUNCHED["fp8"],
+    "graphs": cuda_graphs.REPLAYED,
     "fused": 4.0e-3,
     "lora": 7.0e-3,
     "qlora": 8.4e-3,
@@ -88,6 +88,7 @@ class Step(NamedTuple):
     leaving: float = 0.0  # bytes of a pass that wait in the CPU's memory
     stepped: bool = False  # by the CPU
     rounded: float = 0.0  # share of the layers whose gate and up are kept in int8
+    graphs: bool = False  # compiled layers are CUDA graphs
 
 
 def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None:
@@ -167,6 +168,7 @@ def seconds(
     how = "compiled" if kept.compiled else "fused" if kept.fused else kind
     if kept.compiled:
         how += " full" if step.full else " fp8" if step.storage == "fp8" else ""
+    how = "graphs" if step.graphs else how
     launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * one.layers * (1 + again / 3)
     rest = REST * one.layers
     parts = {

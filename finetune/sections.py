@@ -203,9 +203,13 @@ class Speed(Section):
     nf4, fp4 and int8 are bitsandbytes'."""
     fused: Literal["auto"] | bool = "auto"
     """Adapters run at the cost of their products (LoRA, DoRA, AdaLoRA, IA3); `auto`: on GPUs."""
-    compile: Literal["auto", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool = "auto"
+    compile: (
+        Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | bool
+    ) = "auto"
     """torch.compile for each decoder layer, if need be in one of torch's modes; `auto`: on GPUs, in runs
-    whose products take more than two minutes at 40 % of the GPU's peak."""
+    whose products take more than two minutes at 40 % of the GPU's peak. `auto` and `true` make CUDA graphs of
+    layers (`reduce-overhead`) where passes are all alike and so small that a GPU waits for Python; `default`
+    does not."""
     recompute: (
         Literal["auto", "none", "cheap", "int8", "mlp", "all"]
         | Annotated[int, Field(ge=1)]

@@ -16,6 +16,7 @@ from finetune import (
     batch_search,
     check,
     checkpoint,
+    cuda_graphs,
     estimate,
     hardware,
     launch_env,
@@ -129,7 +130,12 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     each = 4 + parts * beside(recipe, setup)
     plain = hasattr(adapted, "peft_config") and setup.storage.value in hardware.STORED
     eager = launch_env.eager(plain=plain)
-    return speed.Work(tokens, flops, sharded, eager, parts, awaited / 2**30, host / 2**30, each)
+    kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
+    given = recipe.data, recipe.train, recipe.adapter, recipe.speed, adapted.config
+    alone = launch.processes == 1 and not launch.splitter and launch.fp8 in ("", launch_env.FROZEN)
+    differs = cuda_graphs.differs(*given, alone=alone, **kinds)
+    memory = awaited / 2**30, host / 2**30, each
+    return speed.Work(tokens, flops, sharded, eager, parts, *memory, differs)
 
 
 def beside(recipe: Recipe, setup: Setup) -> float:

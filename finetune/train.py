@@ -149,7 +149,8 @@ def _run(
             summary.show_plan(screen, recipe, choices, data_report, ledger.notes)
             adapter_init.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
-        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, compiled=compile)
+        made = {"compiled": compile, "cuda_graphs": fast.get("CUDA graphs")}
+        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         seed, ends = recipe.train.seed, model.declared_ends(recipe.model)
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, seed, ends)

@@ -98,9 +98,7 @@ class Trainer(SFTTrainer):
         self.model_accepts_loss_kwargs = True
         self.chunked = head.install(self.model, compiled=compiled) if chosen == "chunked" else None
         self.first_step.add_loss = partial(head.add_receipt, chosen, self.chunked)
-        if self.chunked and isinstance(
-            self.train_dataset, Sized
-        ):  # streamed batches are joined, which takes tensors alone
+        if self.chunked and isinstance(self.train_dataset, Sized):  # streamed batches are joined
             self.data_collator = partial(loss.counted, self.data_collator)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -140,6 +138,8 @@ class Trainer(SFTTrainer):
                 apart = exchange.ours(model) or last != self.ends_step
                 unsynced = self.accelerator.no_sync(model) if apart else contextlib.nullcontext()
                 with unsynced, self.in_training(model):
+                    if self.first_step.cuda_graphs:  # what the pass before has made is given up
+                        torch.compiler.cudagraph_mark_step_begin()
                     total = total + super().training_step(model, inputs, items)
                 faults.in_backward(self.state.global_step + 1, parts.rows_of(inputs), parts.struck)
         except torch.OutOfMemoryError as error:
@@ -147,6 +147,7 @@ class Trainer(SFTTrainer):
             if not self.repeats(model, items):
                 raise parts.too_large(self.state.global_step + 1, parts.error) from error
         if parts.error:
+            torch._dynamo.reset()  # CUDA graphs, if there are any, hold what they were recorded with
             clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
 

@@ -58,6 +58,7 @@ LAYERS = (
         "base_model",
     ),
     ("architecture", "keeping", "given"),
+    ("cuda_graphs",),
     ("speed",),
     (
         "data",

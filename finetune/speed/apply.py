@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import adapter_types, estimate, keeping, launch_env, modules, qat, ranks, shards
+from finetune import adapter_types, cuda_graphs, estimate, launch_env, modules, qat, ranks, shards
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import Keeps, Memory, Work, choose_compile
 from finetune.hardware import Choice
@@ -47,11 +47,13 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         raise UserError(problem, code=Exit.ENVIRONMENT)
     work = work._replace(eager=work.eager or broken)
     compile = as_rank_0(choose_compile(speed.compile, work, hardware))
+    graphs = choose_graphs(model, speed.compile, work, compile, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
     room, host = least(plan.room - work.awaited, work.host)
     plan = plan._replace(room=room, host=host, unfused=f"speed.fused: {done}")
-    recompute, offload = as_rank_0(keeping.choose(speed.recompute, speed.offload, plan, hardware)[:2])
+    made = cuda_graphs.beside(graphs, speed, speed.recompute, plan, hardware)
+    recompute, offload, graphs = as_rank_0(made[:3])
     if problem := estimate.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
@@ -73,17 +75,25 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         # be without, is 8 s of compiling (benchmarks/LOG.md), and the gradient a thousandth of a step
         base_of(model).enable_input_require_grads()
         mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
+        mode = mode or (estimate.GRAPHS[0] if graphs.value == "on" else None)
         for layer in layers:
             layer.compile(mode=mode)  # in place: torch.compile(layer) would rename every key
-        if mode in estimate.GRAPHS:
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(own_gradient)
+        for parameter in [p for layer in layers for p in layer.parameters() if graphs.value == "on"]:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(own_gradient)
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
         how = "layers with a compiled call"
         ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
     chosen = {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
-    return {**chosen, "speed.offload": worth(offload, model)}
+    return {**chosen, "speed.offload": worth(offload, model), "CUDA graphs": graphs}
+
+
+def choose_graphs(model: Any, asked: str | bool, work: Work, compile: Choice, hardware: Hardware) -> Choice:
+    """Whether the compiled layers of this model run as CUDA graphs."""
+    fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
+    kind = "full" if not hasattr(model, "peft_config") else "fp8" if fp8 else "adapter"
+    products = cuda_graphs.products(model.config, work.tokens, hardware.peak_flops, kind=kind)
+    return cuda_graphs.choose(asked, compile, differs=work.differs, products=products, kind=kind)
 
 
 def least(*memory: float) -> list[float]:
@@ -99,8 +109,10 @@ def as_rank_0(chosen: Any) -> Any:
 
 def own_gradient(parameter: torch.Tensor) -> None:
     """A CUDA graph writes each gradient where it wrote the last one, to which autograd would add it."""
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad.clone()
+    if not hasattr(parameter.grad, "own"):  # to the copy autograd adds in place
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clone()
+        parameter.grad.own = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def unknown(model: Any, speed: Speed) -> dict[str, Choice]:

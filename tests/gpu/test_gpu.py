@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import ADAPTERS, MODEL, metrics
 
-from finetune import measured
+from finetune import cuda_graphs, measured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,20 +78,46 @@ def test_cuda_graphs_follow_the_plain_run(recompute: str, train) -> None:
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
-def test_eager_attention_is_what_was_asked(train) -> None:
-    plain = train("train.max_steps=4", name="plain")
-    run = train("model.attention=eager", "train.max_steps=4", name="eager")
-    assert receipts(run)["model.attention"] == "eager"
-    for a, b in zip(metrics(plain), metrics(run), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
-
-
 def packing() -> list[str]:
     """What keeps documents apart here without a mask."""
     from finetune.attention_choice import IMPLEMENTATIONS, missing
     from finetune.hardware import detect
 
     return [name for name in IMPLEMENTATIONS if name != "cudnn" and not missing(name, detect())]
+
+
+GRAPHED = {
+    **{kind: [f"adapter.type={kind}"] for kind in ("lora", "dora", "adalora", "ia3", "qlora", "full")},
+    "fp8": ["speed.base=fp8"],
+    "padding-free": ["data.packing=false", "data.padding_free=true"],
+    **{name: [f"model.attention={name}"] for name in packing() if name in cuda_graphs.ATTENTION},
+}
+
+
+@pytest.mark.parametrize("kind", GRAPHED)
+def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
+    """They follow the compiled run, with evaluations between the steps, and torch leaves none of them out."""
+    rows = ["train.max_steps=7", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
+    rows += ["data.packing=true", "data.max_length=512", "eval.every=3"]
+    rows += {"full": ["train.learning_rate=1e-3"]}.get(kind, []) + GRAPHED[kind]
+    plain = train(*rows, "speed.compile=default", name="plain")
+    torch.compiler.reset()
+    run = train(*rows, "speed.compile=true", name="graphs")
+    got = receipts(run)
+    assert got["CUDA graphs"] == "4 recorded"  # of two layers: evaluations have none
+    assert "CUDA graphs" not in receipts(plain)
+    assert 'graphs: "on"' in run.recipe.read_text()
+    for a, b in zip(metrics(plain), metrics(run), strict=True):
+        key = "loss" if "loss" in a else "eval_loss"
+        assert a[key] == pytest.approx(b[key], rel=2e-3)
+
+
+def test_eager_attention_is_what_was_asked(train) -> None:
+    plain = train("train.max_steps=4", name="plain")
+    run = train("model.attention=eager", "train.max_steps=4", name="eager")
+    assert receipts(run)["model.attention"] == "eager"
+    for a, b in zip(metrics(plain), metrics(run), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", *packing()])

@@ -26,6 +26,7 @@ KINDS = {
     "full": ["train.learning_rate=5e-4"],
     "packed": ["adapter.type=lora", "data.packing=true", "data.max_length=512"],
     "compiled": ["adapter.type=lora", "speed.compile=true"],
+    "graphs": ["adapter.type=lora", "data.packing=true", "data.max_length=512", "speed.compile=true"],
     "fp8": ["adapter.type=lora", "speed.base=fp8"],
     "offloaded": ["adapter.type=lora", "speed.offload=all"],
 }

@@ -1,0 +1,127 @@
+"""CUDA graphs of compiled layers: where Python, which launches a layer's kernels, takes longer than the GPU.
+
+A graph launches all kernels of a layer with one call, and holds one shape: batches have to be alike. In
+passes of 2,048 tokens on an 8B's fp8 base that is 2.7 times the tokens/s (benchmarks/LOG.md); where the GPU
+is what is waited for it is nothing, and recording takes some seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune import adapter_types, estimate, keeping
+from finetune.hardware import Choice
+
+if TYPE_CHECKING:
+    from finetune.estimate import Memory
+    from finetune.hardware import Hardware
+    from finetune.receipts import Ledger
+    from finetune.sections import Adapter, Data, Speed, Train
+
+# Seconds in which Python launches a compiled layer, forward and backward: 135m-bf16, 135m-full and
+# 24gb_fastest of benchmarks/gpu.json
+LAUNCHED = {"adapter": 4.0e-3, "full": 3.2e-3, "fp8": 6.5e-3}
+REPLAYED = 0.1e-3  # and a layer's two graphs: a guess, too little to be seen in 135m-bf16's 30 layers
+SHARE = 0.7  # of the GPU's peak, by products of frozen weights (`plan_time.PRODUCT`)
+# What was recorded and followed the plain run (tests/gpu/test_gpu.py): attention, adapters, stored bases
+ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")  # without a mask, which would move
+ADAPTERS = ("", "lora", "adalora", "ia3")  # PEFT's types; "": every weight trains
+STORED = ("fp32", "bf16", "fp8", "nf4")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
+
+
+def differs(
+    data: Data,
+    train: Train,
+    adapter: Adapter,
+    speed: Speed,
+    config: Any,
+    *,
+    alone: bool,
+    attention: str,
+    storage: str,
+) -> str:
+    """Why passes of a run are not alike enough, or not known to be, for `auto` to record them; or nothing.
+
+    Args:
+        alone: one process, whose launch splits nothing and has no fp8 of its own.
+    """
+    if not (data.packing or data.padding_free):
+        return "rows are padded to lengths of their own"
+    if data.streaming:
+        return "batches of a stream are of lengths of their own"
+    if train.per_device_train_batch_size == "auto":
+        return "how many rows a pass has is searched for"
+    if not alone:
+        return "not tried on several GPUs, nor under a launch that changes layers"
+    text = config.get_text_config()
+    drops = [getattr(text, key, 0) for key in ("resid_pdrop", "embd_pdrop", "hidden_dropout")]
+    if adapter.options().get("lora_dropout") or any(drops):
+        return "dropout would draw other numbers in the passes that record"
+    tried = {
+        text.model_type: text.model_type in FAMILIES,
+        attention: attention in ATTENTION,
+        f"adapter.type: {adapter.type}": adapter_types.find(adapter.type).peft in ADAPTERS,
+        f"a base in {storage}": storage in STORED,
+        "quantisation-aware training": speed.qat is None,
+    }
+    return next((f"not tried with {what}" for what, proved in tried.items() if not proved), "")
+
+
+def choose(asked: str | bool, compile: Choice, *, differs: str, products: float, kind: str) -> Choice:
+    """Whether compiled layers run as CUDA graphs: asked for by a mode of torch.compile, or where it pays.
+
+    Args:
+        compile: what was chosen for `speed.compile`.
+        differs: why passes can't be graphs.
+        products: seconds that a pass's products with a layer take.
+        kind: of `LAUNCHED`.
+    """
+    if compile.value != "on" or asked not in ("auto", True):
+        on = compile.value == "on" and asked in estimate.GRAPHS
+        off = "not asked for" if compile.value == "on" else "layers are not compiled"
+        return Choice("on" if on else "off", "asked for" if on else off)
+    launched, text = LAUNCHED[kind], f"{products * 1e3:.1f} ms of products in each layer of a pass"
+    if differs:
+        return Choice("off", f"auto: {differs}")
+    if products >= launched:
+        return Choice("off", f"auto: the GPU has {text}, it is not Python that is waited for")
+    return Choice("on", f"auto: {text}, which Python takes about {launched * 1e3:.1f} ms to launch")
+
+
+def beside(
+    chosen: Choice, speed: Speed, recompute: str | int, plan: Memory, hardware: Hardware
+) -> tuple[Choice, Choice, Choice, Memory]:
+    """What is made again, what leaves the GPU, whether layers are graphs beside that, and the memory plan so:
+    by itself nothing makes graphs of layers that are made again whole."""
+    asked = recompute, speed.offload
+    if chosen.value == "on":
+        again, offload, left = keeping.choose(*asked, plan._replace(room=plan.room - plan.graphs), hardware)
+        problem = estimate.against_graphs(estimate.GRAPHS[0], again.value, offload.value)
+        if speed.compile in estimate.GRAPHS or not problem:  # the first refuses it
+            return again, offload, chosen, left
+        chosen = Choice("off", f"auto: {problem.what}")
+    again, offload, plan = keeping.choose(*asked, plan, hardware)
+    return again, offload, chosen, plan
+
+
+def products(config: Any, tokens: int, peak: float | None, *, kind: str) -> float:
+    """Seconds of a pass's products with the weights of one layer, on a GPU of `peak` FLOP/s in bf16."""
+    one = estimate.widths(config)
+    size = one.hidden * (one.qkv + one.queries + 3 * one.intermediate)
+    rate = SHARE * (peak or 100e12) * (2 if kind == "fp8" else 1)
+    return (6 if kind == "full" else 4) * size * tokens / rate
+
+
+def add_receipt(ledger: Ledger, layers: int) -> None:
+    """How many graphs were recorded: one forward and one backward a layer, or some were recorded again; and
+    what torch has left out."""
+    import torch
+    from torch._inductor import cudagraph_trees
+
+    manager: Any = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    recorded = next(manager.graph_counter) if manager else 0
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    got = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
+    how = "torch's own counts when training ended; a run of one pass has none"
+    ledger.add("CUDA graphs", f"{2 * layers} recorded", got, how, ok=True)

@@ -1,0 +1,77 @@
+"""Which runs' layers are CUDA graphs by themselves.
+
+GPUs run them in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune import architecture, cuda_graphs, estimate, recipe
+from finetune.hardware import Choice, Hardware
+
+H100 = Hardware("cuda", "NVIDIA H100", 1, (9, 0), 80.0, 8)
+ON, OFF = Choice("on", "asked for"), Choice("off", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("asked", "compile", "differs", "products", "found"),
+    [
+        (True, ON, "", 1e-3, "on"),
+        ("auto", Choice("on", "auto"), "", 1e-3, "on"),
+        (True, ON, "", 9e-3, "it is not Python that is waited for"),
+        (True, ON, "rows differ", 1e-3, "rows differ"),
+        ("auto", OFF, "", 1e-3, "layers are not compiled"),
+        ("default", ON, "", 1e-3, "not asked for"),
+        ("reduce-overhead", ON, "rows differ", 9e-3, "on"),
+    ],
+)
+def test_layers_are_graphs_where_it_pays(
+    asked: str | bool, compile: Choice, differs: str, products: float, found: str
+) -> None:
+    chosen = cuda_graphs.choose(asked, compile, differs=differs, products=products, kind="fp8")
+    assert found == chosen.value or (chosen.value == "off" and found in chosen.reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "room", "found"),
+    [
+        ([], 30.0, ("none", "none", "on")),
+        ([], 21.0, ("cheap", "none", "on")),  # graphs take two of it
+        (["speed.recompute=8"], 30.0, ("8 of 32", "none", "run again in backward")),
+        (
+            ["speed.recompute=all", "speed.offload=activations"],
+            30.0,
+            ("32 of 32", "activations", "leave the GPU"),
+        ),
+    ],
+)
+def test_layers_that_are_made_again_whole_are_no_graphs(
+    options: list[str], room: float, found: tuple[str, str, str]
+) -> None:
+    speed = recipe.load("recipes/quickstart.yaml", options).speed
+    plan = estimate.Memory(32, 20.0, 2.0, 0.1, room, graphs=2.0)
+    again, offload, graphs, _ = cuda_graphs.beside(Choice("on", "auto"), speed, speed.recompute, plan, H100)
+    assert (again.value, offload.value) == found[:2]
+    assert found[2] in (graphs.value, graphs.reason) or found[2] in graphs.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["data.packing=true"], ""),
+        (["data.padding_free=true"], ""),
+        ([], "rows are padded"),
+        (["data.packing=true", "train.per_device_train_batch_size=auto"], "searched for"),
+        (["data.packing=true", "adapter.lora_dropout=0.1"], "dropout"),
+        (["data.packing=true", "adapter.type=oft"], "not tried with adapter.type: oft"),
+    ],
+)
+def test_passes_have_to_be_alike(changes: list[str], why: str) -> None:
+    loaded = recipe.load("recipes/quickstart.yaml", changes)
+    config = architecture.read(loaded.model).config
+    sections = loaded.data, loaded.train, loaded.adapter, loaded.speed, config
+    kinds = {"attention": "varlen", "storage": "bf16"}
+    found = cuda_graphs.differs(*sections, alone=True, **kinds)
+    assert why in found and bool(why) == bool(found)
+    assert why or "GPUs" in cuda_graphs.differs(*sections, alone=False, **kinds)
