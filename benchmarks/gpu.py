@@ -14,7 +14,8 @@ steps after warm-up, the allocator's peak, and the loss of the last step. Rows o
 *-mlp          norms and gate and up made again
 *-int8         norms made again, gate and up kept in int8
 *-mlp-small    and all else that layers keep in the CPU's memory
-*-graphs       the compiled layers as CUDA graphs
+*-graphs       the compiled layers as CUDA graphs, which passes of so many tokens don't choose by themselves
+*-no-graphs    and without, where passes are so small that they do
 *-fa4, -fa3    attention by that kernel, or by cuDNN (*-cudnn)
 1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
 135m-*         SmolLM2-135M's, as the smallest that plans are held against
@@ -107,6 +108,7 @@ ROWS = {
     "135m-full": Row((*FULL, *WHOLE), "135m-bf16"),
     "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),
     "lora-fp8-packed": Row(("speed.base=fp8", "data.packing=true", *WHOLE), packed=True),
+    "135m-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), "135m-bf16", packed=True),
     "full-bf16": Row((*FULL, *WHOLE), layers=8),
     "70b-fp8": Row(("speed.base=fp8", *HALF, ATTENTION), "70b-fp8", length=8192, batch=1),
     "70b-fp8-auto": Row(("speed.base=fp8", "speed.compile=true", ATTENTION), "70b-fp8", length=8192, batch=1),
@@ -134,6 +136,13 @@ RECIPES = {
     for kind in ("fastest", "balanced", "smallest")
 }
 RECIPES["141gb_fastest"] = RECIPES["141gb_fastest"]._replace(batch=16)  # it has so many at once
+NO_GRAPHS = ("speed.compile=default",)
+RECIPES |= {
+    f"{name}-no-graphs": RECIPES[name]._replace(changes=NO_GRAPHS)
+    for name in ("24gb_fastest", "32gb_fastest", "32gb_balanced")
+}
+SMALLEST = ROWS["135m-bf16-packed"]
+ROWS["135m-bf16-no-graphs-packed"] = SMALLEST._replace(changes=(*SMALLEST.changes, *NO_GRAPHS))
 PEERS = {  # what a name says is what is switched on
     "trl": Row(),
     "trl+checkpointing": Row(),
@@ -257,6 +266,7 @@ def ours(job: Job) -> dict[str, Any]:
     given = [str(recipe), *job.row.changes]
     if job.row.recipe:
         given = [str(HERE.parent / "recipes" / "gpus" / job.row.recipe), *of_recipe(job, folder)]
+        given += job.row.changes
     shutil.rmtree(folder, ignore_errors=True)
     try:
         if code := cli.main(["train", *given]):

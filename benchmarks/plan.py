@@ -94,7 +94,8 @@ def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Seque
     if row.recipe:
         job = gpu.Job(name, model, data, row.length, row.batch, 10, row, place)
         own = HERE.parent / "recipes" / "gpus" / row.recipe
-        return make(recipe.load(own, gpu.of_recipe(job, place / "run")), measured["gpu"], row.cap_gib)
+        given = [*gpu.of_recipe(job, place / "run"), *row.changes, *changes]
+        return make(recipe.load(own, given), measured["gpu"], row.cap_gib)
     sizes = {"length": row.length, "batch": row.batch, "steps": max(14, row.steps)}
     text = gpu.RECIPE.format(model=model, data=data, folder=place / "run", **sizes)
     path = place / f"{name}.yaml"

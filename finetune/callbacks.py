@@ -182,11 +182,11 @@ class FirstStep(TrainerCallback):
         steps: int,
         batch: int,
         compiled: Choice | None = None,
-        cuda_graphs: Choice | None = None,
+        cudagraphs: Choice | None = None,
     ) -> None:
         self.ledger, self.steps, self.batch = ledger, steps, batch
         self.compiled = compiled if compiled and compiled.value == "on" else None
-        self.cuda_graphs = cuda_graphs if cuda_graphs and cuda_graphs.value == "on" else None
+        self.cudagraphs = cudagraphs is not None and cudagraphs.value == "on"
         self.graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
@@ -287,9 +287,8 @@ class FirstStep(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
-        if self.cuda_graphs:
-            layers = len(apply.decoder_layers(kwargs["model"]))
-            cuda_graphs.add_receipt(self.ledger, layers)
+        if self.cudagraphs:
+            cuda_graphs.add_receipt(self.ledger, len(apply.decoder_layers(kwargs["model"])))
         if self.compiled and self.graphs:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs
             how = "of batches of other lengths: data.packing and padding_free have one"

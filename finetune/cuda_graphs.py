@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.estimate import Memory
     from finetune.hardware import Hardware
     from finetune.receipts import Ledger
-    from finetune.sections import Adapter, Data, Speed, Train
+    from finetune.sections import Adapter, Data, Speed
 
 # Seconds in which Python launches a compiled layer, forward and backward: 135m-bf16, 135m-full and
 # 24gb_fastest of benchmarks/gpu.json
@@ -32,7 +32,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
 
 def differs(
     data: Data,
-    train: Train,
     adapter: Adapter,
     speed: Speed,
     config: Any,
@@ -40,17 +39,19 @@ def differs(
     alone: bool,
     attention: str,
     storage: str,
+    searched: bool,
 ) -> str:
     """Why passes of a run are not alike enough, or not known to be, for `auto` to record them; or nothing.
 
     Args:
         alone: one process, whose launch splits nothing and has no fp8 of its own.
+        searched: the rows of a pass are found by trying.
     """
     if not (data.packing or data.padding_free):
         return "rows are padded to lengths of their own"
     if data.streaming:
         return "batches of a stream are of lengths of their own"
-    if train.per_device_train_batch_size == "auto":
+    if searched:
         return "how many rows a pass has is searched for"
     if not alone:
         return "not tried on several GPUs, nor under a launch that changes layers"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune import (
     adapter_types,
@@ -226,7 +226,7 @@ def under(
         train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
         speed = recipe.speed.model_copy(update={"recompute": recompute, "offload": offload})
         asked = recipe.model_copy(update={"train": train, "speed": speed})
-        return at_once(asked, machine, processes, by, cpu_rate)
+        return at_once(asked, machine, processes, by, cpu_rate, searched=True)
 
     chosen = of(1, recipe.speed.recompute, recipe.speed.offload)
     recompute, offload = chosen.choices["recompute"], chosen.choices["offload"]
@@ -275,9 +275,15 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
 
 
 def at_once(
-    recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
+    recipe: Recipe,
+    machine: Hardware,
+    processes: int,
+    by: Sharding,
+    cpu_rate: float | None = None,
+    *,
+    searched: bool = False,
 ) -> Plan:
-    """The plan of a recipe under a launch, its batch split as the recipe says."""
+    """The plan of a recipe under a launch, its batch split as the recipe says, or by a search for it."""
     found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
     base, attention = plan_choices.storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes // by.sharing)
@@ -289,7 +295,7 @@ def at_once(
     tokens = batch.per_device * length // by.sharing
     fused = plan_choices.fused(recipe, machine, base.value, by, has, precision)
     each = rows.tokens if rows else length  # as in a run, which knows its rows
-    work = flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
+    work = plan_time.flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
     compile = plan_choices.compiled(recipe, work, steps, machine, by, has, fused, base.value)
     how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
     attends = "cudnn" if by.sharing > 1 else attention.value  # SDPA has no mask there
@@ -298,7 +304,9 @@ def at_once(
     outside = plan_memory.outside(found, precision)
     two = gathered(full=full, layers=plan_launch.WHOLE_LAYERS)
     share = plan_launch.share(by, processes, two, outside, found.parameters)
-    graphs = plan_choices.graphed(recipe, found, machine, processes, by, compile, attends, base.value, tokens)
+    graphs = plan_choices.graphed(
+        recipe, found, machine, processes, by, compile, attends, base.value, tokens, searched=searched
+    )
     kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
     memory, usable = plan_choices.room(
         recipe, machine, found, has, kept, base.value, precision, tokens, share
@@ -308,7 +316,7 @@ def at_once(
     phases = plan_memory.phases(
         found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
-        longest=length, usable=usable,
+        longest=length, usable=usable, graphs=graphs.value == "on",
     )  # fmt: skip
     if adapter_types.unmerged(recipe.adapter.type, recipe.adapter.options()):
         phases.pop("merge", None)
@@ -316,7 +324,7 @@ def at_once(
     every = (gathered(full=False, layers=memory.layers) + outside) * estimate.GIB
     step = _step(recipe, rows, batch, memory, recompute.value, base.value, by, processes, every, gone)
     step = step._replace(graphs=graphs.value == "on")
-    parts, source, link = _parts(found, has, kept, step, machine, attends, cpu_rate)
+    parts, source, link = plan_time.of_step(found, has, kept, step, machine, attends, cpu_rate)
     sections = recipe.data, recipe.train, recipe.eval
     crowded = sum(phases["evaluation"].values()) > usable
     notes = plan_notes.of_recipe(found, has, sections, rows, steps, crowded)
@@ -384,32 +392,6 @@ def _step(
         stepped="optimizer" in gone,
         rounded=(1 - halves) * recompute.startswith("int8"),
     )
-
-
-def _parts(
-    found: Any, has: Any, kept: Any, step: Any, machine: Hardware, attention: str, cpu_rate: float | None
-) -> tuple[dict[str, float], str, float]:
-    """Seconds of a step by what they go into, where the rates come from, and bytes/s between GPUs."""
-    if machine.device == "cpu":
-        if cpu_rate is None:
-            return {}, "not known: this CPU has not been timed", 0.0
-        whole = flops(found, has, step.full) * step.tokens * step.passes
-        seconds = {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}
-        return seconds, plan_time.of_cpu(estimate.widths(found.config)), 0.0
-    rates = plan_time.rates_of(machine.name, attention, step, estimate.widths(found.config))
-    if rates is None:
-        return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
-    made = plan_time.seconds(found.config, has, found.linear, kept, step, rates)
-    return made, rates.source, rates.link
-
-
-def flops(found: Any, has: Any, full: bool) -> float:
-    """FLOPs of a token's forward and backward through linear layers, as `train.flops_per_token` counts."""
-    one = estimate.widths(found.config)
-    head = one.vocabulary * one.hidden
-    frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + head
-    trained = (has.trained - has.saved) * (has.rank > 0) + head * has.head
-    return 6.0 * frozen if full else 4.0 * frozen + 6.0 * trained
 
 
 def cpu_rate(recipe: Recipe) -> float:

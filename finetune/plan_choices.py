@@ -129,15 +129,18 @@ def graphed(
     attention: str,
     storage: str,
     tokens: int,
+    *,
+    searched: bool,
 ) -> Choice:
     """Whether compiled layers would be CUDA graphs, in passes of `tokens` tokens of full rows."""
-    given = recipe.data, recipe.train, recipe.adapter, recipe.speed, found.config
+    given = recipe.data, recipe.adapter, recipe.speed, found.config
     kind = "full" if recipe.adapter.type == "full" else "fp8" if storage == "fp8" else "adapter"
     alone = processes == 1 and not (by.states or by.weights or by.once)
+    kinds = {"attention": attention, "storage": storage}
     return cuda_graphs.choose(
         recipe.speed.compile,
         compile,
-        differs=cuda_graphs.differs(*given, alone=alone, attention=attention, storage=storage),
+        differs=cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds),
         products=cuda_graphs.products(found.config, tokens, machine.peak_flops, kind=kind),
         kind=kind,
     )

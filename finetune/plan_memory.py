@@ -115,6 +115,7 @@ def phases(
     share: Share,
     longest: int,
     usable: float,
+    graphs: bool = False,
 ) -> dict[str, dict[str, float]]:
     """GiB of each kind in each phase of one process: load, step, evaluation, save, merge."""
     train, speed, evaluation = sections
@@ -151,7 +152,10 @@ def phases(
         {**held, "gradients": some, "activations": at_backward, "buffers": passing + then},
         {**held, "gradients": gradients, "buffers": buckets},
     ]
-    step = max(moments, key=lambda moment: sum(moment.values()))
+    recorded = {"CUDA graphs": plan.graphs} if graphs else {}  # what they work in no other takes meanwhile
+    step = max([{**moment, **recorded} for moment in moments], key=lambda moment: sum(moment.values()))
+    if graphs and evaluation.every:
+        own["CUDA graphs"] = at_backward + passing
     evaluated = _evaluation({**own, "buffers": layers + ends}, found, evaluation, longest, usable)
     read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
     made = {

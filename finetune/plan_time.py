@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune import attention_choice, cuda_graphs, estimate, gpus, measure, plan_launch
 
 if TYPE_CHECKING:
+    from finetune.architecture import Architecture
     from finetune.estimate import Keeps, Widths
+    from finetune.hardware import Hardware
     from finetune.plan_adapter import Adapted
 
 # Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
@@ -137,6 +139,38 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
         gpu.host * HOST,
     )
     return Rates(*rates, f"shares of its data sheet's peaks, {measured}")
+
+
+def of_step(
+    found: Architecture,
+    has: Adapted,
+    kept: Keeps,
+    step: Step,
+    machine: Hardware,
+    attention: str,
+    cpu_rate: float | None,
+) -> tuple[dict[str, float], str, float]:
+    """Seconds of a step by what they go into, where the rates come from, and bytes/s between GPUs."""
+    if machine.device == "cpu":
+        if cpu_rate is None:
+            return {}, "not known: this CPU has not been timed", 0.0
+        whole = flops(found, has, step.full) * step.tokens * step.passes
+        made = {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}
+        return made, of_cpu(estimate.widths(found.config)), 0.0
+    rates = rates_of(machine.name, attention, step, estimate.widths(found.config))
+    if rates is None:
+        return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
+    made = seconds(found.config, has, found.linear, kept, step, rates)
+    return made, rates.source, rates.link
+
+
+def flops(found: Architecture, has: Adapted, full: bool) -> float:
+    """FLOPs of a token's forward and backward through linear layers, as `train.flops_per_token` counts."""
+    one = estimate.widths(found.config)
+    head = one.vocabulary * one.hidden
+    frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + head
+    trained = (has.trained - has.saved) * (has.rank > 0) + head * has.head
+    return 6.0 * frozen if full else 4.0 * frozen + 6.0 * trained
 
 
 def seconds(

@@ -37,6 +37,7 @@ from finetune import (
     operations,
     plan,
     plan_adapter,
+    plan_time,
     recipe,
     train,
 )
@@ -287,7 +288,7 @@ def roofline(
         return reached, None
     has = plan_adapter.adapted(whole.adapter, whole.model, found, 100)
     full = whole.adapter.type == "full"
-    each, head = plan.flops(found, has, full), (6.0 if full else 4.0) * one.vocabulary * one.hidden
+    each, head = plan_time.flops(found, has, full), (6.0 if full else 4.0) * one.vocabulary * one.hidden
     work = (each - head) * trace.computed + head * trace.scored
     return reached, work / TRACED[machine.device] / seconds / peak
 

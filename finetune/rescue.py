@@ -134,15 +134,15 @@ def needed(
     fused, compiled = (chosen[f"speed.{name}"].value == "on" for name in ("fused", "compile"))
     tokens, adapted = rows * length, hasattr(model, "peft_config")
     how = {"fused": fused, "compiled": compiled, "offload": chosen["speed.offload"].value}
-    at_loss, at_backward = estimate.at_once(
-        apply.memory(model, tokens, setup.hardware, **how), chosen["speed.recompute"].value
-    )
+    memory = apply.memory(model, tokens, setup.hardware, **how)
+    at_loss, at_backward = estimate.at_once(memory, chosen["speed.recompute"].value)
     trains = apply.head_trains(model)
     at_loss += estimate.loss_gib(model.config, tokens, compiled=compiled, trained=trains)
     at_backward += estimate.backward_gib(model.config, tokens, estimate.Keeps(fused, compiled, adapted))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     held = sum(p.nbytes for p in model.parameters()) + (4 + beside) * trained
     total = held / estimate.GIB + max(at_loss, at_backward)
+    total += memory.graphs if chosen["CUDA graphs"].value == "on" else 0.0
     what = "one row" if rows == 1 else f"{rows} rows"
     return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what} of {length} tokens"
 
@@ -174,17 +174,21 @@ def held(trainer: Any) -> str:
     return "; ".join(filter(None, [text, parts.needs(trainer.model, math.ceil(parts.rows / parts.parts))]))
 
 
-def fixes(speed: Speed, kind: str, max_length: int, allowed: Callable[[str], bool]) -> list[str]:
+def fixes(
+    speed: Speed, kind: str, max_length: int, allowed: Callable[[str], bool], *, graphs: bool = False
+) -> list[str]:
     """What takes less memory than these settings do, the cheapest first.
 
     Args:
         kind: `adapter.type`.
         allowed: whether a change is one that the run would not refuse.
+        graphs: layers are CUDA graphs, with memory of their own.
     """
     codes = kind in ("lora", "dora", "rslora") and speed.base in ("auto", "bf16", "fp8", "int8")
     further = {"all": (), "activations": ("all",)}.get(speed.offload, ("all", "activations"))
     offloads = [f"speed.offload={what}" for what in further if _gpu()]
     found = {
+        "speed.compile=default": graphs,
         "speed.recompute=all": speed.recompute != "all",
         "speed.base=nf4": codes,
         f"data.max_length={max_length // 2}": max_length > 8,

@@ -131,9 +131,10 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     plain = hasattr(adapted, "peft_config") and setup.storage.value in hardware.STORED
     eager = launch_env.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
-    given = recipe.data, recipe.train, recipe.adapter, recipe.speed, adapted.config
+    given = recipe.data, recipe.adapter, recipe.speed, adapted.config
     alone = launch.processes == 1 and not launch.splitter and launch.fp8 in ("", launch_env.FROZEN)
-    differs = cuda_graphs.differs(*given, alone=alone, **kinds)
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    differs = cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds)
     memory = awaited / 2**30, host / 2**30, each
     return speed.Work(tokens, flops, sharded, eager, parts, *memory, differs)
 
@@ -197,7 +198,8 @@ def micro_batches(
 ) -> rescue.MicroBatches:
     """Those of the run, which know what to say where memory runs out."""
     allowed = partial(check.allows, recipe, setup)
-    less = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length, allowed)
+    graphs = fast["CUDA graphs"].value == "on"
+    less = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length, allowed, graphs=graphs)
     made = rescue.of(less, batch, screen, ledger)
     length = recipe.data.max_length // setup.launch.sharing
     made.needs = partial(rescue.needed, length, setup, fast, beside(recipe, setup))

@@ -49,7 +49,7 @@ def choices(
     storage, parts = setup.storage, optimizers.unsaved(recipe.train, launch.keeper)
     compile, recompute, fused = fast["speed.compile"], fast["speed.recompute"], fast["speed.fused"]
     mode = recipe.speed.compile if recipe.speed.compile not in ("auto", True) else compile.value == "on"
-    graphs = fast.get("CUDA graphs")
+    graphs = fast["CUDA graphs"]
     offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
     count, _, total = recompute.value.partition(" of ")  # "none", "cheap", or "6 of 32"
     recomputed = count if not total else "all" if count == total else int(count)
@@ -62,7 +62,7 @@ def choices(
         "speed.storage": (storage.value, by("speed.base", "launch", storage)),
         "speed.fused": (fused.value == "on", by("speed.fused", "hardware", fused)),
         "speed.compile": (mode, by("speed.compile", "default", compile)),
-        **({"speed.graphs": (graphs.value, f"hardware: {graphs.reason}")} if graphs else {}),
+        "speed.graphs": (graphs.value, f"hardware: {graphs.reason}"),
         "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
         "speed.offload": (offload.value, by("speed.offload", asked, offload)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),

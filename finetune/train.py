@@ -149,7 +149,7 @@ def _run(
             summary.show_plan(screen, recipe, choices, data_report, ledger.notes)
             adapter_init.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
-        made = {"compiled": compile, "cuda_graphs": fast.get("CUDA graphs")}
+        made = {"compiled": compile, "cudagraphs": fast["CUDA graphs"]}
         first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
         seed, ends = recipe.train.seed, model.declared_ends(recipe.model)

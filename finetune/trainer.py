@@ -138,7 +138,7 @@ class Trainer(SFTTrainer):
                 apart = exchange.ours(model) or last != self.ends_step
                 unsynced = self.accelerator.no_sync(model) if apart else contextlib.nullcontext()
                 with unsynced, self.in_training(model):
-                    if self.first_step.cuda_graphs:  # what the pass before has made is given up
+                    if self.first_step.cudagraphs:  # what the pass before has made is given up
                         torch.compiler.cudagraph_mark_step_begin()
                     total = total + super().training_step(model, inputs, items)
                 faults.in_backward(self.state.global_step + 1, parts.rows_of(inputs), parts.struck)

@@ -131,7 +131,7 @@ def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
     if problems:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
     made = {f"speed.{name}": Choice("off", reason) for name in options[:2]}
-    made["speed.recompute"] = Choice("none", reason)
+    made |= {"speed.recompute": Choice("none", reason), "CUDA graphs": Choice("off", reason)}
     offload = speed.offload if speed.offload != "auto" else "none"
     return {**made, "speed.offload": worth(Choice(offload, reason), model)}
 

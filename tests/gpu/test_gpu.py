@@ -89,6 +89,9 @@ def packing() -> list[str]:
 GRAPHED = {
     **{kind: [f"adapter.type={kind}"] for kind in ("lora", "dora", "adalora", "ia3", "qlora", "full")},
     "fp8": ["speed.base=fp8"],
+    "int8": ["speed.base=fp8", "speed.recompute=int8"],
+    "mlp": ["speed.recompute=mlp:1"],
+    "optimizer": ["adapter.type=full", "speed.offload=optimizer"],
     "padding-free": ["data.packing=false", "data.padding_free=true"],
     **{name: [f"model.attention={name}"] for name in packing() if name in cuda_graphs.ATTENTION},
 }
@@ -99,7 +102,7 @@ def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
     """They follow the compiled run, with evaluations between the steps, and torch leaves none of them out."""
     rows = ["train.max_steps=7", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
     rows += ["data.packing=true", "data.max_length=512", "eval.every=3"]
-    rows += {"full": ["train.learning_rate=1e-3"]}.get(kind, []) + GRAPHED[kind]
+    rows += ["train.learning_rate=1e-3"] * (kind in ("full", "optimizer")) + GRAPHED[kind]
     plain = train(*rows, "speed.compile=default", name="plain")
     torch.compiler.reset()
     run = train(*rows, "speed.compile=true", name="graphs")
@@ -110,6 +113,20 @@ def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         key = "loss" if "loss" in a else "eval_loss"
         assert a[key] == pytest.approx(b[key], rel=2e-3)
+
+
+def test_graphs_are_recorded_again_in_smaller_passes_where_memory_ran_out(train, monkeypatch) -> None:
+    rows = ["train.max_steps=6", "train.effective_batch_size=8", "train.per_device_train_batch_size=4"]
+    rows += ["data.packing=true", "data.max_length=512", "adapter.type=lora"]
+    plain = train(*rows, "speed.compile=default", name="plain")
+    torch.compiler.reset()
+    monkeypatch.setenv("FINETUNE_FAULT", "step:3:oom")
+    run = train(*rows, "speed.compile=true", name="graphs")
+    got = receipts(run)
+    assert got["rows at once"] == "2"
+    assert got["CUDA graphs"] == "4 recorded"  # those of whole passes were given up
+    for a, b in zip(metrics(plain), metrics(run), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-3)
 
 
 def test_eager_attention_is_what_was_asked(train) -> None:
