@@ -1,8 +1,8 @@
 """CUDA graphs of compiled layers: where Python, which launches a layer's kernels, takes longer than the GPU.
 
 A graph launches all kernels of a layer with one call, and holds one shape: batches have to be alike. In
-passes of 2,048 tokens on an 8B's fp8 base that is 2.7 times the tokens/s (benchmarks/LOG.md); where the GPU
-is what is waited for it is nothing, and recording takes some seconds.
+passes of 2,048 tokens on an 8B's fp8 base that is 2.5 times the tokens/s (24gb_fastest of
+benchmarks/README.md); where the GPU is what is waited for it is nothing, and recording takes some seconds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from finetune.receipts import Ledger
     from finetune.sections import Adapter, Data, Speed
 
-# Seconds in which Python launches a compiled layer, forward and backward: 135m-bf16, 135m-full and
-# 24gb_fastest of benchmarks/gpu.json
-LAUNCHED = {"adapter": 4.0e-3, "full": 3.2e-3, "fp8": 6.5e-3}
-REPLAYED = 0.1e-3  # and a layer's two graphs: a guess, too little to be seen in 135m-bf16's 30 layers
+# Seconds in which Python launches a compiled layer, forward and backward. Between what machines differ in:
+# 4.0 to 6.3 ms (135m-bf16), 2.8 to 3.2 (135m-full) and 6.2 to 7.9 on fp8 (24gb_fastest, benchmarks/LOG.md)
+LAUNCHED = {"adapter": 4.8e-3, "full": 3.2e-3, "fp8": 7.0e-3}
+REPLAYED = 2.4e-3  # and a layer's two graphs, with its gradients' copies (135m-bf16-packed, a slow machine)
 SHARE = 0.7  # of the GPU's peak, by products of frozen weights (`plan_time.PRODUCT`)
 # What was recorded and followed the plain run (tests/gpu/test_gpu.py): attention, adapters, stored bases
 ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")  # without a mask, which would move

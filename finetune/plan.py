@@ -308,9 +308,8 @@ def at_once(
         recipe, found, machine, processes, by, compile, attends, base.value, tokens, searched=searched
     )
     kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
-    memory, usable = plan_choices.room(
-        recipe, machine, found, has, kept, base.value, precision, tokens, share
-    )
+    given = recipe, machine, found, has, kept, base.value, precision, tokens, share
+    memory, usable = plan_choices.room(*given)
     chosen = plan_choices.recomputed(recipe.speed, memory, machine, processes, by, graphs)
     recompute, offload, graphs, memory = chosen
     phases = plan_memory.phases(
@@ -320,17 +319,10 @@ def at_once(
     )  # fmt: skip
     if adapter_types.unmerged(recipe.adapter.type, recipe.adapter.options()):
         phases.pop("merge", None)
-    gone = phases.get(plan_memory.HOST, {})
     every = (gathered(full=False, layers=memory.layers) + outside) * estimate.GIB
-    step = _step(recipe, rows, batch, memory, recompute.value, base.value, by, processes, every, gone)
-    step = step._replace(graphs=graphs.value == "on")
+    step = _step(recipe, rows, batch, memory, recompute, base.value, by, processes, every, phases, graphs)
     parts, source, link = plan_time.of_step(found, has, kept, step, machine, attends, cpu_rate)
-    sections = recipe.data, recipe.train, recipe.eval
-    crowded = sum(phases["evaluation"].values()) > usable
-    notes = plan_notes.of_recipe(found, has, sections, rows, steps, crowded)
-    notes += [refused] if refused and refused not in notes else []
-    notes += plan_notes.of_merge(phases, usable, machine.device)
-    notes += plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
+    notes = _notes(recipe, found, has, rows, steps, phases, usable, machine, processes, refused)
     moved = sum(plan_launch.sent(by, processes, step.base, has.trained, batch.accumulation))
     moved += plan_time.shared_rows(step, estimate.widths(found.config)) * step.passes
     choices = {"base": base, "attention": attention, "fused": fused, "compile": compile}
@@ -344,10 +336,10 @@ def at_once(
         phases=phases,
         usable=usable,
         parts={} if found.unknown else parts,
-        row_tokens=rows.tokens if rows else length,
+        row_tokens=each,
         trained=has.trained,
         source=source,
-        notes=tuple(notes),
+        notes=notes,
         by=by,
         refused=refused,
         sent=(moved, link) if processes > 1 else (0.0, 0.0),
@@ -359,22 +351,24 @@ def _step(
     rows: Rows | None,
     batch: Batch,
     memory: estimate.Memory,
-    recompute: str,
+    recompute: Choice,
     storage: str,
     by: Sharding,
     processes: int,
     base: float,
-    gone: dict[str, float],
+    phases: dict[str, dict[str, float]],
+    graphs: Choice,
 ) -> plan_time.Step:
     """What a process computes in a pass, computes again, and sends away.
 
     Args:
         base: bytes of all weights as they are gathered.
-        gone: GiB that leave the GPU, of full rows.
+        phases: GiB of full rows, of which some leave the GPU.
     """
+    gone = phases.get(plan_memory.HOST, {})
     length = recipe.data.max_length
     row = max(1, round(rows.padded)) if rows else length
-    whole, mlps = estimate.split(recompute, memory.layers)
+    whole, mlps = estimate.split(recompute.value, memory.layers)
     halves = (mlps if memory.mlps else 0) / memory.layers
     return plan_time.Step(
         tokens=batch.per_device * row // by.sharing,
@@ -390,8 +384,31 @@ def _step(
         base=base,
         leaving=gone.get("activations", 0.0) * estimate.GIB * row / length,
         stepped="optimizer" in gone,
-        rounded=(1 - halves) * recompute.startswith("int8"),
+        rounded=(1 - halves) * recompute.value.startswith("int8"),
+        graphs=graphs.value == "on",
     )
+
+
+def _notes(
+    recipe: Recipe,
+    found: architecture.Architecture,
+    has: plan_adapter.Adapted,
+    rows: Rows | None,
+    steps: int | None,
+    phases: dict[str, dict[str, float]],
+    usable: float,
+    machine: Hardware,
+    processes: int,
+    refused: str,
+) -> tuple[str, ...]:
+    """What else there is to say of the plan: of the recipe, why a run would refuse its rows, of merging, of
+    the CPU's memory."""
+    sections, crowded = (recipe.data, recipe.train, recipe.eval), sum(phases["evaluation"].values()) > usable
+    notes = plan_notes.of_recipe(found, has, sections, rows, steps, crowded)
+    notes += [refused] if refused and refused not in notes else []
+    notes += plan_notes.of_merge(phases, usable, machine.device)
+    gone = phases.get(plan_memory.HOST, {})
+    return *notes, *plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
 
 
 def cpu_rate(recipe: Recipe) -> float:

@@ -6,6 +6,7 @@ GPUs run them in tests/gpu.
 from __future__ import annotations
 
 import pytest
+from conftest import planned
 
 from finetune import architecture, cuda_graphs, estimate, recipe
 from finetune.hardware import Choice, Hardware
@@ -76,3 +77,18 @@ def test_passes_have_to_be_alike(changes: list[str], why: str) -> None:
     found = cuda_graphs.differs(*sections, alone=True, **kinds)
     assert why in found and bool(why) == bool(found)
     assert why or "GPUs" in cuda_graphs.differs(*sections, alone=False, **kinds)
+
+
+def test_a_plan_has_their_time_and_their_memory(large) -> None:
+    """What they work in is held at the loss too, and while a run evaluates between steps."""
+    small = ["data.packing=true", "data.max_length=2048", "data.validation_fraction=0.1", "speed.base=fp8"]
+    small += ["eval.every=10", "train.per_device_train_batch_size=1", "speed.recompute=none"]
+    made = planned(large, *small, "speed.compile=true", gpu="h200")
+    without = planned(large, *small, "speed.compile=default", gpu="h200")
+    assert made.choices["CUDA graphs"].value == "on"
+    assert without.choices["CUDA graphs"] == ("off", "not asked for")
+    assert made.parts["launch gaps"] == 0 < without.parts["launch gaps"]
+    assert sum(made.phases["step"].values()) > sum(without.phases["step"].values())
+    assert made.phases["evaluation"]["CUDA graphs"] > made.phases["step"]["CUDA graphs"] > 0
+    found = planned(large, *small, "speed.compile=true", "train.per_device_train_batch_size=auto", gpu="h200")
+    assert "searched for" in found.choices["CUDA graphs"].reason

@@ -220,7 +220,7 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
     loaded = recipe.load(QUICKSTART, ["adapter.type=adalora"])
     setup, split, chosen = check.setup_of(loaded), batch.Batch(4, 2, 2), hardware.Choice("trl", "")
     setup = replace(setup, launch=replace(setup.launch, processes=2))
-    fast = dict.fromkeys(("speed.loss", "speed.compile"), chosen)
+    fast = dict.fromkeys(("speed.loss", "speed.compile", "CUDA graphs"), chosen)
     seen: list[Any] = []
     monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[-2]) or split)
     tokenizer, arguments = SimpleNamespace(pad_token_id=0), SimpleNamespace()
