@@ -125,4 +125,6 @@ def add_receipt(ledger: Ledger, layers: int) -> None:
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     got = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
     how = "torch's own counts when training ended; a run of one pass has none"
+    if recorded > 2 * layers:
+        how += "; recording again takes time: speed.compile: default records nothing"
     ledger.add("CUDA graphs", f"{2 * layers} recorded", got, how, ok=True)
