@@ -187,7 +187,7 @@ class FirstStep(TrainerCallback):
         self.ledger, self.steps, self.batch = ledger, steps, batch
         self.compiled = compiled if compiled and compiled.value == "on" else None
         self.cudagraphs = cudagraphs is not None and cudagraphs.value == "on"
-        self.graphs = 0
+        self.compiled_graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype = "none seen"
@@ -273,7 +273,7 @@ class FirstStep(TrainerCallback):
             over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
             how, got = GRAPHS_COUNTED, f"{breaks} graph breaks, {graphs} graphs"
             got += ", some layers in eager mode: over torch._dynamo.config.recompile_limit" if over else ""
-            whole, self.graphs = not breaks and not over, graphs
+            whole, self.compiled_graphs = not breaks and not over, graphs
             add("speed.compile", "0 graph breaks", got, how, ok=whole or self.compiled.reason != "asked for")
         self.ledger.check()
 
@@ -289,8 +289,8 @@ class FirstStep(TrainerCallback):
         self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
         if self.cudagraphs:
             cuda_graphs.add_receipt(self.ledger, len(apply.decoder_layers(kwargs["model"])))
-        if self.compiled and self.graphs:
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.graphs
+        if self.compiled and self.compiled_graphs:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.compiled_graphs
             how = "of batches of other lengths: data.packing and padding_free have one"
             self.ledger.add(
                 "graphs compiled after the first step", "as few as can be", f"{graphs}", how, ok=True

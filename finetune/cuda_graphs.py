@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, estimate, keeping
+from finetune import adapter_types, estimate, keeping, launch_env
 from finetune.hardware import Choice
 
 if TYPE_CHECKING:
@@ -27,7 +27,13 @@ SHARE = 0.7  # of the GPU's peak, by products of frozen weights (`plan_time.PROD
 ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")  # without a mask, which would move
 ADAPTERS = ("", "lora", "adalora", "ia3")  # PEFT's types; "": every weight trains
 STORED = ("fp32", "bf16", "fp8", "nf4")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
+FAMILIES = ("llama",)
+MADE_AGAIN = "layers are made again whole, or what they keep leaves the GPU, where no graph would find it"
+
+
+def alone(processes: int) -> bool:
+    """Whether a launch is one process, splits nothing and has no fp8 of its own: there graphs were tried."""
+    return processes == 1 and not launch_env.splitter() and launch_env.fp8().kind in ("", launch_env.FROZEN)
 
 
 def differs(
@@ -44,7 +50,7 @@ def differs(
     """Why passes of a run are not alike enough, or not known to be, for `auto` to record them; or nothing.
 
     Args:
-        alone: one process, whose launch splits nothing and has no fp8 of its own.
+        alone: of `alone`.
         searched: the rows of a pass are found by trying.
     """
     if not (data.packing or data.padding_free):
@@ -66,7 +72,8 @@ def differs(
         f"a base in {storage}": storage in STORED,
         "quantisation-aware training": speed.qat is None,
     }
-    return next((f"not tried with {what}" for what, proved in tried.items() if not proved), "")
+    asked = f"speed.compile: {estimate.GRAPHS[0]} makes them"
+    return next((f"not tried with {what}; {asked}" for what, proved in tried.items() if not proved), "")
 
 
 def choose(asked: str | bool, compile: Choice, *, differs: str, products: float, kind: str) -> Choice:
@@ -79,9 +86,9 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
         kind: of `LAUNCHED`.
     """
     if compile.value != "on" or asked not in ("auto", True):
-        on = compile.value == "on" and asked in estimate.GRAPHS
-        off = "not asked for" if compile.value == "on" else "layers are not compiled"
-        return Choice("on" if on else "off", "asked for" if on else off)
+        if compile.value != "on":
+            return Choice("off", "layers are not compiled")
+        return Choice("on" if asked in estimate.GRAPHS else "off", "asked for")
     launched, text = LAUNCHED[kind], f"{products * 1e3:.1f} ms of products in each layer of a pass"
     if differs:
         return Choice("off", f"auto: {differs}")
@@ -93,15 +100,21 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
 def beside(
     chosen: Choice, speed: Speed, recompute: str | int, plan: Memory, hardware: Hardware
 ) -> tuple[Choice, Choice, Choice, Memory]:
-    """What is made again, what leaves the GPU, whether layers are graphs beside that, and the memory plan so:
-    by itself nothing makes graphs of layers that are made again whole."""
+    """What is made again, what leaves the GPU, whether layers are graphs beside that, and the memory plan so.
+
+    By itself nothing makes graphs of layers that are made again whole, nor where memory has no room for them.
+    Those that were asked for stay, whether or not there is.
+    """
     asked = recompute, speed.offload
     if chosen.value == "on":
         again, offload, left = keeping.choose(*asked, plan._replace(room=plan.room - plan.graphs), hardware)
-        problem = estimate.against_graphs(estimate.GRAPHS[0], again.value, offload.value)
-        if speed.compile in estimate.GRAPHS or not problem:  # the first refuses it
+        against = estimate.against_graphs(estimate.GRAPHS[0], again.value, offload.value)
+        fits = max(estimate.at_once(left, again.value)) <= left.room
+        if fits and not against:
             return again, offload, chosen, left
-        chosen = Choice("off", f"auto: {problem.what}")
+        if speed.compile not in estimate.GRAPHS:
+            room = f"memory has no room for the {plan.graphs:.2g} GiB that they take"
+            chosen = Choice("off", f"auto: {MADE_AGAIN if against else room}")
     again, offload, plan = keeping.choose(*asked, plan, hardware)
     return again, offload, chosen, plan
 

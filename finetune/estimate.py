@@ -73,7 +73,9 @@ class Memory(NamedTuple):
     beside: float = 0.0  # share of the layers that `auto` may copy to the CPU: no slower than they compute
     pinned: float = 1.0  # of the CPU's memory for one that leaves: torch takes powers of two
     unfused: str = ""  # why there are no such MLPs
-    graphs: float = 0.0  # of the room, what CUDA graphs take: what they work in and the loss share no memory
+    # Of the room, what CUDA graphs take: their pool and the loss share no memory, where passes without them
+    # take the larger of the two; so the smaller comes on top
+    graphs: float = 0.0
 
 
 class Widths(NamedTuple):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SHOWN = 3
 FASTER = 1.02  # times as many tokens/s of the whole run, from which a change is one
 BY_AUTO = "the same numbers, but where it keeps gate and up in int8 (fp8 bases): gradients a hundredth off"
-KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers")
+KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "CUDA graphs")
 
 
 class Change(NamedTuple):
@@ -171,6 +171,8 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
             less.append((f"adapter.type={quantised}", "the base rounded to 4 bits"))
     elif now.choices["base"].value == "fp8" and speed.base == "fp8":
         less.append(("speed.base=nf4", "the base rounded to 4 bits"))
+    if now.choices["CUDA graphs"].value == "on":
+        less.append(("speed.compile=default", "the same numbers, without CUDA graphs"))
     if getattr(recipe.adapter, "lora_dropout", 0.0):
         less.append(("adapter.lora_dropout=0.0", "no dropout"))
     if now.choices["recompute"].value == "none" or speed.recompute not in ("auto", "all"):
@@ -220,6 +222,8 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
     if compiles == "off" and now.machine.device == "cuda":
         why = f"; {why.removeprefix('auto: ')}" if "not measured" in why else ""
         yield "speed.compile=true", f"about {plan.COMPILE_SECONDS} s more at the start{why}"
+    if speed.compile == "default":
+        yield "speed.compile=true", "the same numbers, as CUDA graphs where they pay"
     if now.choices["compile"].value == "on":
         yield "speed.compile=false", f"{plan.COMPILE_SECONDS} s less at the start"
     if speed.fused is False:

@@ -135,7 +135,8 @@ def graphed(
     """Whether compiled layers would be CUDA graphs, in passes of `tokens` tokens of full rows."""
     given = recipe.data, recipe.adapter, recipe.speed, found.config
     kind = "full" if recipe.adapter.type == "full" else "fp8" if storage == "fp8" else "adapter"
-    alone = processes == 1 and not (by.states or by.weights or by.once)
+    with launch_env.under(dict(by.variables)):
+        alone = cuda_graphs.alone(processes)
     kinds = {"attention": attention, "storage": storage}
     return cuda_graphs.choose(
         recipe.speed.compile,

@@ -147,15 +147,15 @@ def phases(
     layers, ends = share.gathered, share.outside
     at_head, in_layers = (layers + ends,) * 2 if full else (ends * head_share(config), layers)
     first, then = (whole + copies + buckets for whole in (at_head, in_layers))
+    # what graphs keep and work in no other takes meanwhile
+    beside, pool = ({"CUDA graphs": gib} if graphs else {} for gib in (plan.graphs, at_backward + passing))
     moments = [
-        {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": first},
-        {**held, "gradients": some, "activations": at_backward, "buffers": passing + then},
-        {**held, "gradients": gradients, "buffers": buckets},
+        {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": first, **beside},
+        {**held, "gradients": some, "activations": at_backward, "buffers": passing + then, **beside},
+        {**held, "gradients": gradients, "buffers": buckets, **pool},
     ]
-    recorded = {"CUDA graphs": plan.graphs} if graphs else {}  # what they work in no other takes meanwhile
-    step = max([{**moment, **recorded} for moment in moments], key=lambda moment: sum(moment.values()))
-    if graphs and evaluation.every:
-        own["CUDA graphs"] = at_backward + passing
+    step = max(moments, key=lambda moment: sum(moment.values()))
+    own |= pool if evaluation.every else {}
     evaluated = _evaluation({**own, "buffers": layers + ends}, found, evaluation, longest, usable)
     read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
     made = {

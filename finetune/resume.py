@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import checkpoint, claim, hub, launch_env, run_folder
 from finetune.errors import Exit, Problem, UserError
+from finetune.estimate import GRAPHS
 from finetune.run_folder import RunFolder
 from finetune.sections import Source
 
@@ -295,8 +296,9 @@ def forget(folder: RunFolder, screen: Screen) -> None:
 
 
 def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:
-    """What the checkpoint's run recomputed and kept on the CPU, where `auto` would look at the memory that is
-    free today: where gate and up are rounded to int8, other layers would be, and other gradients come out.
+    """What the checkpoint's run recomputed, kept on the CPU and recorded as CUDA graphs, where `auto` would
+    look at the memory that is free today: where gate and up are rounded to int8, other layers would be, and
+    other gradients come out.
 
     Args:
         hardware: this machine's, as `contract` has it. On another one the choice is made anew, and where the
@@ -312,6 +314,8 @@ def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, 
         return asked, set()  # one is chosen by the other
     auto = [key for key, value in now.items() if value == "auto"]
     kept = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
+    if asked.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
+        kept["compile"] = GRAPHS[0] if chosen["speed.graphs"] == "on" else "default"
     return asked.model_copy(update=kept), set(kept)
 
 

@@ -99,7 +99,8 @@ def make_fast(
     if once:
         why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_env.ONCE}"
         fast["speed.recompute"] = fast["speed.recompute"]._replace(reason=why)
-    fast |= {f"speed.{key}": fast[f"speed.{key}"]._replace(reason=AS_BEFORE) for key in before}
+    same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
+    fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
     fast["speed.loss"] = ranks.from_main(lambda: head.choose(recipe.speed.loss, adapted, arguments))
     if flat:
         with precision(setup):
@@ -132,7 +133,7 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     eager = launch_env.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
     given = recipe.data, recipe.adapter, recipe.speed, adapted.config
-    alone = launch.processes == 1 and not launch.splitter and launch.fp8 in ("", launch_env.FROZEN)
+    alone = cuda_graphs.alone(launch.processes)
     searched = recipe.train.per_device_train_batch_size == "auto"
     differs = cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds)
     memory = awaited / 2**30, host / 2**30, each

@@ -62,7 +62,7 @@ def choices(
         "speed.storage": (storage.value, by("speed.base", "launch", storage)),
         "speed.fused": (fused.value == "on", by("speed.fused", "hardware", fused)),
         "speed.compile": (mode, by("speed.compile", "default", compile)),
-        "speed.graphs": (graphs.value, f"hardware: {graphs.reason}"),
+        "speed.graphs": (graphs.value, by("speed.compile", "hardware", graphs)),
         "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
         "speed.offload": (offload.value, by("speed.offload", asked, offload)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),

@@ -127,3 +127,22 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
         assert keys == kept and (made == asked or kept)
         assert made.recompute == (3 if "recompute" in kept else now[0])
     assert resume.as_chosen(one.speed, None, "x") == (one.speed, set())
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled", "graphs", "kept"),
+    [
+        ("auto", True, "on", "reduce-overhead"),
+        (True, True, "off", "default"),  # with more memory free than then
+        ("auto", False, "off", "auto"),
+        ("max-autotune", "max-autotune", "on", "max-autotune"),
+    ],
+)
+def test_what_was_recorded_as_graphs_is_so_again(asked, compiled, graphs: str, kept) -> None:
+    speed = recipe.load(QUICKSTART).speed.model_copy(update={"compile": asked})
+    chosen = {"speed.compile": compiled, "speed.graphs": graphs}
+    plain = {"speed.recompute": "auto", "speed.offload": "auto"}
+    found: Any = SimpleNamespace(contract={"recipe": plain, "facts": {"hardware": "x"}, "chosen": chosen})
+    made, keys = resume.as_chosen(speed, found, "x")
+    assert made.compile == kept and keys == ({"compile"} if kept != asked else set())
+    assert resume.as_chosen(speed, found, "another GPU")[0] == speed

@@ -135,7 +135,7 @@ def test_advice_is_what_the_run_would_not_refuse(given, launched, processes, fir
     assert all(text.startswith(start) for text, start in zip(found, first, strict=False)), found
 
 
-def test_graphs_are_what_is_given_up_first() -> None:
+def test_graphs_are_the_first_advice() -> None:
     """They have memory of their own, and without them a step is slower at most."""
     graphs, without = (rescue.fixes(Speed(), "lora", 256, bool, graphs=given) for given in (True, False))
     assert graphs == ["speed.compile=default", *without]
