@@ -208,8 +208,8 @@ class Speed(Section):
     ) = "auto"
     """torch.compile for each decoder layer, if need be in one of torch's modes; `auto`: on GPUs, in runs
     whose products take more than two minutes at 40 % of the GPU's peak. `auto` and `true` make CUDA graphs of
-    layers (`reduce-overhead`) where passes are all alike and so small that a GPU waits for Python; `default`
-    does not."""
+    a Llama's layers (`reduce-overhead`) where passes are all alike and so small that a GPU waits for Python;
+    `default` does not."""
     recompute: (
         Literal["auto", "none", "cheap", "int8", "mlp", "all"]
         | Annotated[int, Field(ge=1)]
