@@ -241,11 +241,12 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
 def show(screen: Screen, recipe: Recipe, now: Plan, found: list[Change], price: float | None) -> None:
     """Three tables and a sentence."""
     screen.say("", headline(recipe, now))
+    taken = [kind for kind in KINDS if any(kind in phase for phase in now.phases.values())]
     rows = [
-        [name, *(_gib(kinds.get(kind)) for kind in KINDS), _gib(sum(kinds.values()))]
+        [name, *(_gib(kinds.get(kind)) for kind in taken), _gib(sum(kinds.values()))]
         for name, kinds in now.phases.items()
     ]
-    screen.table("memory of one device, GiB", ("phase", *KINDS, "all"), rows)
+    screen.table("memory of one device, GiB", ("phase", *taken, "all"), rows)
     screen.table("time", ("what", "planned"), list(times(now, price)))
     chosen = [(name, choice.value, choice.reason) for name, choice in now.choices.items()]
     screen.table("would be used", ("what", "choice", "why"), chosen)
