@@ -85,9 +85,9 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
         products: seconds that a pass's products with a layer take.
         kind: of `LAUNCHED`.
     """
-    if compile.value != "on" or asked not in ("auto", True):
-        if compile.value != "on":
-            return Choice("off", "layers are not compiled")
+    if compile.value != "on":
+        return Choice("off", "layers are not compiled")
+    if asked not in ("auto", True):
         return Choice("on" if asked in estimate.GRAPHS else "off", "asked for")
     launched, text = LAUNCHED[kind], f"{products * 1e3:.1f} ms of products in each layer of a pass"
     if differs:
