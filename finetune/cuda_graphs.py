@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # 4.0 to 6.3 ms (135m-bf16), 2.8 to 3.2 (135m-full) and 6.2 to 7.9 on fp8 (24gb_fastest, benchmarks/LOG.md)
 LAUNCHED = {"adapter": 4.8e-3, "full": 3.2e-3, "fp8": 7.0e-3}
 REPLAYED = 2.4e-3  # and a layer's two graphs, with its gradients' copies (135m-bf16-packed, a slow machine)
-SHARE = 0.7  # of the GPU's peak, by products of frozen weights (`plan_time.PRODUCT`)
+SHARE = 0.70  # of the GPU's peak in bf16, that products of frozen weights reach on an H200
 # What was recorded and followed the plain run (tests/gpu/test_gpu.py): attention, adapters, stored bases
 ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")  # without a mask, which would move
 ADAPTERS = ("", "lora", "adalora", "ia3")  # PEFT's types; "": every weight trains

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.plan_adapter import Adapted
 
 # Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
-PRODUCT = 0.70  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
+PRODUCT = cuda_graphs.SHARE  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
 FP8_PRODUCT = 0.707  # 457 TFLOP in 327 ms, of 1,979
 COPY = 0.88  # 4.23 of 4.8 TB/s: a device copy, reading and writing (performance of one H200)
 THIN = (

@@ -229,8 +229,8 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     cut |= {"eval.every": "null", "eval.patience": "null", "eval.best": "loss", "publish.repo": "null"}
     cut |= adapter_types.in_few_steps(whole.adapter, STEPS)
     temporary = tempfile.mkdtemp(dir=folder)
-    asked = str(compiled) if whole.speed.compile == "auto" else str(whole.speed.compile)
-    cut |= {"speed.compile": asked.lower(), "train.output_dir": f"{temporary}/run"}
+    asked = compiled if whole.speed.compile == "auto" else whole.speed.compile
+    cut |= {"speed.compile": str(asked).lower(), "train.output_dir": f"{temporary}/run"}
     dropped = {*cut, "train.num_train_epochs"}
     kept = [text for text in overrides if text.partition("=")[0] not in dropped]
     trace = Trace(machine.device == "cuda")

@@ -98,7 +98,7 @@ class Trainer(SFTTrainer):
         self.model_accepts_loss_kwargs = True
         self.chunked = head.install(self.model, compiled=compiled) if chosen == "chunked" else None
         self.first_step.add_loss = partial(head.add_receipt, chosen, self.chunked)
-        if self.chunked and isinstance(self.train_dataset, Sized):  # streamed batches are joined
+        if self.chunked and isinstance(self.train_dataset, Sized):  # streams join batches, of tensors alone
             self.data_collator = partial(loss.counted, self.data_collator)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -147,7 +147,7 @@ class Trainer(SFTTrainer):
             if not self.repeats(model, items):
                 raise parts.too_large(self.state.global_step + 1, parts.error) from error
         if parts.error:
-            torch._dynamo.reset()  # CUDA graphs, if there are any, hold what they were recorded with
+            torch._dynamo.reset()  # CUDA graphs hold memory, and a second shape is taken for any
             clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
 

@@ -112,7 +112,7 @@ def own_gradient(parameter: torch.Tensor) -> None:
     if not hasattr(parameter.grad, "own"):  # to the copy autograd adds in place
         assert parameter.grad is not None
         parameter.grad = parameter.grad.clone()
-        parameter.grad.own = True  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.grad.own = True  # pyright: ignore[reportAttributeAccessIssue] (a mark of ours)
 
 
 def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
