@@ -86,11 +86,12 @@ def measured(name: str, kernel: Callable[..., Any]) -> dict[str, Any]:
 
 def here() -> dict[str, Callable[..., Any]]:
     """Every kernel that this machine has, and FlashAttention 3's fp8 forward."""
-    from finetune import hardware
-    from finetune.attention_choice import IMPLEMENTATIONS, missing
+    from finetune import hardware_device
+    from finetune.attention_choice import missing
+    from finetune.kernels_kernel_limits import IMPLEMENTATIONS
     from finetune.speed.attention_kernels import KERNELS
 
-    machine = hardware.detect()
+    machine = hardware_device.detect()
     names = [name for name in IMPLEMENTATIONS if not missing(name, machine)]
     made = {name: KERNELS[name]() for name in names}
     return {**made, FP8: fp8_forward} if "flash_attention_3" in made else made

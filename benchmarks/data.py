@@ -97,7 +97,7 @@ def trl(file: Path, tokenizer: Any, folder: Path) -> Row:
 
 def measure(assets: Path, times: int) -> Row:
     from finetune.data.bundled import bundled
-    from finetune.model import load_tokenizer
+    from finetune.models_tokenizer import load_tokenizer
     from finetune.screen import quieten_libraries
     from finetune.sections import Model
 

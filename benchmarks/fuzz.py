@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from finetune import adapter_types, recipe, run_folder
+from finetune import adapter_types, recipe, recipe_build, run_folder, sections
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def outcome(seed: int, path: Path) -> Outcome:
     return Outcome(seed, said if took < SLOWEST else f"took {took:.1f} s", took, text)
 
 
-def again(loaded: recipe.Recipe, path: Path) -> bool:
+def again(loaded: sections.Recipe, path: Path) -> bool:
     """Whether a recipe that is written as a run folder has it is the same one."""
     written = path.with_name(f"{path.stem}.resolved.yaml")
     written.write_text(run_folder.resolved_yaml(loaded, {}), encoding="utf-8")
@@ -189,7 +189,7 @@ def _switch(content: Any, draw: random.Random) -> None:
 @cache
 def _names() -> list[str]:
     """Every key there is."""
-    return sorted(key for keys in recipe.known_keys().values() for key in keys)
+    return sorted(key for keys in recipe_build.known_keys().values() for key in keys)
 
 
 def _dump(content: Any, draw: random.Random) -> str:

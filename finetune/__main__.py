@@ -1,5 +1,7 @@
 """`python -m finetune`, and so `accelerate launch -m finetune train RECIPE`."""
 
+from __future__ import annotations
+
 import sys
 
 from finetune import launch_env

@@ -10,14 +10,21 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import check, hardware, ladder, launch, measured
+from finetune import (
+    check,
+    experiments_runner_variable_keys,
+    hardware_device,
+    launch,
+    measured,
+    preflight_choice_checks,
+)
 from finetune.errors import Exit, Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
     from finetune.screen import Screen
+    from finetune.sections import Recipe
 
 HELD_OUT_ROWS = 64
 
@@ -113,7 +120,7 @@ def look(asked: Asked) -> Recipe:
     for path, recipe in zip((asked.baseline, asked.optimised), recipes, strict=True):
         short = measured.length(asked.steps, asked.warm_up, recipe.adapter)
         check.run(load_recipe(path, [*asked.overrides, *short]))
-        check.pinned(recipe)
+        preflight_choice_checks.pinned(recipe)
     before, after = [
         {"model": measured.model_of(one.model), "checkpoints": measured.saves(one.train)}
         for one in recipes  # as they are: in the runs nothing is saved
@@ -135,7 +142,7 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[lis
         UserError: a run fails (5).
     """
     held_out = measured.cut_held_out(base.data.validation, place, HELD_OUT_ROWS, screen)
-    cpu = hardware.detect().device == "cpu"
+    cpu = hardware_device.detect().device == "cpu"
     sides: list[list[dict[str, Any]]] = [[], []]
     first: dict[str, str] = {}
     for number in range(1, asked.repeats + 1):
@@ -150,7 +157,7 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Screen) -> list[lis
             config = asked.accelerate[side]
             job = measured.Job(
                 path,
-                [*values, *ladder.overrides(alike)],
+                [*values, *experiments_runner_variable_keys.overrides(alike)],
                 folder,
                 accelerate=str(launch.find(config)) if config else None,
             )

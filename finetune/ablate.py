@@ -21,16 +21,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import ablate_judge, ablate_table, check, hardware, ladder, launch, measured, shipped
+from finetune import (
+    ablate_judge,
+    ablate_table,
+    check,
+    experiments_runner_variable_keys,
+    hardware_device,
+    ladder,
+    launch,
+    measured,
+    preflight_choice_checks,
+    shipped,
+)
 from finetune.errors import Exit, Problem, UserError
+from finetune.experiments_runner_variable_keys import values_of
 from finetune.ladder import Variant
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
-from finetune.tune_space import values_of
 
 if TYPE_CHECKING:
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.ladder import Ladder, Rung
 
 BUSY = 0.05  # noise of a run by the clock
@@ -120,10 +131,10 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     ladder.check_values(given, own.adapter.type)
     steps = ladder.of_type(given, own.adapter.type)
     check.run(own)
-    check.pinned(own)
+    preflight_choice_checks.pinned(own)
     check_baseline(asked, steps)
     hold(asked, values_of(own))
-    bench = Bench(asked, steps, hardware.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
+    bench = Bench(asked, steps, hardware_device.detect(), Screen(quiet=quiet), rank(own.adapter.ours("r")))
     place = asked.folder / stem(asked)
     few = steps.measure.held_out_rows
     bench.held_out = measured.cut_held_out(own.data.validation, place, few, bench.screen)
@@ -133,7 +144,10 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     alone(bench, rows)
     variant, kept = stack(bench, rows)
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
-    best = load_recipe(asked.path, [*asked.overrides, *ladder.overrides(best_values(bench, rows, variant))])
+    best = load_recipe(
+        asked.path,
+        [*asked.overrides, *experiments_runner_variable_keys.overrides(best_values(bench, rows, variant))],
+    )
     (place / "best.yaml").write_text(ablate_table.best(best, found), encoding="utf-8")
     ablate_table.write(place, found, bench.machine)
     ablate_table.show(bench.screen, found, place)
@@ -142,9 +156,9 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
 
 def check_baseline(asked: Asked, steps: Ladder) -> None:
     """What `finetune check` says of the baseline, before anything runs; of the ladder's values, where."""
-    overrides = ladder.overrides(steps.baseline.set)
+    overrides = experiments_runner_variable_keys.overrides(steps.baseline.set)
     try:
-        for look in (check.run, check.setup_of):
+        for look in (check.run, preflight_choice_checks.setup_of):
             look(load_recipe(asked.path, [*asked.overrides, *overrides]))
     except UserError as error:
         places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}
@@ -211,7 +225,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
     held_out = bench.held_out if number == 1 else None
     values = [*bench.asked.overrides, *bench.short, *variant.overrides]
-    values += ladder.overrides({"data.validation": held_out})
+    values += experiments_runner_variable_keys.overrides({"data.validation": held_out})
     folder = place / f"{stem(bench.asked)}-{stage}-{number}"
     job = measured.Job(bench.asked.path, values, folder, variant.mixed_precision)
     fresh = measured.make(job, cpu=bench.machine.device == "cpu")

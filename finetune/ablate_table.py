@@ -7,13 +7,13 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import hardware, measured, plots, run_folder, shipped, summary
+from finetune import autoconfig_precision, measured, plots, run_folder, shipped
 from finetune.data import view
 
 if TYPE_CHECKING:
-    from finetune.hardware import Hardware
-    from finetune.recipe import Recipe
+    from finetune.hardware_device import Hardware
     from finetune.screen import Screen
+    from finetune.sections import Recipe
 
 LAUNCH = "launch.yaml"  # beside best.yaml
 NOTES = (
@@ -155,7 +155,7 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
     """An accelerate config with the precision of the best recipe, which no recipe holds; empty where it is
     what a plain `finetune train` has."""
     precision = found["stack"]["mixed_precision"]
-    if not precision or precision == hardware.default_precision(machine).value:
+    if not precision or precision == autoconfig_precision.default_precision(machine).value:
         return ""
     name = "cpu" if machine.device == "cpu" else "single_gpu"
     shelf = shipped.folder("accelerate_configs") / f"{name}.yaml"
@@ -173,7 +173,7 @@ def show(screen: Screen, found: dict[str, Any], place: Path) -> None:
 
 def best(recipe: Recipe, found: dict[str, Any]) -> str:
     """The recipe with what helped, each value with where it came from. It loads as a recipe."""
-    chosen = {k: (path, "of this machine") for k, path in summary.local_paths(recipe).items()}
+    chosen = {k: (path, "of this machine") for k, path in run_folder.local_paths(recipe).items()}
     chosen["train.output_dir"] = (None, "default")
     for key, why in found["sources"].items():
         section, _, name = key.partition(".")

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import adapter_init, adapter_types, hub, modules, untrusted
 from finetune.adapter_conflicts import EMBEDDINGS, HEADS
+from finetune.core_paths import local_path, on_the_hub, similar_files
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import local_path
-from finetune.recipe_errors import on_the_hub, similar_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from finetune.sections import Adapter
 
-    # Full name of each linear layer of a model, without the head -> (outputs, inputs)
     Shapes = Mapping[str, tuple[int, int]]
 
 

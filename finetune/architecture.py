@@ -21,9 +21,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from finetune import modules, shapes, upstream
+from finetune import core_packages, models_checkpoint_headers, shapes, upstream
+from finetune.adapter_types import FOUR_BIT
+from finetune.autoconfig_precision import DTYPES, STORED
+from finetune.core_paths import local_path
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import local_path
+from finetune.kernels_kernel_limits import FP8_MULTIPLE
 
 if TYPE_CHECKING:
     from finetune.modules import Names
@@ -51,7 +54,7 @@ class Architecture:
     @cached_property
     def names(self) -> Names:
         """Of what text runs through."""
-        return modules.of_tensors(modules.of_text_model(self.tensors))
+        return models_checkpoint_headers.of_tensors(models_checkpoint_headers.of_text_model(self.tensors))
 
     @cached_property
     def linear(self) -> dict[str, tuple[int, int]]:
@@ -61,7 +64,9 @@ class Architecture:
     @cached_property
     def stored(self) -> dict[str, tuple[int, int]]:
         """The same of all linear layers, those of a multimodal model's towers too."""
-        names = [n for n in modules.of_tensors(self.tensors).linear if not STACKED.search(n)]
+        names = [
+            n for n in models_checkpoint_headers.of_tensors(self.tensors).linear if not STACKED.search(n)
+        ]
         sizes = {name: self.tensors[f"{name}.weight"] for name in names}
         return {name: (size[0], size[1]) for name, size in sizes.items()}
 
@@ -95,7 +100,7 @@ def read(model: Model) -> Architecture:
     elif text.model_type not in shapes.NORMS:
         unknown = f"the layers of {text.model_type} are not known here"
     quantised = getattr(config, "quantization_config", None)
-    found = {} if quantised or not folder.is_dir() else modules.tensors(folder)
+    found = {} if quantised or not folder.is_dir() else models_checkpoint_headers.tensors(folder)
     if found:
         return Architecture(config, {n: tuple(s) for n, s in found.items()}, "headers of its files", unknown)
     if text is config and (made := shapes.of(text)):  # with towers, transformers knows them
@@ -146,7 +151,7 @@ def _other_names(family: str) -> dict[str, str]:
 def _class_of(family: str) -> ast.ClassDef | None:
     """A family's config class in the installed transformers, without an import."""
     if file := upstream.of_family(family, "configuration"):
-        path = upstream.source_of("transformers", file)
+        path = core_packages.source_of("transformers", file)
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and f"model_type = {family!r}" in map(ast.unparse, node.body):
                 return node
@@ -215,3 +220,30 @@ def _from_hub(model: Model) -> Path:
     revision = hub.commit(model.name, model.revision or "main")
     with hub.explained(model.name, read=True):
         return Path(hf_hub_download(model.name, "config.json", revision=revision))
+
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def weights(found: Architecture, storage: str, precision: str) -> float:
+    """Bytes of the base as it is stored; a quantised one with its scales, the rest in the launch's dtype."""
+    if storage in STORED:
+        return found.parameters * BYTES[STORED[storage]]
+    linear, other = found.stored, BYTES[DTYPES[precision]]
+    coded = 0.0
+    for outputs, inputs in linear.values():
+        size = outputs * inputs
+        if storage == "fp8" and (outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE):
+            coded += size * other
+        elif storage == "fp8":
+            coded += size + 4 * outputs
+        elif storage in FOUR_BIT:
+            coded += size / 2 + scales(size)
+        else:
+            coded += size + outputs * (4 if storage == "int8" else other)
+    return coded + (found.parameters - sum(map(prod, linear.values()))) * other
+
+
+def scales(size: int) -> float:
+    """Bytes beside 4-bit codes of so many weights: a code for each 64, a scale for 256 of those, tables."""
+    return size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
 import os
 import re
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from finetune import launch_env
 from finetune.errors import Problem, UserError
-
-ACCELERATE = "FINETUNE_ACCELERATE"  # of the environment: the config that this launch was asked for by
 
 
 def count(text: str) -> int:
@@ -57,36 +54,6 @@ def seconds(text: str) -> float:
 def names(text: str) -> str:
     """A list of names; `lora, dora` is lora,dora."""
     return ",".join(name.strip() for name in text.split(","))
-
-
-class Until(NamedTuple):
-    """When a run ends before its last step, with a checkpoint."""
-
-    text: str
-    step: int | None = None
-    time: float | None = None
-    """Seconds since 1970."""
-
-
-def until(text: str) -> Until:
-    """A step (500), a time from now (7h30m), the next 06:30, or a date and time (2026-11-22T06:30)."""
-    try:
-        return _until(text)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise wrong(text, "a step (500), or a time: 7h30m, 06:30, 2026-11-22T06:30") from None
-
-
-def _until(text: str) -> Until:
-    if text.isdigit():
-        return Until(text, step=at_least_one(text))
-    if re.fullmatch(r"\d\d:\d\d", text):
-        now = datetime.datetime.now()
-        hour, minute = map(int, text.split(":"))
-        at = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
-        return Until(text, time=(at if at > now else at + datetime.timedelta(days=1)).timestamp())
-    if "-" in text:
-        return Until(text, time=datetime.datetime.fromisoformat(text).timestamp())
-    return Until(text, time=time.time() + seconds(text))
 
 
 def resume(text: str) -> str:
@@ -134,43 +101,6 @@ def check_read(command: str, overrides: list[str]) -> None:
         raise UserError(Problem(what, key, fix="drop it, or train again with it"))
 
 
-def second_run(options: argparse.Namespace) -> str:
-    """The second of two run folders."""
-    given = {"--adapters": options.adapters, "--seeds": options.seeds, "--budget": options.budget}
-    given["--output"] = options.output
-    wrong = [name for name, value in given.items() if value is not None]
-    if wrong:
-        what = f"{', '.join(wrong)}: for a recipe, and this is a folder"
-        raise UserError(Problem(what, where=options.what, fix="finetune compare RECIPE --adapters lora,dora"))
-    if len(options.overrides) != 1 or "=" in options.overrides[0]:
-        found = " ".join(options.overrides) or "nothing beside it"
-        raise UserError(
-            Problem(
-                "one run folder is compared with another", found=found, fix="finetune compare RUN_A RUN_B"
-            )
-        )
-    return options.overrides[0]
-
-
-def compare_problems(options: argparse.Namespace) -> list[Problem]:
-    """What does not go with a recipe."""
-    problems = []
-    if options.adapters is None and Path(options.what).exists():
-        problems.append(Problem("say which adapter types", fix="--adapters lora,dora,ia3"))
-    if options.assert_equal:
-        fix = "finetune compare RUN_A RUN_B --assert-equal"
-        problems.append(Problem("--assert-equal is for two run folders", fix=fix))
-    return problems
-
-
-def compare_again(options: argparse.Namespace) -> list[str]:
-    """The command line again, for the processes that it is launched in."""
-    named = [(f"--{name}", getattr(options, name)) for name in ("adapters", "seeds", "output")]
-    named.append(("--budget", f"{options.budget}s" if options.budget else None))
-    flat = [text for name, value in named if value is not None for text in (name, str(value))]
-    return [options.what, *options.overrides, *flat]
-
-
 def train_again(options: argparse.Namespace) -> list[str]:
     """The command line of `train` again, for the processes that it is launched in."""
     more = [f"--resume={options.resume}"] if options.resume not in (None, "newest") else []
@@ -187,7 +117,9 @@ def go_on(options: argparse.Namespace, folder: str) -> list[str]:
     named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
     where = [] if named or not folder else [f"train.output_dir={folder}"]
     folder = folder or "".join(named[-1:])
-    config = options.accelerate or os.environ.get(ACCELERATE)  # which a launch's processes are not given
+    config = options.accelerate or os.environ.get(
+        launch_env.ACCELERATE
+    )  # which a launch's processes are not given
     launched = ["--accelerate", config] if config else []
     saved = any((Path(folder) / "checkpoints").glob("step-*")) if folder else False
     if folder and not saved and any((Path(folder) / name).exists() for name in ("adapter", "model")):
@@ -197,146 +129,14 @@ def go_on(options: argparse.Namespace, folder: str) -> list[str]:
     return ["train", options.recipe, *options.overrides, *where, *launched, *resumes]
 
 
-TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
-    (
-        "--resume",
-        {
-            "metavar": "[=auto]",
-            "type": resume,
-            "help": "go on from the newest checkpoint in train.output_dir; =step-N: from that one; =auto: or"
-            " start if there is none, and do nothing if the run is finished",
-        },
-    ),
-    (
-        "--until",
-        {
-            "metavar": "WHEN",
-            "type": until,
-            "help": "save and leave (exit 75) before then: 7h30m, 06:30, 2026-11-22T06:30; or a step: 500",
-        },
-    ),
-    ("--dry-run", {"action": "store_true", "help": "read the data, plan the run, and train nothing"}),
-)
-DATA: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--show", {"metavar": "N", "type": count, "help": "rows to show: 3; with --html 20"}),
-    ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
-    ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
-)
-EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "--tasks",
-        {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
-    ),
-)
-RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("name", {"metavar": "NAME", "nargs": "?"}),
-    ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
-)
-PUBLISH: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--dry-run", {"action": "store_true", "help": "show what would go up; asks no one"}),
-    ("--merged", {"action": "store_true", "help": "what `finetune merge` left, in place of the adapter"}),
-    ("--repo", {"metavar": "ID", "help": "organisation/name: publish.repo"}),
-    ("--public", {"action": "store_true", "help": "publish.private=false"}),
-)
-CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "--prove-resume",
-        {
-            "action": "store_true",
-            "help": "train a few steps, stop, resume, and compare bit for bit: a minute",
-        },
-    ),
-    (
-        "--preflight",
-        {
-            "action": "store_true",
-            "help": "a run's whole life in three steps: kill, resume, evaluate, publish",
-        },
-    ),
-)
-COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
-    (
-        "overrides",
-        {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"},
-    ),
-    (
-        "--adapters",
-        {
-            "metavar": "TYPES",
-            "type": names,
-            "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own",
-        },
-    ),
-    ("--seeds", {"metavar": "N", "type": at_least_one, "help": "runs of each type: 3"}),
-    (
-        "--budget",
-        {"metavar": "TIME", "type": seconds, "help": "for all runs: 30m, 2h, shared evenly"},
-    ),
-    ("--output", {"metavar": "DIR", "help": "runs/compare-RECIPE; started again, it goes on there"}),
-    ("--assert-equal", {"action": "store_true", "help": "exit 4 unless both runs learnt the same"}),
-)
-CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--prompt", {"metavar": "TEXT", "help": "ask this, and end"}),
-    (
-        "--max-new-tokens",
-        {"metavar": "N", "type": at_least_one, "default": 512, "help": "longest answer: 512"},
-    ),
-    (
-        "--temperature",
-        {"metavar": "T", "type": at_least_zero, "default": 0.0, "help": "0, which is greedy"},
-    ),
-)
-MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "--dtype",
-        {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
-    ),
-    ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
-    ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
-)
-PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--gpu", {"metavar": "NAME", "help": "such as h100-80gb; without it what is here"}),
-    ("--gpus", {"metavar": "N", "type": at_least_one, "help": "GPUs: 1, or all that are here"}),
-    (
-        "--accelerate",
-        {"metavar": "FILE", "help": "an accelerate config; without it the one train would take"},
-    ),
-    ("--price-per-hour", {"metavar": "X", "type": at_least_zero, "help": "of one GPU, in any currency"}),
-)
-MEASURE: tuple[str, dict[str, Any]] = (
-    "--measure",
-    {"action": "store_true", "help": "time products, attention and copies here, for `finetune plan`"},
-)
-TRACED: tuple[str, dict[str, Any]] = (
-    "--output",
-    {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"},
-)
-TUNE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--space", {"metavar": "FILE", "help": "what is searched: the shipped recipes/tune.yaml"}),
-    ("--trials", {"metavar": "N", "type": at_least_one, "help": "in all, over restarts and workers: 20"}),
-    (
-        "--hours",
-        {"metavar": "H", "type": at_least_zero, "help": "of this command: no trial goes on after it"},
-    ),
-    (
-        "--storage",
-        {
-            "metavar": "URL",
-            "help": "for several workers: postgresql://user@host/database, mysql+pymysql://..., journal:FILE;"
-            " $FINETUNE_STORAGE, which shows no password; else a file in the study's folder",
-        },
-    ),
-    ("--output", {"metavar": "DIR", "help": "runs/tune-RECIPE; its name is the study's"}),
-    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch trials with"}),
-    ("--final", {"action": "store_true", "help": "then train the best recipe, whole, into DIR/final"}),
-    ("--export-wandb", {"metavar": "FILE", "help": "write the space as a W&B sweep, and end"}),
-)
-ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--ladder", {"metavar": "FILE", "help": "the rungs: recipes/ladder.yaml"}),
-    (
-        "--output",
-        {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
-    ),
-)
+# Arguments that several commands take
+RECIPE = ("recipe", {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"})
+MAYBE_RECIPE = ("recipe", {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"})
+RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organisation/name@revision on the Hub"})
+OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
+OF_RUN = ("overrides", {**OVERRIDES[1], "help": "such as model.name=FOLDER, where the base lies now"})
+
+
+def flags(options: argparse.Namespace) -> list[str]:
+    """The flags every command has, as they were given."""
+    return [f"--{flag}" for flag in ("quiet", "debug") if getattr(options, flag)]

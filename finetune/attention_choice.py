@@ -7,46 +7,16 @@ whose borders are known. Answers are generated with padding on the left and a ca
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from finetune import upstream
+from finetune import core_packages, kernels_kernel_limits, upstream
 from finetune.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
 
-# What we hand to transformers under a name of ours, of kernels that take no mask: speed/attention_kernels.py.
-# transformers' own flash_attention_* ask the device for the documents' borders in each layer, which breaks
-# the compiled graph, and without the package they fetch a kernel from the Hub.
-IMPLEMENTATIONS = {
-    "flash_attention_4": "finetune_fa4",
-    "flash_attention_3": "finetune_fa3",
-    "flash_attention_2": "finetune_fa2",
-    "cudnn": "finetune_cudnn",
-    "varlen": "finetune_varlen",
-}
-# flash-attention: distribution (2 and 4 share an import name) and pip line
-FLASH = {
-    "flash_attention_2": ("flash-attn", "pip install 'finetune-toolkit[flash]' --no-build-isolation"),
-    "flash_attention_3": ("flash-attn-3", "build it from flash-attention's hopper/ folder"),
-    "flash_attention_4": ("flash-attn-4", "pip install 'finetune-toolkit[kernels]'"),
-}
-FLASH_MODULES = {
-    "flash_attention_2": "flash_attn",
-    "flash_attention_3": "flash_attn_interface",
-    "flash_attention_4": "flash_attn.cute.interface",
-}
-# Lowest compute capability; the largest head size forward and backward
-LIMITS = {
-    "flash_attention_4": ((9, 0), 256),
-    "flash_attention_3": ((9, 0), 256),
-    "flash_attention_2": ((8, 0), 256),
-    "cudnn": ((8, 0), 128),
-    "varlen": ((8, 0), 256),
-}
 # Families whose layers hand everything that shapes attention to transformers' interface as arguments; a tiny
 # model of each is proved equal to eager in the tests
 FAMILIES = (
@@ -155,7 +125,7 @@ def choose(
     passed_over: list[str] = []
     for name in candidates(hardware, rows):
         why_not = obstacle(name, hardware, dtype, attends, rows)
-        if not why_not and name in IMPLEMENTATIONS and attends.family not in FAMILIES:
+        if not why_not and name in kernels_kernel_limits.IMPLEMENTATIONS and attends.family not in FAMILIES:
             why_not = f"{name} is not proved on {attends.family}"
         if not why_not:
             return name, _reason(name, hardware, rows, passed_over)
@@ -210,23 +180,27 @@ def missing(name: str, hardware: Hardware, *, installed: bool = True) -> str:
         return f"{name} needs an NVIDIA GPU"
     if name == "flex_attention":
         return ""
-    lowest, _ = LIMITS[name]
+    lowest, _ = kernels_kernel_limits.LIMITS[name]
     if hardware.capability < lowest:
         return f"{name} needs compute capability {lowest[0]}.{lowest[1]}, {hardware.name} is older"
     if name == "flash_attention_3" and hardware.capability >= (10, 0):
         return f"{name} is for compute capability 9.0, {hardware.name} is newer"
-    if name == "varlen" and not upstream.installed("torch.nn.attention.varlen"):
+    if name == "varlen" and not core_packages.installed("torch.nn.attention.varlen"):
         return "this torch has no torch.nn.attention.varlen"
-    if name not in FLASH or not installed:
+    if name not in kernels_kernel_limits.FLASH or not installed:
         return ""
-    return broken(name) if _has_flash(name) else f"{name} is not installed: {FLASH[name][1]}"
+    return (
+        broken(name)
+        if _has_flash(name)
+        else f"{name} is not installed: {kernels_kernel_limits.FLASH[name][1]}"
+    )
 
 
 @functools.cache
 def broken(name: str) -> str:
     """Why an installed flash attention can't be imported (built for another torch, say), or nothing."""
     try:
-        importlib.import_module(FLASH_MODULES[name])
+        importlib.import_module(kernels_kernel_limits.FLASH_MODULES[name])
     except Exception as error:  # whatever a foreign extension raises is its reason
         return f"{name} is installed and can't be imported: {first_line(error)}"
     return ""
@@ -260,7 +234,7 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
         return f"cudnn has no sliding window; {attends.family}'s of {attends.window} is shorter than rows"
     if name == "flash_attention_3" and hardware.here and (left := left_out(dtype, attends, rows)):
         return f"this build of flash_attention_3 has no {left}"
-    size, (_, largest) = attends.head_size, LIMITS[name]
+    size, (_, largest) = attends.head_size, kernels_kernel_limits.LIMITS[name]
     if name == "flash_attention_4" and hardware.capability >= (10, 0):
         largest = 256 if size == 256 and hardware.capability < (12, 0) else 128
     if size % 8 or size > largest:
@@ -302,9 +276,9 @@ def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -
 
 
 def _has_flash(name: str) -> bool:
-    if name == "flash_attention_3" and upstream.installed("flash_attn_interface"):
+    if name == "flash_attention_3" and core_packages.installed("flash_attn_interface"):
         return True  # built in place, without a distribution
     try:
-        return bool(importlib.metadata.version(FLASH[name][0]))
+        return bool(importlib.metadata.version(kernels_kernel_limits.FLASH[name][0]))
     except importlib.metadata.PackageNotFoundError:
         return False

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from finetune import hub
-from finetune.recipe import local_path
+from finetune.core_paths import local_path
 
 if TYPE_CHECKING:
     from finetune.sections import Model, Publish

@@ -10,7 +10,6 @@ from finetune.errors import Problem, UserError
 if TYPE_CHECKING:
     from finetune.sections import Train
 
-
 MARGIN = 0.9  # of all memory that may be in use: what is not seen there (fragments, evaluation) has a tenth
 MOST = 64  # rows at once: beyond it a GPU has long been full
 

@@ -10,10 +10,10 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune import faults, ranks, state
+from finetune import faults, ranks, speed_static_shapes, state
 from finetune.batch import MARGIN, Batch, sizes
 from finetune.errors import Exit, Problem, UserError
-from finetune.speed import attention, head, loss
+from finetune.speed import head, loss
 
 if TYPE_CHECKING:
     from finetune.receipts import Ledger
@@ -97,7 +97,9 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     inputs = DataCollatorForLanguageModeling(pad_token_id=pad_token, padding_free=flat)(rows)
     if flat:
         documents = len(inputs["cu_seq_lens_q"]) - 1 + len(rows)
-        inputs = attention.fixed_shape(inputs, len(rows) * data.max_length, documents, data.max_length)
+        inputs = speed_static_shapes.fixed_shape(
+            inputs, len(rows) * data.max_length, documents, data.max_length
+        )
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 

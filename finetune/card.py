@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from finetune import adapter_types
-from finetune.recipe import DATA_SUFFIXES
+from finetune.core_paths import DATA_SUFFIXES
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from finetune.base_model import Base
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 _NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publish.numbered`

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import GenerationConfig
 
-from finetune import evaluate, model, run_folder, scoring
-from finetune.data import chat as templates
+from finetune import evaluation_reopen, models_tokenizer, run_folder, scoring
+from finetune.data import chat
 from finetune.data.rows import Example
 from finetune.errors import Exit, Problem, UserError
 
@@ -89,17 +89,20 @@ def run(
     speakers = folder.read("data_report.json")["train"]["trained_by"]
     chats = bool(CHATS & set(speakers))
     with scoring.memory_errors(LESS_MEMORY, Exit.ENVIRONMENT):
-        tuned: Any = evaluate.reopen(folder, recipe)
-        stands = evaluate.base_stands(tuned)
-        base = tuned if stands else evaluate.open_base(recipe)
-        tokenizer = evaluate.tokenizer_of(folder)
-        encoder = templates.make_encoder(tokenizer, recipe.data, chats)
+        tuned: Any = evaluation_reopen.reopen(folder, recipe)
+        stands = evaluation_reopen.base_stands(tuned)
+        base = tuned if stands else evaluation_reopen.open_base(recipe)
+        tokenizer = evaluation_reopen.tokenizer_of(folder)
+        encoder = chat.make_encoder(tokenizer, recipe.data, chats)
         voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]
         talk = Talk(voices, encoder, chats, max_new_tokens, temperature, console)
         if prompt is not None:
             answer(talk, prompt)
             return
-        for note in (*evaluate.storage_note(recipe), *model.foreign_template(recipe.model, tokenizer)):
+        for note in (
+            *evaluation_reopen.storage_note(recipe),
+            *models_tokenizer.foreign_template(recipe.model, tokenizer),
+        ):
             console.print(f"note: {note}", markup=False)
         if sys.stdin.isatty():
             drawn = "greedy" if not temperature else f"drawn at temperature {temperature:g}"

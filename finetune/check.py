@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import (
-    adapter_conflicts,
     adapter_source,
     adapter_types,
+    adapters_target_modules,
     architecture,
-    attention_choice,
+    autoconfig_base_quantization,
+    autoconfig_compilation,
     batch,
-    estimate,
-    hardware,
+    core_packages,
     hub,
-    launch_conflicts,
     launch_env,
-    model,
-    modules,
+    models_checkpoint_headers,
+    models_model_files,
     optimizers,
-    qat,
-    run_folder,
+    preflight_choice_checks,
+    recipe_qat_rules,
     upstream,
 )
+from finetune.core_paths import on_the_hub
 from finetune.data import bundled, load
 from finetune.errors import Exit, Problem, UserError, nearest
-from finetune.recipe_errors import on_the_hub
-from finetune.sections import Speed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.data.prepare import Prepared
-    from finetune.hardware import Setup
-    from finetune.recipe import Recipe
-    from finetune.sections import Model, Train
+    from finetune.sections import Model, Publish, Recipe
 
 IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
 TRACKERS = {  # name in train.report_to -> module, package; of others both are called as it is
@@ -68,162 +60,17 @@ def run(recipe: Recipe) -> list[str]:
     kind = adapter_types.find(recipe.adapter.type)
     problems += optimizers.problems(recipe.train, kind.learning_rate)
     asked = recipe.speed.base if recipe.speed.base != "auto" else kind.storage
-    missing = hardware.missing_package(asked)
+    missing = autoconfig_base_quantization.missing_package(asked)
     optimizer = optimizers.missing_packages(optimizers.asked(recipe.train), recipe.speed)
-    lacking = (missing, recipe.speed.qat and qat.missing(), *optimizer)
+    lacking = (missing, recipe.speed.qat and recipe_qat_rules.missing(), *optimizer)
     packages += [problem for problem in lacking if problem]
-    graphs = estimate.against_graphs(recipe.speed.compile, recipe.speed.recompute, recipe.speed.offload)
+    graphs = autoconfig_compilation.against_graphs(
+        recipe.speed.compile, recipe.speed.recompute, recipe.speed.offload
+    )
     problems += [graphs] if graphs else []
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe), *rounded(recipe)]
-
-
-def setup_of(recipe: Recipe) -> Setup:
-    """How this machine trains a recipe.
-
-    Raises:
-        UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
-    """
-    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
-    launch_conflicts.check(hardware.detect(), *asked)
-    against_launch(recipe)
-    flat = recipe.data.packing or recipe.data.padding_free
-    prompt = adapter_types.find(recipe.adapter.type).prompt
-    setup = hardware.choose(
-        attention=recipe.model.attention,
-        base=recipe.speed.base,
-        adapter_type=recipe.adapter.type,
-        attends=attention_choice.read(model.read_config(recipe.model)),
-        rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
-        against_fp8=partial(against_fp8, recipe),
-    )
-    optimizers.check(recipe.train, recipe.speed, setup)
-    estimate.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
-    return setup
-
-
-def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
-    """Whether a run of this recipe with another value, `speed.recompute=all` or `adapter.type=lora`, is not
-    refused here."""
-    key, _, value = change.partition("=")
-    section, _, name = key.partition(".")
-    raw = recipe.model_dump(exclude_unset=True)
-    if section not in ("speed", "adapter") or not value:
-        return True
-    raw[section] = {**raw.get(section, {}), name: value}
-    kind, speed = raw["adapter"]["type"], Speed.model_validate(raw.get("speed", {}))
-    by_launch = launch_conflicts.problems(setup.hardware, kind, recipe.model, recipe.data, speed)
-    graphs = estimate.against_graphs(speed.compile, speed.recompute, speed.offload, setup.launch.sharded)
-    if by_launch or graphs or adapter_conflicts.conflicts(raw) or hardware.missing_package(speed.base):
-        return False
-    try:
-        optimizers.check(recipe.train, speed, setup)
-    except UserError:
-        return False
-    return True
-
-
-def deepspeed_values(train: Train, processes: int) -> list[Problem]:
-    """What a `deepspeed_config` says of what the recipe decides, and says otherwise."""
-    if launch_env.splitter() != "DeepSpeed":
-        return []
-    clipping = train.passed_on().get("max_grad_norm", 1.0)  # TrainingArguments' own
-    decided = {
-        "gradient_clipping": ("max_grad_norm", lambda: clipping),
-        "gradient_accumulation_steps": (
-            "effective_batch_size",
-            lambda: batch.split_batch(train, processes).accumulation,
-        ),
-    }
-    found = list[Problem]()
-    for name, (key, decide) in decided.items():
-        number = launch_env.said(f"ACCELERATE_{name.upper()}").replace("auto", "")
-        if number and float(number) != (value := decide()):
-            what = f"{name} of the {launch_env.CONFIG} is what train.{key} decides"
-            fix = "drop it from deepspeed_config"
-            found.append(Problem(what, f"train.{key}", found=number, expected=f"{value:g}", fix=fix))
-    return found
-
-
-def against_launch(recipe: Recipe) -> None:
-    """Refuse a search for a batch where weights are split, a sliding window where rows are, and under an fp8
-    launch what a recipe with `speed.base: fp8` is refused for (exit 2)."""
-    by, key = launch_env.sharded(), "train.per_device_train_batch_size"
-    if by and recipe.train.per_device_train_batch_size == "auto":
-        what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
-        raise UserError(Problem(what, key, found="auto", fix="a number"))
-    processes = hardware.launch(hardware.detect()).processes
-    if problems := deepspeed_values(recipe.train, processes):
-        raise UserError(*problems)
-    if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:
-        what = f"vLLM is one process, and a launch of {processes} would start it in each"
-        fix = "eval.engine: hf; or after training, in one process: finetune evaluate RUN eval.engine=vllm"
-        raise UserError(Problem(what, "eval.engine", found="vllm", fix=fix))
-    if launch_env.parallel("CP") > 1:
-        against_window(model.read_config(recipe.model))
-    if not launch_env.means_fp8(recipe.speed):
-        return
-    raw = {
-        "adapter": {"type": recipe.adapter.type, **recipe.adapter.options()},
-        "speed": {**recipe.speed.model_dump(include={"qat"}), "base": "fp8"},
-        "model": {"add_tokens": recipe.model.add_tokens},
-    }
-    by = f"mixed_precision: fp8 of the {launch_env.CONFIG} means a frozen fp8 base: "
-    found = [*adapter_conflicts.conflicts(raw), *qat.conflicts(raw)]
-    if found:
-        raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in found))
-
-
-def against_window(config: Any) -> None:
-    """Refuse a model whose sliding window context parallelism would cut through (exit 2)."""
-    if (window := attention_choice.read(config).window) is not None:
-        what = f"parallelism_config_cp_size of the {launch_env.CONFIG} cuts through a sliding window"
-        fix = "accelerate_configs/fsdp2_8.yaml, or a model without one"
-        raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))
-
-
-def against_rows(recipe: Recipe, config: Any) -> list[Problem]:
-    """Why rows of the embeddings can't train beside what trains as a whole, by the model's config. Of a model
-    inside another transformers alone knows whose head is tied."""
-    if config is None or recipe.adapter.source or config.get_text_config() is not config:
-        return []
-    given = recipe.adapter.options(), config.tie_word_embeddings, bool(recipe.model.add_tokens)
-    return [Problem(what, key, **texts) for key, what, texts in adapter_conflicts.rows_beside(*given)]
-
-
-def pinned(recipe: Recipe) -> Recipe:
-    """The same with the commit that `model.revision` is now: every file of the base is read at it, also
-    by processes that are started after this (`hub.commit`)."""
-    asked, section = recipe.model.revision, model.pinned(recipe.model)
-    if section.revision == asked:
-        return recipe
-    recipe.origin.set_by["model.revision"] = f"hub: the commit of {asked or 'main'}"
-    return recipe.model_copy(update={"model": section})
-
-
-def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
-    """What all processes of a launch must have alike: recipe, versions, precision, ways to split, storage."""
-    own = ("output_dir", "cache")  # places of a machine
-    found = run_folder.environment(setup.hardware, setup.launch)
-    held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
-    held |= {name: str(number) for name, number in found["packages"].items()}
-    asked = ("precision", "sharded", "splitter", "sharing", "fp8")
-    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in asked} | launch_env.ways()
-    for section in type(recipe).model_fields:
-        values = getattr(recipe, section).model_dump()
-        held |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}
-    return held
-
-
-def against_fp8(recipe: Recipe, config: Any = None) -> str:
-    """Why `speed.base: auto` does not store the base in fp8, by recipe and model; empty: it may.
-
-    Args:
-        config: the model's, where it has been read already.
-    """
-    by_recipe = adapter_conflicts.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
-    return by_recipe or (model.config_against_fp8(config) if config else model.against_fp8(recipe.model))
 
 
 def advice(recipe: Recipe) -> list[str]:
@@ -244,20 +91,8 @@ def rounded(recipe: Recipe) -> list[str]:
     return [f"{said}to {precision} in each pass: they move in steps of {steps}; try {IA3_RATE:g}"]
 
 
-def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer, and the rows as it encodes them."""
-    from finetune.data import prepare, stream
-
-    template = bundled.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
-    tokenizer = model.load_tokenizer(recipe.model, template)
-    adapter_source.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
-    build = stream.stream if recipe.data.streaming else prepare.prepare
-    rows, ends = model.vocabulary(recipe.model, tokenizer), model.declared_ends(recipe.model)
-    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
-
-
 def _model(recipe: Recipe) -> list[str]:
-    model.check_folder(recipe.model)
+    models_model_files.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
         if recipe.model.revision:
             what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
@@ -336,19 +171,21 @@ def _trackers(recipe: Recipe) -> list[str]:
 
 
 def _tracker_installed(name: str) -> bool:
-    return upstream.installed(TRACKERS.get(name, (name, name))[0])
+    return core_packages.installed(TRACKERS.get(name, (name, name))[0])
 
 
 def _adapter(recipe: Recipe) -> list[str]:
     """Names in the adapter's section against the safetensors headers of a local model; `adapter.from`."""
     folder, options = Path(recipe.model.name), recipe.adapter.options()
     notes = adapter_source.check(recipe.adapter, recipe.model.name, recipe.model.revision)
-    names = modules.in_folder(folder) if folder.is_dir() else None
-    problems = against_rows(recipe, _config(recipe.model))
+    names = models_checkpoint_headers.in_folder(folder) if folder.is_dir() else None
+    problems = preflight_choice_checks.against_rows(recipe, _config(recipe.model))
     if names and names.modules:
         kind = adapter_types.find(recipe.adapter.type)
-        problems += modules.problems(options, names, any_module=kind.peft in adapter_types.NOT_LINEAR)
-        uneven = modules.uneven(options.get("target_modules"), names)
+        problems += adapters_target_modules.problems(
+            options, names, any_module=kind.peft in adapter_types.NOT_LINEAR
+        )
+        uneven = adapters_target_modules.uneven(options.get("target_modules"), names)
         notes += [uneven] if uneven else []
     if problems:
         raise UserError(*problems)
@@ -356,5 +193,13 @@ def _adapter(recipe: Recipe) -> list[str]:
 
 
 def _publish(recipe: Recipe) -> list[str]:
-    hub.check_names(recipe.publish)
+    check_names(recipe.publish)
     return []
+
+
+def check_names(section: Publish) -> None:
+    """The names in `publish:`; asks no one."""
+    for key in ("repo", "base_model"):
+        name = getattr(section, key)
+        if name is not None:
+            hub.check_name(name, f"publish.{key}")

@@ -33,16 +33,16 @@ import torch
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 
-from finetune import adapter_types, check, compare_table, hardware, measured, ranks, scoring, train
+from finetune import adapter_types, check, compare_table, hardware_device, measured, ranks, scoring, train
 from finetune.compare_table import MARK
-from finetune.data import load as data_files
+from finetune.data import load
 from finetune.errors import Exit, Problem, UserError, first_line, nearest
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 PILOT_STEPS, PILOT_TIMED = 8, 5  # steps of the short run that times a type, and how many of its last count
 NO_EVALUATION = [
@@ -101,7 +101,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """
     jobs = plan(asked)
     start(asked.folder)
-    state = ranks.joined(hardware.detect().device)
+    state = ranks.joined(hardware_device.detect().device)
     ranks.failures()
     screen = Screen(quiet=quiet or not state.is_main_process)
     introduce(jobs, asked, screen)
@@ -144,7 +144,7 @@ def plan(asked: Asked, steps: dict[str, int] | None = None) -> list[Job]:
         UserError: all that is wrong with any of them.
     """
     own = load_recipe(asked.path, asked.overrides)
-    data = sorted(set(data_files.fingerprints(own.data).values()))
+    data = sorted(set(load.fingerprints(own.data).values()))
     jobs, problems, codes = [], {}, []
     for seed in range(own.train.seed, own.train.seed + asked.seeds):
         for entrant in enter(own, asked.adapters):

@@ -10,14 +10,14 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import differences, plots, run_folder, summary
+from finetune import plots, run_folder, run_folder_comparability
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from finetune.recipe import Recipe
     from finetune.screen import Screen
+    from finetune.sections import Recipe
 
 MARK = "compare.json"  # in the folder of a finished run: what the rest of it does not say
 RULE = (
@@ -68,7 +68,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
     }
     gpu = [line["gpu_memory_gib"] for line in lines if line["gpu_memory_gib"] is not None]
     host = max((line["host_memory_gib"] for line in lines), default=0.0) - mark["host_memory_before_gib"]
-    steps = differences.last_step(folder)
+    steps = run_folder_comparability.last_step(folder)
     kind, _, seed = folder.path.name.rpartition("-seed")
     metric, value, higher = main_metric(result)
     general = result.get("tasks", {}).get("general_text", {}).get("difference", {}).get("loss")
@@ -153,9 +153,12 @@ def averages(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def not_comparable(folders: list[RunFolder], steps: bool) -> dict[str, list[str]]:
     """Runs that differ from most of the others in what has to be equal, and in what."""
-    seen = [repr({k: v for k, v in differences.facts(f).items() if steps or k != "steps"}) for f in folders]
+    seen = [
+        repr({k: v for k, v in run_folder_comparability.facts(f).items() if steps or k != "steps"})
+        for f in folders
+    ]
     usual = folders[seen.index(Counter(seen).most_common(1)[0][0])] if folders else None
-    found = {f.path.name: differences.obstacles(f, usual, steps=steps) for f in folders if usual}
+    found = {f.path.name: run_folder_comparability.obstacles(f, usual, steps=steps) for f in folders if usual}
     return {name: reasons for name, reasons in found.items() if reasons}
 
 
@@ -305,7 +308,7 @@ def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], scre
 
 def recipe_of(recipe: Recipe, why: str) -> str:
     """A run's recipe as a file that can stand anywhere, and trains into a new folder."""
-    chosen = {key: (path, "of this machine") for key, path in summary.local_paths(recipe).items()}
+    chosen = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
     chosen["train.output_dir"] = (None, "default")
     return f"# {why}.\n" + run_folder.resolved_yaml(recipe, chosen)
 

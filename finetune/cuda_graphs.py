@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types, estimate, keeping, launch_env
-from finetune.hardware import Choice
+from finetune import adapter_types, autoconfig_compilation, estimate, keeping, launch_env
+from finetune.receipts import Choice
 
 if TYPE_CHECKING:
     from finetune.estimate import Memory
-    from finetune.hardware import Hardware
-    from finetune.receipts import Ledger
+    from finetune.hardware_device import Hardware
     from finetune.sections import Adapter, Data, Speed
 
 # Seconds in which Python launches a compiled layer, forward and backward. Between what machines differ in:
@@ -72,7 +71,7 @@ def differs(
         f"a base in {storage}": storage in STORED,
         "quantisation-aware training": speed.qat is None,
     }
-    asked = f"speed.compile: {estimate.GRAPHS[0]} makes them"
+    asked = f"speed.compile: {autoconfig_compilation.GRAPHS[0]} makes them"
     return next((f"not tried with {what}; {asked}" for what, proved in tried.items() if not proved), "")
 
 
@@ -88,7 +87,7 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
     if compile.value != "on":
         return Choice("off", "layers are not compiled")
     if asked not in ("auto", True):
-        return Choice("on" if asked in estimate.GRAPHS else "off", "asked for")
+        return Choice("on" if asked in autoconfig_compilation.GRAPHS else "off", "asked for")
     launched, text = LAUNCHED[kind], f"{products * 1e3:.1f} ms of products in each layer of a pass"
     if differs:
         return Choice("off", f"auto: {differs}")
@@ -108,11 +107,13 @@ def beside(
     asked = recompute, speed.offload
     if chosen.value == "on":
         again, offload, left = keeping.choose(*asked, plan._replace(room=plan.room - plan.graphs), hardware)
-        against = estimate.against_graphs(estimate.GRAPHS[0], again.value, offload.value)
+        against = autoconfig_compilation.against_graphs(
+            autoconfig_compilation.GRAPHS[0], again.value, offload.value
+        )
         fits = max(estimate.at_once(left, again.value)) <= left.room
         if fits and not against:
             return again, offload, chosen, left
-        if speed.compile not in estimate.GRAPHS:
+        if speed.compile not in autoconfig_compilation.GRAPHS:
             room = f"memory has no room for the {plan.graphs:.2g} GiB that they take"
             chosen = Choice("off", f"auto: {MADE_AGAIN if against else room}")
     again, offload, plan = keeping.choose(*asked, plan, hardware)
@@ -125,19 +126,3 @@ def products(config: Any, tokens: int, peak: float | None, *, kind: str) -> floa
     size = one.hidden * (one.qkv + one.queries + 3 * one.intermediate)
     rate = SHARE * (peak or 100e12) * (2 if kind == "fp8" else 1)
     return (6 if kind == "full" else 4) * size * tokens / rate
-
-
-def add_receipt(ledger: Ledger, layers: int) -> None:
-    """How many graphs were recorded: one forward and one backward a layer, or some were recorded again; and
-    what torch has left out."""
-    import torch
-    from torch._inductor import cudagraph_trees
-
-    manager: Any = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    recorded = next(manager.graph_counter) if manager else 0
-    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
-    got = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
-    how = "torch's own counts when training ended; a run of one pass has none"
-    if recorded > 2 * layers:
-        how += "; recording again takes time: speed.compile: default records nothing"
-    ledger.add("CUDA graphs", f"{2 * layers} recorded", got, how, ok=True)

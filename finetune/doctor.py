@@ -8,21 +8,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from finetune import architecture, attention_choice, check, estimate, measure, qat
-from finetune import hardware as hw
+from finetune import (
+    architecture,
+    attention_choice,
+    autoconfig_base_quantization,
+    autoconfig_data_loader,
+    autoconfig_precision,
+    estimate,
+    hardware_device,
+    measure,
+    preflight_choice_checks,
+    qat,
+    receipts,
+    recipe_qat_rules,
+)
 from finetune.adapter_types import FOUR_BIT, QUANTISED, find
 from finetune.attention_choice import Rows
+from finetune.autoconfig_compilation import choose_compile
 from finetune.batch import most_processes
+from finetune.core_packages import installed
 from finetune.errors import UserError
-from finetune.estimate import choose_compile
 from finetune.run_folder import packages
 from finetune.screen import Screen
 from finetune.sections import Data, Speed, Train
-from finetune.upstream import installed
 
 if TYPE_CHECKING:
-    from finetune.hardware import Hardware
-    from finetune.recipe import Recipe
+    from finetune.hardware_device import Hardware
+    from finetune.sections import Recipe
 
 EXTRAS = {  # extra -> what it brings, by import name
     "bnb": ("bitsandbytes",),
@@ -53,7 +65,7 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
     Args:
         measured: time this machine first, in about a minute on a GPU, and keep the rates for `finetune plan`.
     """
-    screen, machine = Screen(quiet=quiet), hw.detect()
+    screen, machine = Screen(quiet=quiet), hardware_device.detect()
     if measured:
         screen.table("measured here", ("what", "rate"), _ceilings(recipe, machine))
     found = {"python": platform.python_version(), **packages()}
@@ -68,7 +80,7 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
 def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]:
     """Products, attention and copies at the model's shapes; without a recipe, at those of an 8B Llama."""
     one = estimate.widths(architecture.read(recipe.model).config) if recipe else LLAMA_8B
-    fp8 = not hw.fp8_missing(machine, "bf16")
+    fp8 = not autoconfig_precision.fp8_missing(machine, "bf16")
     rates = measure.run(machine.device, machine.name, one, fp8=fp8, cards=machine.count)
     rows = [(name, str(rates[name])) for name in ("device", "torch", "date", "shapes")]
     for name, text in measure.NAMES.items():
@@ -92,7 +104,7 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
     ]
 
 
-def _precision(machine: Hardware, given: dict[str, Any], base: hw.Choice) -> list[Optimisation]:
+def _precision(machine: Hardware, given: dict[str, Any], base: receipts.Choice) -> list[Optimisation]:
     gpu, ampere = machine.device == "cuda", machine.capability >= (8, 0)
     launch = "mixed_precision in the accelerate config"
     bf16 = Optimisation("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
@@ -106,7 +118,7 @@ def _precision(machine: Hardware, given: dict[str, Any], base: hw.Choice) -> lis
         why = "asked for" if asked else "little is left in fp32 under bf16 autocast; train.tf32=true"
         tf32 = tf32._replace(state="active" if asked else "off", why=why)
     fp8 = "active" if base.value == "fp8" else "off"
-    missing = hw.fp8_missing(machine, hw.launch(machine).precision)
+    missing = autoconfig_precision.fp8_missing(machine, autoconfig_precision.launch(machine).precision)
     fp8, why = ("not possible", missing) if missing else (fp8, base.reason)
     benchmark = Optimisation(
         "cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions to choose for", "GPU"
@@ -124,7 +136,7 @@ def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
 def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
     """For the recipe's model and rows; like Llama's where there is no recipe, or no config here."""
     rows, attends, unread = Rows(packed=False, longest=1024), None, ""
-    dtype = hw.DTYPES[hw.launch(machine).precision]
+    dtype = autoconfig_precision.DTYPES[autoconfig_precision.launch(machine).precision]
     if recipe:
         rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
         try:
@@ -134,7 +146,7 @@ def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, st
     try:
         asked = recipe.model.attention if recipe else "auto"
         name, reason = attention_choice.choose(asked, machine, dtype, attends, rows)
-        return hw.Choice(name, f"{reason}{unread}")
+        return receipts.Choice(name, f"{reason}{unread}")
     except UserError as error:
         return "-", error.problems[0].found or ""
 
@@ -179,7 +191,7 @@ def _loss(speed: Speed) -> Optimisation:
 
 def _qat(speed: Speed) -> Optimisation:
     """It costs time and memory in training; what it makes better is what is stored."""
-    name, where, absent = "quantisation-aware training", "speed.qat", qat.missing()
+    name, where, absent = "quantisation-aware training", "speed.qat", recipe_qat_rules.missing()
     if absent:
         return Optimisation(name, where, "not possible", absent.fix)
     if speed.qat:
@@ -249,7 +261,7 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
 
 
 def _loader(train: Train, given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
-    given = {**hw.loader(machine, most_processes(train, machine.count)[0]), **given}
+    given = {**autoconfig_data_loader.loader(machine, most_processes(train, machine.count)[0]), **given}
     workers = int(given["dataloader_num_workers"])
     pinned = given["dataloader_pin_memory"] and machine.device == "cuda"
     state = "active" if pinned else "not possible" if machine.device == "cpu" else "off"
@@ -279,7 +291,7 @@ def _machine(machine: Hardware) -> list[tuple[str, str]]:
 
 
 def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
-    launch = hw.launch(machine)
+    launch = autoconfig_precision.launch(machine)
     base = _base(recipe, machine)
     launcher = "accelerate launch" if machine.count > 1 else "in place"
     _, fewer = most_processes(recipe.train if recipe else Train(), machine.count)
@@ -291,17 +303,23 @@ def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
     ]
 
 
-def _base(recipe: Recipe | None, machine: Hardware) -> hw.Choice:
+def _base(recipe: Recipe | None, machine: Hardware) -> receipts.Choice:
     """How the base would be stored."""
 
     def against_fp8() -> str:
-        return check.against_fp8(recipe) if recipe else "without a recipe the model's width is not known"
+        return (
+            preflight_choice_checks.against_fp8(recipe)
+            if recipe
+            else "without a recipe the model's width is not known"
+        )
 
     asked, kind = (recipe.speed.base, recipe.adapter.type) if recipe else ("auto", "lora")
     try:
-        return hw.choose_base(asked, kind, hw.launch(machine).precision, machine, against_fp8)
+        return autoconfig_base_quantization.choose_base(
+            asked, kind, autoconfig_precision.launch(machine).precision, machine, against_fp8
+        )
     except UserError as error:
-        return hw.Choice("-", f"{error.problems[0].what}: {error.problems[0].fix}")
+        return receipts.Choice("-", f"{error.problems[0].what}: {error.problems[0].fix}")
 
 
 def _extras() -> list[tuple[str, str, str]]:

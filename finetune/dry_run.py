@@ -6,7 +6,16 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune import arguments, check, launch, optimizers, plan_changes, resume
+from finetune import (
+    arguments,
+    checkpointing_resume_contract,
+    launch,
+    loraplus,
+    planning_plan_report,
+    preflight_choice_checks,
+    resume,
+    training_training_data,
+)
 from finetune.batch import count_steps, split_batch
 from finetune.data import view
 from finetune.run_folder import RunFolder
@@ -15,7 +24,7 @@ from finetune.screen import Screen, quieten_libraries
 if TYPE_CHECKING:
     import argparse
 
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 
 def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
@@ -33,28 +42,37 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
         launch.check(config)
         launch.check_count(config, [], arguments.train_again(options))
     quieten_libraries()
-    from finetune import harness, stopping, train  # import torch
+    from finetune import (
+        harness,
+        stopping,
+        training_resume_facts,
+        training_training_arguments,  # import torch
+    )
 
-    setup = check.setup_of(recipe)
+    setup = preflight_choice_checks.setup_of(recipe)
     found = resume.find(RunFolder(Path(where)), options.resume) if where else None
     screen.say(*(f"note: {note}" for note in notes))
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
-    made = train.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
+    made = (
+        training_training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
+        if alone
+        else None
+    )
     harness.check(recipe.eval, recipe.model)
-    tokenizer, prepared = check.prepare_data(recipe)
+    tokenizer, prepared = training_training_data.prepare_data(recipe)
     view.summary(screen, prepared)
     rows = None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     if made:
-        optimizers.check_schedule(made, steps)
+        loraplus.check_schedule(made, steps)
     if here := made if not options.accelerate else None:  # its processes hold other state
         stopping.check(recipe.train, options.resume, setup.launch.keeper)
-        contract = train.contract_of(recipe, setup, batch, steps, tokenizer, prepared, here)
+        contract = training_resume_facts.contract_of(recipe, setup, batch, steps, tokenizer, prepared, here)
         if found:
-            resume.compare(found.contract, contract, found.path)
-    asked = plan_changes.Asked(None, None, None, options.accelerate)
-    plan_changes.run(recipe, options.overrides, screen, asked)
+            checkpointing_resume_contract.compare(found.contract, contract, found.path)
+    asked = planning_plan_report.Asked(None, None, None, options.accelerate)
+    planning_plan_report.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(["finetune", *arguments.train_again(options), *launched])
     then = f"it would go on after step {found.step}; " if found else ""

@@ -21,7 +21,6 @@ from finetune.privacy import masked
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
 
 

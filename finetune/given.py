@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune import arguments
-from finetune.errors import Problem, UserError
+from finetune.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
+    from finetune.sections import Recipe
 
 
 def load(options: argparse.Namespace) -> Recipe:
@@ -55,16 +55,6 @@ def place(recipe: Recipe, key: str) -> str:
     while path and path not in recipe.origin.where:
         path = path[:-1]
     return recipe.origin.where.get(path, "") if path else ""
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A file or folder that can't be written is the user's to mend."""
-    try:
-        yield
-    except OSError as error:
-        problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
-        raise UserError(problem) from error
 
 
 def show(text: str) -> None:

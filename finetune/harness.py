@@ -17,8 +17,15 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from finetune import hardware, paired, scoring, task_files, tasks
-from finetune import model as model_files
+from finetune import (
+    autoconfig_precision,
+    hardware_device,
+    models_model_files,
+    paired,
+    scoring,
+    task_files,
+    tasks,
+)
 from finetune.data.render import render
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import LARGEST_BATCH
@@ -52,7 +59,7 @@ def check(settings: Eval, asked: Model | None = None) -> None:
         UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
             data (3).
     """
-    config = model_files.read_config(asked).get_text_config() if asked and settings.tasks else None
+    config = models_model_files.read_config(asked).get_text_config() if asked and settings.tasks else None
     tasks.check(settings, getattr(config, "max_position_embeddings", None))
     ranks = PartialState().num_processes
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
@@ -182,12 +189,14 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
             options = self.chat_template_args
             return chat_text(self.tokenizer, chat_history, options, goes_on=not add_generation_prompt)
 
-    precision = hardware.launch(hardware.detect()).precision
+    precision = autoconfig_precision.launch(hardware_device.detect()).precision
     wrapped: Any = Limited(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=batch_size,
-        mixed_precision_dtype=None if precision == "no" else getattr(torch, hardware.DTYPES[precision]),
+        mixed_precision_dtype=None
+        if precision == "no"
+        else getattr(torch, autoconfig_precision.DTYPES[precision]),
     )
     state = PartialState()
     if state.num_processes > 1:  # it takes a loaded model for one process's; what it shares out by is this

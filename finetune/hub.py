@@ -17,16 +17,14 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.core_paths import similar_folder
 from finetune.errors import Exit, Problem, UserError
 from finetune.privacy import masked
-from finetune.recipe_errors import similar_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from huggingface_hub import HfApi
-
-    from finetune.sections import Publish
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 COMMITS = "FINETUNE_COMMITS"  # of the environment: what branches were for the process that started this one
@@ -87,14 +85,6 @@ def token() -> str:
     if not found:
         raise UserError(Problem("there is no token for the Hub", fix=NO_TOKEN), code=Exit.ENVIRONMENT)
     return found
-
-
-def check_names(section: Publish) -> None:
-    """The names in `publish:`; asks no one."""
-    for key in ("repo", "base_model"):
-        name = getattr(section, key)
-        if name is not None:
-            check_name(name, f"publish.{key}")
 
 
 def any_token() -> str:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import Exit, Problem, UserError
 from finetune.estimate import IN_FLIGHT, INT8, at_once, split
-from finetune.hardware import Choice
+from finetune.receipts import Choice
 
 if TYPE_CHECKING:
     from finetune.estimate import Memory
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
 
 
 def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:

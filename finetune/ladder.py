@@ -6,40 +6,24 @@ order in which they are stacked.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from finetune import recipe, recipe_errors, strict_yaml
+from finetune import core_paths, experiments_runner_variable_keys, recipe_build, recipe_errors, strict_yaml
+from finetune.core_packages import installed
 from finetune.errors import Problem, UserError, nearest
 from finetune.sections import Section
-from finetune.upstream import installed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
 
 OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
-SAME_ROWS = "runs are compared by the same loss on the same held-out rows"
-FIXED = {  # keys, or sections, that runs which are compared have in common: of a ladder and of a search
-    "publish": "runs that are compared publish nothing",
-    "eval": SAME_ROWS,
-    "model.name": SAME_ROWS,
-    "model.revision": SAME_ROWS,
-    "model.add_tokens": SAME_ROWS,
-    "data.validation": SAME_ROWS,
-    "data.validation_fraction": SAME_ROWS,
-    "data.train_on": SAME_ROWS,
-    "data.chat_template": SAME_ROWS,
-    "data.max_length": SAME_ROWS,
-    "train.seed": "all have the recipe's seed; a seed is not a choice",
-    "train.output_dir": "each run has a folder of its own",
-}
 MEASURED = {  # and those by which a ladder measures
     "data.name": "runs are of the same rows",
     "train.max_steps": "all runs have measure.steps",
@@ -160,11 +144,6 @@ class Ladder(Section):
         return next(rung for rung in self.rungs if rung.name == name)
 
 
-def overrides(values: dict[str, Any]) -> list[str]:
-    """As the command line takes them."""
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
-
-
 class Variant(NamedTuple):
     """A recipe with some rungs."""
 
@@ -174,7 +153,7 @@ class Variant(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        return overrides(self.values)
+        return experiments_runner_variable_keys.overrides(self.values)
 
 
 def read(path: Path) -> Ladder:
@@ -186,7 +165,7 @@ def read(path: Path) -> Ladder:
     try:
         text = strict_yaml.text_of(path, "the ladder")
     except OSError as error:
-        fix = recipe_errors.similar_files(path)
+        fix = core_paths.similar_files(path)
         what, found = "no such ladder", error.strerror or ""
         raise UserError(Problem(what, where=str(path), found=found, fix=fix)) from None
     document = strict_yaml.parse(text, str(path))
@@ -236,9 +215,14 @@ def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
 
 def _set_problems(ladder: Ladder) -> list[Problem]:
     """Keys under `set` that no recipe has, or that all runs have in common."""
-    problems = list(filter(None, (key_problem(*each) for each in _sets(ladder))))
+    problems = list(
+        filter(None, (experiments_runner_variable_keys.key_problem(*each) for each in _sets(ladder)))
+    )
     for key, _, at in _sets(ladder):
-        if why := FIXED.get(key.partition(".")[0]) or {**FIXED, **MEASURED}.get(key):
+        if why := experiments_runner_variable_keys.FIXED.get(key.partition(".")[0]) or {
+            **experiments_runner_variable_keys.FIXED,
+            **MEASURED,
+        }.get(key):
             problems.append(Problem(f"is no optimisation: {why}", key, at))
     return problems
 
@@ -250,46 +234,20 @@ def check_values(ladder: Ladder, kind: str) -> None:
     Raises:
         UserError: all of them, each with its place in the ladder (exit 2).
     """
-    found, models = list[Problem](), recipe.sections(kind)
+    found, models = list[Problem](), recipe_build.sections(kind)
     for key, value, at in _sets(ladder):
         section, *names = path = key.split(".")
         of_another = section == "adapter" and names[0] not in models["adapter"].model_fields
         if value == OURS or of_another or key == "adapter.type":
             continue
-        raw = _under(path, value)
+        raw = experiments_runner_variable_keys.under(path, value)
         try:
             models["recipe"].model_validate(raw)
         except ValidationError as error:
-            said = recipe_errors.explain(error, raw, {tuple(path): at}, recipe.known_keys())
+            said = recipe_errors.explain(error, raw, {tuple(path): at}, recipe_build.known_keys())
             found += [one for one in said if f"{one.key}.".startswith(f"{key}.")]
     if found:
         raise UserError(*found)
-
-
-def key_problem(key: str, value: Any, at: str) -> Problem | None:
-    """What is wrong with a recipe's dotted key, with the nearest one; `None`: there is such a key."""
-    known = recipe.known_keys()
-    types = (names for name, names in known.items() if name.startswith("adapter."))
-    known = {**known, "adapter": frozenset[str]().union(*types)}
-    section, *names = key.split(".")
-    if section not in known["recipe"] or not all([section, *names]) or not names:
-        every = [f"{one}.{name}" for one in sorted(known["recipe"]) for name in sorted(known[one])]
-        last = key.rpartition(".")[2]
-        fix = next((one for one in every if one.endswith(f".{last}")), "") or nearest(key, every)
-        return Problem("not a key of a recipe", where=at, found=key, expected="section.key", fix=fix)
-    inner = known.get(f"{section}.{names[0]}") if section != "adapter" or len(names) > 1 else None
-    if names[0] in known[section] and (len(names) == 1 or not inner or names[1] in inner):
-        return None
-    path = (section, *names[: 2 if names[0] in known[section] else 1])
-    raw = _under(path, value)
-    return recipe_errors.unknown_key(path, raw, {path: at}, known)
-
-
-def _under(path: Sequence[str], value: Any) -> Any:
-    """A value as it stands in a recipe under nested keys."""
-    for name in reversed(path):
-        value = {name: value}
-    return value
 
 
 def _order_problems(ladder: Ladder) -> list[Problem]:

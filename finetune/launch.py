@@ -13,20 +13,21 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from finetune import launch_config, launch_env, shipped
-from finetune.arguments import ACCELERATE
+from finetune.autoconfig_precision import default_precision
 from finetune.batch import most_processes
 from finetune.errors import Exit, Problem, UserError
-from finetune.hardware import Start, default_precision, detect
+from finetune.hardware_device import detect
+from finetune.launch_env import ACCELERATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.sections import Train
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -307,3 +308,12 @@ def forward(number: int, frame: Any) -> None:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+class Start(NamedTuple):
+    """How a command starts on a machine with several GPUs."""
+
+    config: str
+    """The name of a shipped accelerate config; empty: one process, in place."""
+    reason: str
+    processes: int

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from finetune import strict_yaml
+from finetune.core_packages import installed
 from finetune.errors import Exit, Problem, UserError, nearest
-from finetune.upstream import installed
 
 # Sections of the file, and how their keys begin, which may be left out: `fsdp_version`, or `version` alone
 PREFIXES = {

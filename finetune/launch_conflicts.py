@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_types
+from finetune import (
+    adapter_conflicts,
+    adapter_types,
+    attention_choice,
+    autoconfig_precision,
+    batch,
+    hardware_device,
+    launch_env,
+    models_model_files,
+    recipe_qat_rules,
+)
+from finetune.core_packages import installed
 from finetune.errors import Exit, Problem, UserError
 from finetune.launch_env import (
     BACKENDS,
@@ -25,13 +36,12 @@ from finetune.launch_env import (
     splitter,
     zero_stage,
 )
-from finetune.upstream import installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from finetune.hardware import Hardware
-    from finetune.sections import Adapter, Data, Model, Speed
+    from finetune.hardware_device import Hardware
+    from finetune.sections import Adapter, Data, Model, Recipe, Speed, Train
 
 # What Accelerate hands on to TransformerEngine: `most_recent`, its own default, it drops, and TE takes `max`;
 # of the others TE knows no argument
@@ -348,3 +358,62 @@ def cut_rows(model: Model, data: Data) -> list[Problem]:
         what = f"parallelism_config_cp_size of the {CONFIG} works with torch's own attention alone"
         found.append(Problem(what, "model.attention", found=model.attention, fix="attention: sdpa"))
     return found
+
+
+def deepspeed_values(train: Train, processes: int) -> list[Problem]:
+    """What a `deepspeed_config` says of what the recipe decides, and says otherwise."""
+    if launch_env.splitter() != "DeepSpeed":
+        return []
+    clipping = train.passed_on().get("max_grad_norm", 1.0)  # TrainingArguments' own
+    decided = {
+        "gradient_clipping": ("max_grad_norm", lambda: clipping),
+        "gradient_accumulation_steps": (
+            "effective_batch_size",
+            lambda: batch.split_batch(train, processes).accumulation,
+        ),
+    }
+    found = list[Problem]()
+    for name, (key, decide) in decided.items():
+        number = launch_env.said(f"ACCELERATE_{name.upper()}").replace("auto", "")
+        if number and float(number) != (value := decide()):
+            what = f"{name} of the {launch_env.CONFIG} is what train.{key} decides"
+            fix = "drop it from deepspeed_config"
+            found.append(Problem(what, f"train.{key}", found=number, expected=f"{value:g}", fix=fix))
+    return found
+
+
+def against_launch(recipe: Recipe) -> None:
+    """Refuse a search for a batch where weights are split, a sliding window where rows are, and under an fp8
+    launch what a recipe with `speed.base: fp8` is refused for (exit 2)."""
+    by, key = launch_env.sharded(), "train.per_device_train_batch_size"
+    if by and recipe.train.per_device_train_batch_size == "auto":
+        what = f"can't be searched: {by} of the {launch_env.CONFIG} splits the weights only later"
+        raise UserError(Problem(what, key, found="auto", fix="a number"))
+    processes = autoconfig_precision.launch(hardware_device.detect()).processes
+    if problems := deepspeed_values(recipe.train, processes):
+        raise UserError(*problems)
+    if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:
+        what = f"vLLM is one process, and a launch of {processes} would start it in each"
+        fix = "eval.engine: hf; or after training, in one process: finetune evaluate RUN eval.engine=vllm"
+        raise UserError(Problem(what, "eval.engine", found="vllm", fix=fix))
+    if launch_env.parallel("CP") > 1:
+        against_window(models_model_files.read_config(recipe.model))
+    if not launch_env.means_fp8(recipe.speed):
+        return
+    raw = {
+        "adapter": {"type": recipe.adapter.type, **recipe.adapter.options()},
+        "speed": {**recipe.speed.model_dump(include={"qat"}), "base": "fp8"},
+        "model": {"add_tokens": recipe.model.add_tokens},
+    }
+    by = f"mixed_precision: fp8 of the {launch_env.CONFIG} means a frozen fp8 base: "
+    found = [*adapter_conflicts.conflicts(raw), *recipe_qat_rules.conflicts(raw)]
+    if found:
+        raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in found))
+
+
+def against_window(config: Any) -> None:
+    """Refuse a model whose sliding window context parallelism would cut through (exit 2)."""
+    if (window := attention_choice.read(config).window) is not None:
+        what = f"parallelism_config_cp_size of the {launch_env.CONFIG} cuts through a sliding window"
+        fix = "accelerate_configs/fsdp2_8.yaml, or a model without one"
+        raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))

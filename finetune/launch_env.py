@@ -199,3 +199,6 @@ def lost(error: BaseException) -> str:
     fix = f"what the first process that failed said; {TIMEOUT} is how long one waits ({timeout_seconds()} s)"
     fix += "; GLOO_SOCKET_IFNAME names the network between machines" if "[127." in text else ""
     return str(Problem(GONE, found=text[:200], fix=fix))
+
+
+ACCELERATE = "FINETUNE_ACCELERATE"  # of the environment: the config that this launch was asked for by

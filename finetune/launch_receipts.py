@@ -15,7 +15,7 @@ from finetune.launch_env import BACKENDS, said, zero_stage
 from finetune.speed import four_bit, fp8
 
 if TYPE_CHECKING:
-    from finetune.hardware import Launch
+    from finetune.autoconfig_precision import Launch
     from finetune.receipts import Ledger
 
 

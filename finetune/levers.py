@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune import adapter_conflicts, hardware, launch_env
+from finetune import adapter_conflicts, autoconfig_data_loader, kernels_kernel_limits, launch_env
 from finetune.adapter_types import QUANTISED
 from finetune.batch import split_batch
 from finetune.operations import COPIES
@@ -12,9 +12,9 @@ from finetune.operations import COPIES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.plan import Plan
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 ENOUGH = 0.05  # of a step, from which something is worth a sentence
 USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # of a step: the loop's own, whatever the batch
@@ -95,7 +95,7 @@ def loader(whole: Recipe, machine: Hardware) -> str:
         return "a stream is read while training: data.streaming: false"
     key, given = "dataloader_num_workers", whole.train.passed_on()
     here = int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
-    has = given.get(key, hardware.loader(machine, here)[key])
+    has = given.get(key, autoconfig_data_loader.loader(machine, here)[key])
     most = max(2, machine.cpu_cores // here)
     if has < most:
         return f"train.{key}: {min(most, max(2, 2 * has))}" + (f" (now {has})" if has else "")
@@ -142,7 +142,7 @@ def fewer_passes(whole: Recipe, made: Plan) -> str:
 
 def faster_products(whole: Recipe, made: Plan) -> str:
     """The frozen base in fp8, where that is possible and not so."""
-    able = made.machine.device == "cuda" and made.machine.capability >= hardware.FP8_CAPABILITY
+    able = made.machine.device == "cuda" and made.machine.capability >= kernels_kernel_limits.FP8_CAPABILITY
     stored = made.choices["base"].value in ("fp8", *QUANTISED)
     if able and not stored and not adapter_conflicts.against_fp8(whole.adapter, whole.speed, whole.eval):
         return "speed.base: fp8"

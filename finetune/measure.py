@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import gpus
-from finetune.given import writing
+from finetune.core_paths import writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import hub, ladder, signals, trial
+from finetune import experiments_runner_variable_keys, hub, signals, trial
 from finetune.adapter_types import in_few_steps
+from finetune.core_paths import writing
 from finetune.data import load
 from finetune.errors import Exit, Problem, Stopped, UserError
-from finetune.given import writing
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
 
@@ -97,7 +97,7 @@ def stoppable() -> Iterator[None]:
 def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
     """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
     few = {"train.max_steps": steps, "train.warmup_steps": warm_up, **in_few_steps(adapter, steps)}
-    return ladder.overrides({**ALIKE, **few})
+    return experiments_runner_variable_keys.overrides({**ALIKE, **few})
 
 
 def identity(job: Job) -> str:

@@ -17,9 +17,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils.memory import clear_device_cache
 
-from finetune import evaluate, hardware, model, proof, qat, quantize, run_folder, scoring
+from finetune import (
+    autoconfig_precision,
+    evaluation_reopen,
+    evaluation_validation_loss,
+    model,
+    models_fingerprint,
+    models_generation_config,
+    proof,
+    qat,
+    quantize,
+    receipts,
+    run_folder,
+    scoring,
+)
+from finetune.core_paths import writing
 from finetune.errors import Exit, Problem, UserError, first_line
-from finetune.given import writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,10 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.hardware import Setup
-    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
     from finetune.screen import Screen
-    from finetune.sections import Qat
+    from finetune.sections import Qat, Recipe
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights that need no scale beside them
 
@@ -62,11 +74,11 @@ def run(
     started = time.monotonic()
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides)
-    setup = evaluate.setup_of(recipe)
+    setup = evaluation_reopen.setup_of(recipe)
     check_asked(folder, setup, quantized, recipe.speed.qat)
     target = free_target(folder, quantized, output)
-    tokenizer = evaluate.tokenizer_of(folder)
-    held_out, _ = evaluate.held_out(folder, recipe, tokenizer)
+    tokenizer = evaluation_reopen.tokenizer_of(folder)
+    held_out, _ = evaluation_validation_loss.held_out(folder, recipe, tokenizer)
     rows, origin = proof.probes(recipe, tokenizer, held_out)
     score = partial(scores, tokenizer, held_out if quantized else [], recipe)
     report: dict[str, Any] = {"path": str(target), "dtype": dtype, "quantized": quantized}
@@ -153,7 +165,7 @@ def write_merged(
     config: Any = PeftConfig.from_pretrained(str(folder.adapter))
     rows = getattr(config, "trainable_token_indices", None)  # of both at once, where they are tied
     tied = False if rows else untie(plain)
-    before = {name: model.fingerprint({"": p.to(dtype)}) for name, p in plain.named_parameters()}
+    before = {name: models_fingerprint.fingerprint({"": p.to(dtype)}) for name, p in plain.named_parameters()}
     kind = "adapter"
     try:
         adapted: Any = PeftModel.from_pretrained(plain, str(folder.adapter))
@@ -168,11 +180,13 @@ def write_merged(
         )
         raise UserError(problem) from error
     merged.to(dtype)
-    after = {name: model.fingerprint({"": p}) for name, p in merged.named_parameters()}
+    after = {name: models_fingerprint.fingerprint({"": p}) for name, p in merged.named_parameters()}
     if tied:
         retie(merged)
     changed = sum(before.get(name) != digest for name, digest in after.items())
-    notes = model.settle_generation(merged.generation_config, scoring.stop_ids(merged, tokenizer))
+    notes = models_generation_config.settle_generation(
+        merged.generation_config, scoring.stop_ids(merged, tokenizer)
+    )
     with writing(whole):
         merged.save_pretrained(str(whole))
         tokenizer.save_pretrained(str(whole))
@@ -184,15 +198,15 @@ def write_merged(
 
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
     """The base as training saw it, every weight in fp32: a quantised one is what its storage made of it."""
-    stored: Any = evaluate.open_base(recipe)
-    if setup.storage.value in hardware.STORED:
+    stored: Any = evaluation_reopen.open_base(recipe)
+    if setup.storage.value in autoconfig_precision.STORED:
         return stored.float()
     if setup.storage.value == "fp8":
         return stored.dequantize(torch.float32).float()
     from peft.utils.integrations import dequantize_module_weight
 
     proof.in_fp32(stored)
-    unquantised = replace(setup, storage=hardware.Choice("fp32", "to merge into"))
+    unquantised = replace(setup, storage=receipts.Choice("fp32", "to merge into"))
     plain = model.load(recipe.model, unquantised, str(stored.device)).eval()
     modules = dict(stored.named_modules())
     for name, parameter in plain.named_parameters():
@@ -244,7 +258,9 @@ def write_quantized(
     options = proof.placed(setup)
     small: Any = quantize.load(source, kind, getattr(torch, dtype), setup.hardware, trained, **options)
     layers, plain = quantize.left_out(small)
-    notes = model.settle_generation(small.generation_config, scoring.stop_ids(small, tokenizer))
+    notes = models_generation_config.settle_generation(
+        small.generation_config, scoring.stop_ids(small, tokenizer)
+    )
     with writing(packed):
         small.save_pretrained(str(packed))
         tokenizer.save_pretrained(str(packed))
@@ -277,7 +293,7 @@ def show(screen: Screen, report: dict[str, Any]) -> None:
         lines += [("trained for", f"{report['trained_for']} ({wanted})")]
     if report.get("merged_onto"):
         storage = report["merged_onto"]
-        quantised = "" if storage in hardware.STORED else ", dequantised: what training saw"
+        quantised = "" if storage in autoconfig_precision.STORED else ", dequantised: what training saw"
         lines += [("merged onto", f"the base as it was loaded ({storage}{quantised}), in fp32")]
     if report["quantized"]:
         left = f"{report['layers']['quantized']} linear layers; not quantised: {report['not_quantized']}"

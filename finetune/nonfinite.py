@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from finetune import adapters, ranks, zero
+from finetune import adapters_trainable_parameters, ranks, zero
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -223,7 +223,11 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
     Args:
         forward: computes the loss of one micro-batch by `model`.
     """
-    bad = [name for name, p in adapters.trainable(model).items() if not torch.isfinite(p).all()]
+    bad = [
+        name
+        for name, p in adapters_trainable_parameters.trainable(model).items()
+        if not torch.isfinite(p).all()
+    ]
     if bad:
         return f"trained weights are not finite themselves ({len(bad)} tensors, {bad[0]} the first)"
     model.zero_grad()
@@ -250,7 +254,7 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
         return f"the output of {found[0]}"
     if not torch.isfinite(value):
         return "the loss, of outputs that are finite"
-    trained = adapters.trainable(model).items()
+    trained = adapters_trainable_parameters.trainable(model).items()
     bad = [name for name, p in trained if p.grad is not None and not torch.isfinite(p.grad).all()]
     return f"the gradient of {bad[-1]}" if bad else ""
 

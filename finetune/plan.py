@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 
 from finetune import (
     adapter_types,
+    adapters_target_modules,
     architecture,
-    check,
+    autoconfig_precision,
     estimate,
     gpus,
     hardware,
+    hardware_device,
     launch_conflicts,
     launch_env,
     measure,
-    modules,
     optimizers,
     plan_adapter,
     plan_choices,
@@ -32,15 +33,18 @@ from finetune import (
     plan_notes,
     plan_rows,
     plan_time,
+    preflight_choice_checks,
 )
 from finetune.batch import MARGIN, Batch, most_processes, sizes, split_batch
 from finetune.errors import Problem, UserError
-from finetune.hardware import Choice, Hardware, Start
+from finetune.hardware_device import Hardware
+from finetune.launch import Start
 from finetune.plan_launch import DDP, FSDP2, ONE, Sharding
+from finetune.receipts import Choice
 
 if TYPE_CHECKING:
     from finetune.plan_rows import Rows
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
 
@@ -121,7 +125,7 @@ def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]
         device = f"NVIDIA {' '.join(gpu.device)}"
         found = Hardware("cuda", device, count or 1, gpu.capability, gpu.memory_gib, cores, here=False)
         return found, found.count
-    here = hardware.detect()
+    here = hardware_device.detect()
     if here.device == "cpu":
         if count is not None:
             fix = f"--gpu {next(iter(gpus.GPUS))} --gpus {count}"
@@ -163,7 +167,7 @@ def make(
     # of codes, whose layers are not fused, a part may take more than the whole
     made = split if split and (split.fits or split.peak < whole.peak) else whole
     parts = split.peak if split else None
-    storage, fp8 = made.choices["base"].value, not hardware.fp8_missing(machine, "bf16")
+    storage, fp8 = made.choices["base"].value, not autoconfig_precision.fp8_missing(machine, "bf16")
     reason = plan_launch.reason(
         processes,
         machine.memory_gib,
@@ -199,7 +203,7 @@ def launch_of(recipe: Recipe, machine: Hardware) -> Start:
     Raises:
         UserError: what this machine or so many processes can't do with the recipe (exit 2 or 3).
     """
-    check.setup_of(recipe)
+    preflight_choice_checks.setup_of(recipe)
     made = make(recipe, machine, machine.count)
     return Start(*made.choices["launch"], made.processes)
 
@@ -214,7 +218,7 @@ def under(
         UserError: such a search where weights are split, a precision that the machine has not (exit 3); what
             a run would refuse.
     """
-    hardware.check_precision(by.precision, machine)
+    autoconfig_precision.check_precision(by.precision, machine)
     refuse(recipe, machine, processes, by)
     if recipe.train.per_device_train_batch_size != "auto":
         return at_once(recipe, machine, processes, by, cpu_rate)
@@ -256,20 +260,22 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     any_module = kind.peft in adapter_types.NOT_LINEAR
     # of a text model inside another, names that follow from its config lack the outer one's
     named = found.config is found.config.get_text_config() or found.source != architecture.FROM_CONFIG
-    problems = check.against_rows(recipe, found.config)
+    problems = preflight_choice_checks.against_rows(recipe, found.config)
     if named:
-        problems += modules.problems(recipe.adapter.options(), found.names, any_module=any_module)
+        problems += adapters_target_modules.problems(
+            recipe.adapter.options(), found.names, any_module=any_module
+        )
     if problems:
         raise UserError(*problems)
     if by.sharing > 1:
-        check.against_window(found.config)
+        launch_conflicts.against_window(found.config)
     asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
     with launch_env.under(dict(by.variables)):
         contradictions = launch_conflicts.against(machine, *asked)
-        contradictions += check.deepspeed_values(recipe.train, processes // by.sharing)
+        contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
         if contradictions:
             raise UserError(*contradictions)
-    launched = plan_launch.launched(by, processes, hardware.launch(machine).precision)
+    launched = plan_launch.launched(by, processes, autoconfig_precision.launch(machine).precision)
     none = Choice("", "")
     optimizers.check(recipe.train, recipe.speed, hardware.Setup(machine, launched, none, none))
 
@@ -284,7 +290,10 @@ def at_once(
     searched: bool = False,
 ) -> Plan:
     """The plan of a recipe under a launch, its batch split as the recipe says, or by a search for it."""
-    found, precision = architecture.read(recipe.model), by.precision or hardware.launch(machine).precision
+    found, precision = (
+        architecture.read(recipe.model),
+        by.precision or autoconfig_precision.launch(machine).precision,
+    )
     base, attention = plan_choices.storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes // by.sharing)
     rows = plan_rows.rows_of(recipe.data, recipe.model, batch.per_device)

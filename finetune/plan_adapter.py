@@ -6,9 +6,9 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types, modules, shapes, upstream
+from finetune import adapter_types, adapters_target_modules, modules, shapes, upstream
+from finetune.autoconfig_compilation import MAX_RANK
 from finetune.errors import Problem, UserError
-from finetune.estimate import MAX_RANK
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
@@ -65,7 +65,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     options: dict[str, Any] = {"target_modules": "all-linear", **adapter.options(), **kind.sets}
     if kind.build:
         options |= kind.build(options, max(steps, 12), linear)
-    names = [name for name in modules.targeted(options, found.names) if name in linear]
+    names = [name for name in adapters_target_modules.targeted(options, found.names) if name in linear]
     counted = kind.peft in FUSED_TYPES
     dropout, dora = bool(options.get("lora_dropout")), bool(options.get("use_dora"))
     trained, largest = 0, 0
@@ -74,7 +74,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         rank = 0 if kind.peft == "ia3" else _rank(options, name) if counted else RANK
         largest = max(largest, rank)
         if kind.peft == "ia3":
-            forward = modules.match(options.get("feedforward_modules") or [], [name])
+            forward = adapters_target_modules.match(options.get("feedforward_modules") or [], [name])
             trained += inputs if any(forward.values()) else outputs
             continue
         trained += rank * (inputs + outputs) + (rank if kind.peft == "adalora" else 0)
@@ -149,7 +149,7 @@ def _experts(options: dict[str, Any], found: Architecture) -> int:
             continue
         place = f"{module.rpartition('.')[0]}.{asked}"
         everything = options["target_modules"] == "all-linear"
-        if everything or any(modules.match(options["target_modules"], [place]).values()):
+        if everything or any(adapters_target_modules.match(options["target_modules"], [place]).values()):
             trained += rank * number
     if trained and options.get("use_dora"):
         what, fix = "PEFT has no DoRA of experts' weights, which it adapts too", "adapter.type: lora, or "

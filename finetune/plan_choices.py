@@ -8,25 +8,26 @@ from typing import TYPE_CHECKING
 from finetune import (
     adapter_types,
     attention_choice,
-    check,
+    autoconfig_base_quantization,
+    autoconfig_compilation,
+    autoconfig_precision,
     cuda_graphs,
     estimate,
-    hardware,
     launch_env,
     optimizers,
     plan_launch,
     plan_memory,
+    preflight_choice_checks,
 )
 from finetune.errors import Exit, Problem, UserError
-from finetune.hardware import Choice
+from finetune.receipts import Choice
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.plan_adapter import Adapted
     from finetune.plan_launch import Sharding, Share
-    from finetune.recipe import Recipe
-    from finetune.sections import Speed
+    from finetune.sections import Recipe, Speed
 
 CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
 CPU_GIB = 1.5  # of a process with the libraries imported
@@ -37,13 +38,13 @@ def storage_and_attention(
 ) -> tuple[Choice, Choice]:
     """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
     flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
-    against = partial(check.against_fp8, recipe, found.config)
+    against = partial(preflight_choice_checks.against_fp8, recipe, found.config)
     launched = plan_launch.launched(by, 1, precision)
-    if kept := hardware.whole_base(launched):
+    if kept := autoconfig_base_quantization.whole_base(launched):
         against = partial(str, kept)
     asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
-    base = hardware.choose_base(asked, kind, precision, machine, against)
-    dtype = hardware.compute_dtype(precision, base.value)
+    base = autoconfig_base_quantization.choose_base(asked, kind, precision, machine, against)
+    dtype = autoconfig_precision.compute_dtype(precision, base.value)
     shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
     attends = attention_choice.read(found.config)
     return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))
@@ -61,8 +62,12 @@ def fused(
     if by.weights and not full and asked == "auto":
         return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
     # bitsandbytes' and ours leave what they don't store in codes in the launch's dtype
-    plain = hardware.DTYPES[precision] if storage in adapter_types.QUANTISED else hardware.STORED[storage]
-    made = estimate.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
+    plain = (
+        autoconfig_precision.DTYPES[precision]
+        if storage in adapter_types.QUANTISED
+        else autoconfig_precision.STORED[storage]
+    )
+    made = autoconfig_compilation.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
     obstacle = has.obstacle
     if storage in ("int8", "torchao_int8"):
         obstacle = f"the base is stored in {storage}"
@@ -90,18 +95,20 @@ def compiled(
         work: FLOPs of a step.
     """
     dora = has.columns and has.rank > 0 and fused.value != "on"  # by PEFT's forward, which breaks the graph
-    plain = recipe.adapter.type != "full" and storage in hardware.STORED
+    plain = recipe.adapter.type != "full" and storage in autoconfig_precision.STORED
     with launch_env.under(dict(by.variables)):
         eager = launch_env.eager(plain=plain)
     kind = "DoRA" if dora else adapter_types.find(recipe.adapter.type).peft
     kind = "experts' adapters" if has.experts else kind
     if dora or has.experts or kind in adapter_types.BREAKING:
         broken = f"PEFT's forward of {kind} breaks the graph"
-        if problem := estimate.against_breaks(recipe.speed.compile, broken):
+        if problem := autoconfig_compilation.against_breaks(recipe.speed.compile, broken):
             raise UserError(problem, code=Exit.ENVIRONMENT)
         eager = eager or broken
-    asked = estimate.Work(0, work * (steps or 0), eager=eager)
-    return estimate.choose_compile(recipe.speed.compile, asked if steps or eager else None, machine)
+    asked = autoconfig_compilation.Work(0, work * (steps or 0), eager=eager)
+    return autoconfig_compilation.choose_compile(
+        recipe.speed.compile, asked if steps or eager else None, machine
+    )
 
 
 def recomputed(
@@ -114,7 +121,7 @@ def recomputed(
     asked = "none" if by.once and speed.recompute == "auto" else speed.recompute  # as stages.make_fast
     again, offload, graphs, memory = cuda_graphs.beside(graphs, speed, asked, memory, machine)
     sharded = by.name if by.weights else ""
-    if problem := estimate.against_graphs(speed.compile, again.value, offload.value, sharded):
+    if problem := autoconfig_compilation.against_graphs(speed.compile, again.value, offload.value, sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return again, offload, graphs, memory
 

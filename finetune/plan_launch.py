@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune import adapter_types, estimate, launch_config, shipped
 from finetune.adapter_types import FOUR_BIT
+from finetune.autoconfig_precision import Launch
 from finetune.errors import Problem, UserError
-from finetune.hardware import Launch
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from finetune import estimate, optimizers
+from finetune import architecture, estimate, optimizers
 from finetune.adapter_types import FOUR_BIT, QUANTISED
+from finetune.autoconfig_precision import DTYPES, STORED
 from finetune.estimate import EVALUATED_TOKENS, GIB, LARGEST_BATCH, Keeps
-from finetune.hardware import DTYPES, FP8_MULTIPLE, STORED
 
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
@@ -17,58 +17,37 @@ if TYPE_CHECKING:
     from finetune.plan_launch import Share
     from finetune.sections import Eval, Speed, Train
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 HOST = "CPU memory"  # what leaves the GPU, beside the phases
-
-
-def weights(found: Architecture, storage: str, precision: str) -> float:
-    """Bytes of the base as it is stored; a quantised one with its scales, the rest in the launch's dtype."""
-    if storage in STORED:
-        return found.parameters * BYTES[STORED[storage]]
-    linear, other = found.stored, BYTES[DTYPES[precision]]
-    coded = 0.0
-    for outputs, inputs in linear.values():
-        size = outputs * inputs
-        if storage == "fp8" and (outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE):
-            coded += size * other
-        elif storage == "fp8":
-            coded += size + 4 * outputs
-        elif storage in FOUR_BIT:
-            coded += size / 2 + scales(size)
-        else:
-            coded += size + outputs * (4 if storage == "int8" else other)
-    return coded + (found.parameters - sum(map(prod, linear.values()))) * other
-
-
-def scales(size: int) -> float:
-    """Bytes beside 4-bit codes of so many weights: a code for each 64, a scale for 256 of those, tables."""
-    return size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)
 
 
 def of_process(found: Architecture, storage: str, precision: str, share: Share, *, full: bool) -> float:
     """GiB of the base in one process. A split leaves 4-bit scales whole: they are no parameters."""
-    whole = sum(scales(prod(shape)) for shape in found.stored.values()) if storage in FOUR_BIT else 0.0
-    split = (weights(found, storage, precision) - whole) / share.weights
+    whole = (
+        sum(architecture.scales(prod(shape)) for shape in found.stored.values())
+        if storage in FOUR_BIT
+        else 0.0
+    )
+    split = (architecture.weights(found, storage, precision) - whole) / share.weights
     return (whole + split / (2 if share.half and full else 1)) / GIB
 
 
 def gathered(found: Architecture, storage: str, precision: str, *, full: bool, layers: int) -> float:
     """GiB of some layers' weights, as they are gathered where they are divided: in the launch's dtype, or as
     codes; where they train, one layer's gradients beside them."""
-    other = BYTES[DTYPES[precision]]
+    other = architecture.BYTES[DTYPES[precision]]
     depth = found.config.get_text_config().num_hidden_layers
     size = sum(map(prod, found.stored.values()))
-    linear = size * other if storage in STORED else weights(found, storage, precision)
+    linear = size * other if storage in STORED else architecture.weights(found, storage, precision)
     linear -= 0.0 if storage in STORED else (found.parameters - size) * other
     if storage in FOUR_BIT:  # whole in each process
-        linear -= sum(scales(prod(shape)) for shape in found.stored.values())
+        linear -= sum(architecture.scales(prod(shape)) for shape in found.stored.values())
     return (linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
 
 
 def outside(found: Architecture, precision: str) -> float:
     """GiB of the weights outside of layers in the launch's dtype: embeddings, head, norms."""
     size = sum(map(prod, found.stored.values()))
-    return (found.parameters - size) * BYTES[DTYPES[precision]] / GIB
+    return (found.parameters - size) * architecture.BYTES[DTYPES[precision]] / GIB
 
 
 def keeps(
@@ -121,7 +100,7 @@ def phases(
     train, speed, evaluation = sections
     full = not kept.adapted
     config = found.config
-    base, trained = weights(found, storage, precision) / GIB, has.trained / GIB
+    base, trained = architecture.weights(found, storage, precision) / GIB, has.trained / GIB
     part = of_process(found, storage, precision, share, full=full)
     own = {"weights": part, "adapters": 0.0 if full else 4 * trained / share.weights}
     offloaded, known = speed.offload in ("optimizer", "all"), optimizers.known_bytes(optimizers.asked(train))
@@ -159,7 +138,7 @@ def phases(
     evaluated = _evaluation({**own, "buffers": layers + ends}, found, evaluation, longest, usable)
     read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
     made = {
-        "load": {"weights": read, "buffers": biggest * BYTES[DTYPES[precision]]},
+        "load": {"weights": read, "buffers": biggest * architecture.BYTES[DTYPES[precision]]},
         "step": step,
         "evaluation": {**own, "buffers": layers + ends, **evaluated},
         "save": held,

@@ -14,7 +14,7 @@ from finetune import attention_choice, cuda_graphs, estimate, gpus, measure, pla
 if TYPE_CHECKING:
     from finetune.architecture import Architecture
     from finetune.estimate import Keeps, Widths
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.plan_adapter import Adapted
 
 # Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from finetune import adapter_types, check, checkpoint, faults, prove
+from finetune import adapter_types, checkpoint, faults, preflight_choice_checks, prove
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from finetune.recipe import Recipe
     from finetune.screen import Screen
+    from finetune.sections import Recipe
 
 GIB = 2**30
 EVERY = 0.2  # seconds from one look at a phase to the next
@@ -56,7 +56,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
             run itself (exit 4).
     """
     prove.outside_a_launch([*command, "--preflight"])
-    check.pinned(recipe)
+    preflight_choice_checks.pinned(recipe)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="finetune-preflight-"))
     lived, straight = folder / "run", folder / "straight"
     steps = (

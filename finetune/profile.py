@@ -30,7 +30,7 @@ from finetune import (
     check,
     estimate,
     gpus,
-    hardware,
+    hardware_device,
     launch,
     levers,
     measure,
@@ -48,9 +48,9 @@ from finetune.screen import Screen
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.operations import Ran
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 WARM, TIMED = 2, 3  # steps before the traced ones
 TRACED = {"cpu": 3, "cuda": 1}  # on the CPU several, so that an operation has others to be compared with
@@ -215,7 +215,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    machine = hardware.detect()
+    machine = hardware_device.detect()
     whole = recipe.load(path, overrides)
     made = plan.make(whole, machine, 1)
     compiled = made.choices["compile"].value == "on"  # as in a run of full length

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils.memory import clear_device_cache
 
-from finetune import check, evaluate, quantize, ranks
+from finetune import evaluation_reopen, quantize, ranks, training_training_data
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.speed import fp8_base
 from finetune.speed.head import base_of
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from finetune.data.prepare import HeldOut
     from finetune.hardware import Setup
-    from finetune.recipe import Recipe
     from finetune.run_folder import RunFolder
+    from finetune.sections import Recipe
 
 PROBE_ROWS, PROBE_TOKENS = 32, 512
 PROBE_LOGITS = 2**29  # of one model in memory: 2 GiB in fp32; a large vocabulary means fewer tokens
@@ -33,9 +33,6 @@ PROBE_LOGITS = 2**29  # of one model in memory: 2 GiB in fp32; a large vocabular
 # model is nearer to the tuned one than to the base whatever the direction of the error (triangle inequality),
 # above it that is no longer certain. An update that bf16 rounds away scores about 1.
 LOST = 0.5
-# Quantised weights are not held to it: their error may be larger and still cost little, as it is not in the
-# direction of what was learnt. They are refused where they are no nearer to the tuned model than the base is,
-# in nats a token.
 
 
 def probes(recipe: Recipe, tokenizer: Any, held_out: list[HeldOut]) -> tuple[list[list[int]], str]:
@@ -43,7 +40,7 @@ def probes(recipe: Recipe, tokenizer: Any, held_out: list[HeldOut]) -> tuple[lis
     if held_out:
         found = [document.ids for row in held_out[:PROBE_ROWS] for document in row.documents][:PROBE_ROWS]
     else:
-        _, prepared = check.prepare_data(recipe)
+        _, prepared = training_training_data.prepare_data(recipe)
         found = [row["input_ids"] for row in islice(prepared.train, PROBE_ROWS)]
     rows, room = [], max(PROBE_TOKENS, PROBE_LOGITS // max(1, len(tokenizer)))
     for ids in found:
@@ -62,16 +59,16 @@ def trained(
     Raises:
         UserError: logits that are not finite, or that are the base's (exit 4).
     """
-    model_of_run: Any = evaluate.reopen(folder, recipe)
+    model_of_run: Any = evaluation_reopen.reopen(folder, recipe)
     scores = score(model_of_run)
     tuned = logits(model_of_run, rows)
-    if evaluate.base_stands(model_of_run):
+    if evaluation_reopen.base_stands(model_of_run):
         with model_of_run.disable_adapter():
             base = logits(model_of_run, rows)
     else:
         del model_of_run
         clear_device_cache(garbage_collection=True)
-        base = logits(evaluate.open_base(recipe), rows)
+        base = logits(evaluation_reopen.open_base(recipe), rows)
     if not all(bool(row.isfinite().all()) for row in [*tuned, *base]):
         what = "what was trained gives logits that are not finite"
         raise UserError(Problem(what, where=str(folder.weights)), code=Exit.ARTEFACT)

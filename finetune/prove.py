@@ -18,15 +18,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types, check, checkpoint, hardware
+from finetune import adapter_types, checkpoint, hardware_device, preflight_choice_checks
 from finetune.batch import most_processes, split_batch
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from finetune.recipe import Recipe
     from finetune.screen import Screen
+    from finetune.sections import Recipe
 
 HALF = 3  # steps before the stop, and after it
 LOGGED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens")  # all but how long it took
@@ -64,7 +64,7 @@ def run(recipe: Recipe, command: list[str], screen: Screen) -> None:
             launcher started this process (exit 2).
     """
     outside_a_launch([*command, "--prove-resume"])
-    check.pinned(recipe)
+    preflight_choice_checks.pinned(recipe)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="finetune-proof-"))
     try:
@@ -171,7 +171,7 @@ def shortened(recipe: Recipe) -> list[str]:
         and "tinit" not in recipe.adapter.model_fields_set
     ):
         overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the proof
-    processes, _ = most_processes(recipe.train, hardware.detect().count)
+    processes, _ = most_processes(recipe.train, hardware_device.detect().count)
     batch = split_batch(recipe.train, processes)
     if batch.accumulation > 2 and recipe.train.per_device_train_batch_size != "auto":
         overrides.append(f"train.effective_batch_size={2 * batch.per_device * processes}")

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import base_model, card, hub, recipe_errors, run_folder, strict_json, untrusted
+from finetune import check as finetune_check
+from finetune.core_paths import local_path
 from finetune.errors import Exit, Problem, UserError
 from finetune.privacy import masked
 from finetune.receipts import Ledger
 from finetune.recipe import load as load_recipe
-from finetune.recipe import local_path
 from finetune.run_folder import RunFolder
 from finetune.sections import Source
 
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from finetune.base_model import Base
-    from finetune.recipe import Recipe
     from finetune.screen import Screen
-    from finetune.sections import Publish
+    from finetune.sections import Publish, Recipe
 
 # Nothing else ever goes up: no training_args.bin, no checkpoint, no log
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
@@ -72,7 +72,7 @@ def check(section: Publish, model: str) -> list[str]:
     """
     if section.repo is None:
         return []
-    hub.check_names(section)
+    finetune_check.check_names(section)
     try:
         repo, notes = hub.prepare(section.repo, private=section.private, revision=section.revision)
     except UserError as error:
@@ -123,7 +123,7 @@ def run(
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
     section = recipe.publish
-    hub.check_names(section)
+    finetune_check.check_names(section)
     if section.repo is None and not dry_run:
         fix = "--repo organisation/name, or publish.repo in the recipe; --dry-run shows what would go up"
         raise UserError(Problem("no repository to publish to", "publish.repo", found="null", fix=fix))

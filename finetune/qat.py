@@ -16,9 +16,8 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import adapter_types, upstream
-from finetune.errors import Exit, Problem, UserError, nearest
-from finetune.sections import QAT_CONFIGS
+from finetune import recipe_qat_rules
+from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,68 +27,10 @@ if TYPE_CHECKING:
     from finetune.receipts import Ledger
     from finetune.sections import Qat
 
-_CUDA_ONLY = "torchao trains it, but packs its weights for NVIDIA GPUs only"
-_UNTRAINED = "torchao has no training for it"
-REFUSED = {  # seen by preparing and converting each on the CPU (torchao 0.18.0)
-    "Int4WeightOnlyConfig": _CUDA_ONLY,
-    "Float8DynamicActivationInt4WeightConfig": _CUDA_ONLY,
-    "Float8DynamicActivationFloat8WeightConfig": _CUDA_ONLY,
-    "Int8WeightOnlyConfig": _UNTRAINED,
-    "Int8DynamicActivationInt8WeightConfig": _UNTRAINED,
-    "Int8StaticActivationInt8WeightConfig": _UNTRAINED,
-    "Float8WeightOnlyConfig": _UNTRAINED,
-    "Int8DynamicActivationInt4WeightConfig": "torchao has it no more: it is "
-    "Int8DynamicActivationIntxWeightConfig with weight_dtype int4",
-}
-TYPES = ("lora", "rslora", "dora", "adalora", "ia3", "full")  # whose merged weight is known here
-
-
-def class_name(config: str) -> str:
-    """torchao's own name of a config, which a recipe may write without its ending."""
-    return config if config.endswith("Config") else f"{config}Config"
-
 
 def describe(section: Qat) -> str:
     scales = f"in groups of {section.group_size}" if section.group_size else "with a scale for each output"
-    return f"{class_name(section.config)}: {section.weight_dtype} {scales}"
-
-
-def missing() -> Problem | None:
-    """torchao is an extra."""
-    if upstream.installed("torchao"):
-        return None
-    what, fix = "needs torchao, which is not installed", "pip install 'finetune-toolkit[quantize]'"
-    return Problem(what, "speed.qat", fix=fix)
-
-
-def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """What in a recipe, as it was read, excludes `speed.qat`: dotted key, what is wrong, the other texts."""
-    sections = {name: raw.get(name) for name in ("speed", "adapter")}
-    speed, adapter = (value if isinstance(value, dict) else {} for value in sections.values())
-    asked, kind = speed.get("qat"), adapter.get("type")
-    if not isinstance(asked, dict):
-        return []
-    found = _config_problems(asked.get("config"))
-    types, base = adapter_types.all_types(), str(speed.get("base", "auto"))
-    meant = types[kind].storage if isinstance(kind, str) and kind in types else ""
-    if meant or base not in ("auto", "bf16"):
-        plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "")
-        key, value = ("adapter.type", str(kind)) if meant else ("speed.base", base)
-        what = "a base that is quantised already excludes speed.qat, which rounds whole weights"
-        found.append((key, what, {"found": value, "fix": plain or "base: auto"}))
-    elif kind in types and kind not in TYPES:
-        what = "speed.qat rounds the merged weight, which is not known here for this type"
-        found.append(("adapter.type", what, {"found": str(kind), "expected": ", ".join(TYPES)}))
-    if adapter.get("lora_dropout"):
-        what = "speed.qat has no input of the adapter's own to drop parts of: its weight is merged in forward"
-        found.append(("adapter.lora_dropout", what, {"fix": "lora_dropout: 0"}))
-    init = adapter.get("init_lora_weights")
-    if isinstance(init, str) and init.startswith(adapter_types.REBASING_INITS):
-        what = (
-            "changes the base's weights, so that the saved adapter's are rounded otherwise than in training"
-        )
-        found.append(("adapter.init_lora_weights", what, {"found": init, "fix": "drop it, or speed.qat"}))
-    return found
+    return f"{recipe_qat_rules.class_name(section.config)}: {section.weight_dtype} {scales}"
 
 
 def torchao_config(section: Qat) -> Any:
@@ -98,13 +39,13 @@ def torchao_config(section: Qat) -> Any:
     Raises:
         UserError: torchao is not installed (exit 3).
     """
-    absent = missing()
+    absent = recipe_qat_rules.missing()
     if absent:
         raise UserError(absent, code=Exit.ENVIRONMENT)
     import torch
     from torchao import quantization
 
-    name, size = class_name(section.config), section.group_size
+    name, size = recipe_qat_rules.class_name(section.config), section.group_size
     granularity = quantization.PerGroup(size) if size else quantization.PerAxis(0)
     config = getattr(quantization, name)
     (key,) = (field.name for field in fields(config) if field.name.endswith("granularity"))
@@ -272,17 +213,3 @@ class Watch:
         asked, got = f"{len(self.layers)} layers round their weight", f"{changed} layers"
         how = "||rounded - weight|| / ||weight|| in the first forward of training"
         ledger.add("rounding in step 1", asked, got + share, how, ok=changed == len(self.layers))
-
-
-def _config_problems(config: Any) -> list[tuple[str, str, dict[str, str]]]:
-    """A name that is not one of `QAT_CONFIGS`: why not, and the nearest that is."""
-    if not isinstance(config, str) or class_name(config) in QAT_CONFIGS:
-        return []
-    name = class_name(config)
-    texts = {"found": config, "expected": " or ".join(QAT_CONFIGS)}
-    if name in REFUSED:
-        near = "Int8DynamicActivationIntxWeightConfig" if "Dynamic" in name else "IntxWeightOnlyConfig"
-        return [("speed.qat.config", REFUSED[name], {**texts, "fix": near})]
-    return [
-        ("speed.qat.config", "no such config in torchao's QAT", {**texts, "fix": nearest(name, QAT_CONFIGS)})
-    ]

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune import modules, qat
+from finetune.core_packages import installed
 from finetune.errors import Exit, Problem, UserError, first_line
-from finetune.upstream import installed
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel
 
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.sections import Qat
 
 GROUP = (

@@ -14,7 +14,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 import torch.distributed
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list

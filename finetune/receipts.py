@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.errors import Exit, Problem, UserError
 
@@ -57,3 +57,8 @@ class Ledger:
     def as_json(self) -> list[dict[str, Any]]:
         keys = ("option", "asked", "got", "how", "ok")
         return [{key: asdict(receipt)[key] for key in keys} for receipt in self.receipts]
+
+
+class Choice(NamedTuple):
+    value: str
+    reason: str

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import adapter_conflicts, privacy, qat, train_conflicts
+from finetune import adapter_conflicts, privacy, recipe_overrides, recipe_qat_rules, train_conflicts
 from finetune.errors import Problem, nearest
 from finetune.privacy import SECRET, masked
 from finetune.renames import RENAMED, owner_of
@@ -19,19 +18,6 @@ if TYPE_CHECKING:
     Where = Mapping[tuple[str, ...], str]
     Known = Mapping[str, frozenset[str]]
 
-RIVALS = {  # an override of one displaces the other; both in one file is an error
-    "train.max_steps": ("train.num_train_epochs",),
-    "train.num_train_epochs": ("train.max_steps",),
-    "data.validation": ("data.validation_fraction",),
-    "data.validation_fraction": ("data.validation",),
-}
-# An override of one with another value, or with this one, leaves what the file says of the others no sense
-OF_ANOTHER = {
-    "model.name": ("model.revision",),
-    "data.name": ("data.revision", "data.subset"),
-    "train.save_strategy=epoch": ("train.save_steps",),
-    "data.streaming=True": ("train.train_sampling_strategy", "train.data_seed"),
-}
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
 _EXPECTED = {  # pydantic's error types in a recipe writer's words
@@ -113,7 +99,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         found.append(Problem(what, key, place_of(tuple(key.split(".")), where), **texts))
 
     found: list[Problem] = []
-    for key, (rival,) in list(RIVALS.items())[::2]:
+    for key, (rival,) in list(recipe_overrides.RIVALS.items())[::2]:
         if get(key) is not None and get(rival) is not None:
             problem(
                 key,
@@ -154,41 +140,12 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         near = f"{low} or {high}" if low else f"{high}"
         what = f"is not a multiple of per_device_train_batch_size: {stated}"
         problem("train.effective_batch_size", what, found=str(effective), expected=near)
-    looks = (adapter_conflicts, qat, train_conflicts)
+    looks = (adapter_conflicts.conflicts, recipe_qat_rules.conflicts, train_conflicts.conflicts)
     return found + [
         Problem(what, key, place_of(tuple(key.split(".")), where), **texts)
-        for look in looks
-        for key, what, texts in look.conflicts(raw)
+        for conflicts_of in looks
+        for key, what, texts in conflicts_of(raw)
     ]
-
-
-def similar_files(path: Path) -> str:
-    """A file beside `path` with a name like it, for one that is not there; of a folder, its YAML files."""
-    if path.is_dir():
-        inside = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".yaml", ".yml")]
-        return f"a file in it: {', '.join(inside[:5])}" if inside else ""
-    if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist"
-    match = nearest(path.name, {entry.name for entry in path.parent.iterdir()})
-    return str(path.parent / match) if match else ""
-
-
-def similar_folder(name: str) -> str:
-    """A folder here with a name like a Hub id's that may have been meant for it."""
-    path = Path(name.partition("@")[0])
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    match = nearest(path.name, {entry.name for entry in beside if entry.is_dir()})
-    return str(path.parent / match) if match else ""
-
-
-def on_the_hub(name: str) -> str:
-    """What a name is taken for, that is no path here: said so that a mistyped path is seen."""
-    near = similar_folder(name)
-    return (
-        f"{name} is no folder here ({near} is): it is asked for on the Hub"
-        if near
-        else f"{name} is on the Hub"
-    )
 
 
 def _place(item: Any, where: Where) -> tuple[str, ...]:

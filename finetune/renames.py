@@ -1,5 +1,7 @@
 """Names people bring along: keys that another section owns, and what old or foreign keys are called today."""
 
+from __future__ import annotations
+
 _NO_SUCH_CHECKPOINTS = "drop it: a checkpoint is always whole, and written once"
 
 OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact

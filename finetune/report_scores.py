@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SHARES = {"exact_match", "ended", "acc", "acc_norm", "f1", "em"}  # shown in percent, where they are 1 at most
+from finetune import core_formatting
+
 NAMES = {"loss": "held-out loss", "exact_match": "exact match", "ended": "stopped by itself"}
 TITLES = {
     "better": ("good", "It worked: better than its base"),
@@ -116,7 +117,7 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
 
 
 def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | None, note: str) -> Row:
-    text, by = (share, points) if is_share(key, base, tuned) else (number, number)
+    text, by = (share, points) if core_formatting.is_share(key, base, tuned) else (number, number)
 
     def side(scores: Any) -> str:
         error = scores.get(f"{key}_stderr")
@@ -130,12 +131,6 @@ def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | No
     known = base.get(key) is not None and tuned.get(key) is not None
     value = signed(tuned[key] - base[key], by) if known else ""
     return Row(name, side(base), side(tuned), value, "", "", note)
-
-
-def is_share(key: str, *scores: dict[str, Any]) -> bool:
-    """Of `exact_match,strict-match` the filter does not matter; some tasks give f1 from 0 to 100."""
-    values = [one[key] for one in scores if one.get(key) is not None]
-    return key.partition(",")[0] in SHARES and all(value <= 1 for value in values)
 
 
 def signed(value: float, text: Any) -> str:

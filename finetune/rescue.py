@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from finetune.batch import Batch
-    from finetune.hardware import Choice, Setup
-    from finetune.receipts import Ledger
+    from finetune.hardware import Setup
+    from finetune.receipts import Choice, Ledger
     from finetune.screen import Screen
     from finetune.sections import Speed
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
-from finetune import harness, hub, paired, report_scores, scoring, summary, tasks
+from finetune import core_formatting, harness, hub, paired, scoring, tasks
 
 if TYPE_CHECKING:
     from finetune.data.prepare import HeldOut
@@ -185,7 +185,7 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(name: str, metric: str, scores: dict[str, Any]) -> str:
-    share = report_scores.is_share(metric, scores["base"], scores["tuned"])
-    numbers = [summary.number(scores[side][metric], share=share) for side in ("base", "tuned")]
+    share = core_formatting.is_share(metric, scores["base"], scores["tuned"])
+    numbers = [core_formatting.number(scores[side][metric], share=share) for side in ("base", "tuned")]
     found = scores["difference"].get(metric)
     return f"{name} {numbers[0]} -> {numbers[1]}" + (f" ({found['verdict']})" if found else "")

@@ -10,12 +10,10 @@ import functools
 import glob
 import json
 import os
-import platform
 import re
 import shutil
-import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,16 +22,15 @@ import yaml
 from pydantic import BaseModel
 
 from finetune import hub, strict_json, untrusted
+from finetune.core_paths import local_path
 from finetune.errors import Problem, UserError
 from finetune.recipe import load as load_recipe
-from finetune.recipe import local_path
 from finetune.sections import Source, Train
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from finetune.hardware import Hardware, Launch
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 EVALUATED = "eval.json"
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
@@ -215,21 +212,6 @@ def packages() -> dict[str, str | None]:
     return found
 
 
-def environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
-    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
-    launcher_env = {
-        k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))
-    }
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages(),
-        "git": _git(),
-        "hardware": asdict(hardware),
-        "launch": {**asdict(launch), "environment": launcher_env},
-    }
-
-
 def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
     """The recipe with every value it had, and in a comment who set it. The result loads as a recipe.
 
@@ -311,14 +293,32 @@ def flow(value: Any) -> str:
     return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
 
 
-def _git() -> dict[str, Any] | None:
-    """Commit and dirty flag of the source tree this package runs from, if it is a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
+Choices = dict[str, tuple[Any, str]]  # dotted key -> (value, who chose it and why)
 
-    def ask(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
-    return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+def local_paths(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's files and folders on this machine, as absolute paths."""
+    named = {
+        "model.name": recipe.model.name,
+        "data.name": recipe.data.name,
+        "data.validation": recipe.data.validation,
+        "data.chat_template": recipe.data.chat_template,
+        "data.cache": recipe.data.cache,
+    }
+    found = {key: _absolute(name) for key, name in named.items()}
+    named |= {"eval.tasks": recipe.eval.tasks, "eval.general": recipe.eval.general}
+    is_file = [name.endswith((".yaml", ".yml")) for name in recipe.eval.tasks]
+    tasks = zip(recipe.eval.tasks, is_file, strict=True)
+    found["eval.tasks"] = [_absolute(name) if file else name for name, file in tasks]
+    found["eval.general"] = _absolute(recipe.eval.general)
+    return {key: path for key, path in found.items() if path != named[key]}
+
+
+def _absolute(name: Any) -> Any:
+    if isinstance(name, list):
+        return [_absolute(item) for item in name]
+    if isinstance(name, Source):
+        return name.model_copy(update={"name": _absolute(name.name)})
+    if isinstance(name, str) and (os.path.exists(name) or glob.glob(name)):
+        return os.path.abspath(name)
+    return name

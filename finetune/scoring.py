@@ -19,13 +19,13 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
-from finetune import hardware
+from finetune import autoconfig_precision, hardware_device
 from finetune.data import chat
 from finetune.data.chat import Encoded
 from finetune.data.prepare import HeldOut
 from finetune.errors import Exit, Problem, UserError, first_line
 from finetune.estimate import EVALUATED_TOKENS, LARGEST_BATCH
-from finetune.model import declared_stops
+from finetune.models_generation_config import declared_stops
 from finetune.speed import attention
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
 def inference(model: Any) -> Any:
     """Evaluation mode, no gradients, attention that takes a mask, and the launch's precision where the
     weights are not already in it."""
-    precision = hardware.launch(hardware.detect()).precision
-    dtype = getattr(torch, hardware.DTYPES[precision])
+    precision = autoconfig_precision.launch(hardware_device.detect()).precision
+    dtype = getattr(torch, autoconfig_precision.DTYPES[precision])
     model.eval()
     with (
         torch.no_grad(),  # and no inference mode: torchao's fp8 layers can't be cast in it (0.18)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from finetune import strict_yaml
 
 
 class Section(BaseModel):
@@ -321,3 +325,32 @@ class Publish(Section):
     """Licence of what is published, by the Hub's name for it; `null`: the base's."""
     samples: bool = True
     """Whether eval.json goes up with its samples of held-out rows."""
+
+
+@dataclass
+class Origin:
+    """Where a recipe came from: for error messages, and for `recipe.resolved.yaml`."""
+
+    path: Path
+    where: dict[strict_yaml.Keys, str] = field(default_factory=dict)
+    set_by: dict[str, str] = field(default_factory=dict)
+    """Dotted key -> recipe | override | default (with the reason)."""
+    notices: list[str] = field(default_factory=list)
+    """What was left out or displaced, each to be said once."""
+
+
+class Recipe(Section):
+    """One run, whole. Only `train.run` sees all of it; every other function gets its section."""
+
+    model: Model
+    data: Data
+    adapter: Adapter
+    speed: Speed = Speed()
+    train: Train = Train()
+    eval: Eval = Eval()
+    publish: Publish = Publish()
+    _origin: Origin = PrivateAttr()
+
+    @property
+    def origin(self) -> Origin:
+        return self._origin

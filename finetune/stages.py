@@ -13,26 +13,31 @@ from finetune import (
     adapter_init,
     adapter_types,
     adapters,
+    adapters_trainable_parameters,
+    autoconfig_compilation,
+    autoconfig_precision,
     batch_search,
-    check,
     checkpoint,
+    checkpointing_resume_contract,
     cuda_graphs,
     estimate,
-    hardware,
     launch_env,
+    loraplus,
     model,
+    models_fingerprint,
+    models_tokenizer,
     optimizers,
+    preflight_choice_checks,
     qat,
     ranks,
+    receipts,
     rescue,
-    resume,
     shards,
     state,
     te,
 )
 from finetune.errors import Problem, UserError
-from finetune.speed import apply as speed
-from finetune.speed import attention, head
+from finetune.speed import apply, attention, head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,9 +48,8 @@ if TYPE_CHECKING:
     from finetune.data.audit import Report
     from finetune.hardware import Setup
     from finetune.receipts import Ledger
-    from finetune.recipe import Recipe
     from finetune.screen import Screen
-    from finetune.sections import Eval, Model, Speed, Train
+    from finetune.sections import Eval, Model, Recipe, Speed, Train
 
 AS_BEFORE = "as in the checkpoint's run"
 PROOF_TOKENS = 128  # of the row that proves documents apart
@@ -61,12 +65,12 @@ def adapted_model(
     ledger: Ledger,
 ) -> Any:
     """The base in its storage, with the adapter on it; first the schedule that it will be trained by."""
-    optimizers.check_schedule(arguments, steps)
+    loraplus.check_schedule(arguments, steps)
     base = model.load(recipe.model, setup, str(arguments.device), ledger)
     check_router(base, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(adapter_init.calibration, dataset, base.device)
-    added = model.added_tokens(recipe.model, tokenizer)
+    added = models_tokenizer.added_tokens(recipe.model, tokenizer)
     return adapters.attach(base, recipe.adapter, steps, ledger, batches, added)
 
 
@@ -82,20 +86,20 @@ def make_fast(
     recipe: Recipe,
     setup: Setup,
     arguments: SFTConfig,
-    work: speed.Work,
+    work: autoconfig_compilation.Work,
     found: Found | None,
     ledger: Ledger,
-) -> dict[str, hardware.Choice]:
+) -> dict[str, receipts.Choice]:
     """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
-    proved = model.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
+    proved = attention.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
         attention.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
     name = ranks.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
-    section, before = resume.as_chosen(recipe.speed, found, name)
+    section, before = checkpointing_resume_contract.as_chosen(recipe.speed, found, name)
     once = te.used() and section.recompute == "auto"
     section = section.model_copy(update={"recompute": "none"}) if once else section
-    fast = speed.apply(adapted, section, work, setup.hardware, ledger)
+    fast = apply.apply(adapted, section, work, setup.hardware, ledger)
     if once:
         why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_env.ONCE}"
         fast["speed.recompute"] = fast["speed.recompute"]._replace(reason=why)
@@ -108,7 +112,9 @@ def make_fast(
     return fast
 
 
-def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> speed.Work:
+def work_of(
+    adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float
+) -> autoconfig_compilation.Work:
     """What a process is to do, and what comes to its GPU when it trains.
 
     Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every
@@ -122,14 +128,14 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         awaited += 2 * sum(linear) if launch.precision != "no" else 0
     if sharded == "FSDP":
         awaited = sum(p.nbytes for p in every) // launch.processes
-        awaited += sum(p.nbytes for layer in speed.decoder_layers(adapted)[:2] for p in layer.parameters())
+        awaited += sum(p.nbytes for layer in apply.decoder_layers(adapted)[:2] for p in layer.parameters())
         awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
     if sharded == "DeepSpeed":
         awaited = estimate.zero3_gib(sum(shards.shape(p).numel() for p in every)) * estimate.GIB
     host = state.available() / 2 / int(launch_env.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
     each = 4 + parts * beside(recipe, setup)
-    plain = hasattr(adapted, "peft_config") and setup.storage.value in hardware.STORED
+    plain = hasattr(adapted, "peft_config") and setup.storage.value in autoconfig_precision.STORED
     eager = launch_env.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
     given = recipe.data, recipe.adapter, recipe.speed, adapted.config
@@ -137,7 +143,7 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     searched = recipe.train.per_device_train_batch_size == "auto"
     differs = cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds)
     memory = awaited / 2**30, host / 2**30, each
-    return speed.Work(tokens, flops, sharded, eager, parts, *memory, differs)
+    return autoconfig_compilation.Work(tokens, flops, sharded, eager, parts, *memory, differs)
 
 
 def beside(recipe: Recipe, setup: Setup) -> float:
@@ -171,7 +177,7 @@ def search_batch(
     found: Found | None,
     dataset: Any,
     tokenizer: Any,
-    fast: dict[str, hardware.Choice],
+    fast: dict[str, receipts.Choice],
     arguments: SFTConfig,
     ledger: Ledger,
 ) -> Batch:
@@ -193,12 +199,12 @@ def micro_batches(
     recipe: Recipe,
     setup: Setup,
     batch: Batch,
-    fast: dict[str, hardware.Choice],
+    fast: dict[str, receipts.Choice],
     screen: Screen,
     ledger: Ledger,
 ) -> rescue.MicroBatches:
     """Those of the run, which know what to say where memory runs out."""
-    allowed = partial(check.allows, recipe, setup)
+    allowed = partial(preflight_choice_checks.allows, recipe, setup)
     graphs = fast["CUDA graphs"].value == "on"
     less = rescue.fixes(recipe.speed, recipe.adapter.type, recipe.data.max_length, allowed, graphs=graphs)
     made = rescue.of(less, batch, screen, ledger)
@@ -231,7 +237,10 @@ def check_space(
     """
     if section.save_strategy == "no" or optimizers.unsaved(section, setup.launch.keeper):
         return
-    place, weights = Path(where or "runs") / "checkpoints", adapters.trainable(adapted).values()
+    place, weights = (
+        Path(where or "runs") / "checkpoints",
+        adapters_trainable_parameters.trainable(adapted).values(),
+    )
     sizes = [(shards.shape(p).numel(), p.element_size()) for p in weights]
     trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
     masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
@@ -249,7 +258,7 @@ def frozen_fingerprint(adapted: Any, found: Found | None, ledger: Ledger) -> str
     anything in its folder is changed."""
 
     def look() -> str:
-        return model.fingerprint(adapters.frozen(adapted))
+        return models_fingerprint.fingerprint(adapters_trainable_parameters.frozen(adapted))
 
     rebased = adapter_init.rebases(adapted)  # by rank 0: DDP hands it on
     if launch_env.read_by_rank_0() or rebased:
@@ -259,7 +268,7 @@ def frozen_fingerprint(adapted: Any, found: Found | None, ledger: Ledger) -> str
         ranks.agree({"weights of the base": frozen})
     if found:
         ledger.check()
-        resume.check_base(found.contract, frozen, found.path, decomposed=rebased)
+        checkpointing_resume_contract.check_base(found.contract, frozen, found.path, decomposed=rebased)
         state.structure(found.path)
     return frozen
 
@@ -269,17 +278,17 @@ def add_template_receipt(section: Model, tokenizer: Any, screen: Screen, ledger:
     if tokenizer.chat_template is None:
         return
     own, used = (
-        model.digest(text) if text else "none"
-        for text in (model.own_template(section), tokenizer.chat_template)
+        models_tokenizer.digest(text) if text else "none"
+        for text in (models_tokenizer.own_template(section), tokenizer.chat_template)
     )
     ledger.add(
         "chat template", own, used, "sha256 of the base repository's own, and of the one in use", ok=True
     )
-    screen.say(*(f"note: {said}" for said in model.foreign_template(section, tokenizer)))
+    screen.say(*(f"note: {said}" for said in models_tokenizer.foreign_template(section, tokenizer)))
 
 
 def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:
     """Autocast as the launch has it."""
     on = setup.launch.precision != "no"
-    dtype = getattr(torch, hardware.DTYPES[setup.launch.precision])
+    dtype = getattr(torch, autoconfig_precision.DTYPES[setup.launch.precision])
     return torch.autocast(setup.hardware.device, dtype, enabled=on)

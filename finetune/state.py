@@ -17,7 +17,16 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import send_to_device
 
-from finetune import adalora, adapters, checkpoint, launch_env, nested, ranks, shards, zero
+from finetune import (
+    adalora,
+    adapters_trainable_parameters,
+    checkpoint,
+    launch_env,
+    nested,
+    ranks,
+    shards,
+    zero,
+)
 from finetune.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -169,12 +178,12 @@ def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
 
 def _weights(trainer: Any) -> dict[str, torch.nn.Parameter]:
     """In the dtype they are trained in; parts of ZeRO-3 know what they are parts of."""
-    return adapters.trainable(trainer.model)
+    return adapters_trainable_parameters.trainable(trainer.model)
 
 
 @torch.no_grad()
 def _set_weights(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
-    trained = adapters.trainable(trainer.model)
+    trained = adapters_trainable_parameters.trainable(trainer.model)
     wrong = sorted(
         name
         for name in trained.keys() | kept.keys()

@@ -20,9 +20,9 @@ from finetune.errors import Exit, Problem, Stopped, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from finetune.arguments import Until
     from finetune.checkpoint import Writer
     from finetune.sections import Train
+    from finetune.training_stop_condition import Until
 
 MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.tune_space import IN_TRIALS, TYPE, every, grid, multiplied, text_of
+from finetune.experiments_runner_variable_keys import text_of
+from finetune.tune_space import IN_TRIALS, TYPE, every, grid, multiplied
 
 if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
     from finetune.tune_space import Parameter, Space
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from finetune import recipe_errors, shipped, strict_yaml, task_files
+from finetune import core_paths, recipe_errors, shipped, strict_yaml, task_files
 from finetune.data import load, render
 from finetune.data.chat import without_thinking
 from finetune.data.rows import BadRow
@@ -190,7 +190,7 @@ def read(path: str) -> Task | None:
     try:
         text = strict_yaml.text_of(Path(path), "the task")
     except OSError as error:
-        fix = recipe_errors.similar_files(Path(path)) or "a task file; examples/general has one"
+        fix = core_paths.similar_files(Path(path)) or "a task file; examples/general has one"
         what = f"cannot read the task: {error.strerror}"
         raise UserError(Problem(what, "eval.tasks", path, fix=fix)) from None
     if re.search(r"^(dataset_path|output_type|include|group|custom_dataset)\s*:", text, re.MULTILINE):

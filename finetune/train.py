@@ -19,20 +19,21 @@ from trl.trainer.sft_config import SFTConfig
 from finetune import (
     adalora,
     adapter_init,
-    adapters,
+    adapters_trainable_parameters,
     apart,
     callbacks,
-    check,
+    checkpointing_resume_contract,
     claim,
-    evaluate,
+    evaluation_reopen,
     exchange,
-    hardware,
     harness,
-    launch_env,
     launch_receipts,
     loraplus,
-    model,
+    models_fingerprint,
+    models_generation_config,
+    models_tokenizer,
     nonfinite,
+    preflight_choice_checks,
     ranks,
     report,
     resume,
@@ -43,20 +44,22 @@ from finetune import (
     summary,
     te,
     trackers,
-    train_conflicts,
-    upstream,
+    training_first_step,
+    training_resolved_recipe,
+    training_resume_facts,
+    training_training_arguments,
+    training_training_data,
     validate,
     verify,
     zero,
 )
-from finetune.batch import Batch, count_steps, split_batch
+from finetune.batch import count_steps, split_batch
 from finetune.checkpoint import Writer
-from finetune.errors import Exit, Stopped, UserError
+from finetune.errors import Stopped, UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen, quieten_libraries
-from finetune.speed import apply as speed
-from finetune.speed import attention_kernels
+from finetune.speed import apply, attention_kernels, dora
 from finetune.trainer import Trainer, build
 
 if TYPE_CHECKING:
@@ -64,14 +67,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.arguments import Until
     from finetune.checkpoint import Found
-    from finetune.data.audit import Report
-    from finetune.data.prepare import Prepared
     from finetune.hardware import Setup
-    from finetune.recipe import Recipe
-    from finetune.sections import Adapter, Data, Train
+    from finetune.sections import Adapter, Recipe, Train
     from finetune.stopping import Stop
+    from finetune.training_stop_condition import Until
 
 
 def run(
@@ -103,7 +103,7 @@ def run(
     with stopping.Stop(until).listening() as stop:
         try:
             with claimed as where:
-                return _run(check.pinned(recipe), where, stop, resumes, quiet, watchers)
+                return _run(preflight_choice_checks.pinned(recipe), where, stop, resumes, quiet, watchers)
         except Stopped as stopped:
             if stopped.together:
                 ranks.end_together()
@@ -113,23 +113,25 @@ def run(
 def _run(
     recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
 ) -> RunFolder:
-    setup = check.setup_of(recipe)
+    setup = preflight_choice_checks.setup_of(recipe)
     attention_kernels.register(setup.attention.value)
     screen, ledger = Screen(quiet=quiet), Ledger()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
-    arguments = training_arguments(recipe.train, recipe.data, setup, batch)  # starts the process group
+    arguments = training_training_arguments.training_arguments(
+        recipe.train, recipe.data, setup, batch
+    )  # starts the process group
     folder = start_folder(where, arguments)
     harness.check(recipe.eval, recipe.model)
     set_seed(recipe.train.seed)
 
-    tokenizer, prepared = prepare_in_turn(recipe, setup)
+    tokenizer, prepared = training_training_data.prepare_in_turn(recipe, setup)
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
-    contract = contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
+    contract = training_resume_facts.contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
     adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
-    flops = speed.flops_per_token(adapted)
+    flops = apply.flops_per_token(adapted)
     most, whole = stages.tokens_of(recipe, setup, batch, data_report["train"])
     work = stages.work_of(adapted, recipe, setup, most, flops * whole * steps)
     fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
@@ -142,23 +144,23 @@ def _run(
         )
 
     with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
-        choices = summary.choices(recipe, setup, batch, steps, adapted, fast, folder)
+        choices = training_resolved_recipe.choices(recipe, setup, batch, steps, adapted, fast, folder)
         initial = folder.staging / "initial"
         if setup.launch.main:
-            summary.write_start(folder, recipe, choices, data_report, setup, arguments)
+            training_resolved_recipe.write_start(folder, recipe, choices, data_report, setup, arguments)
             summary.show_plan(screen, recipe, choices, data_report, ledger.notes)
             adapter_init.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
         made = {"compiled": compile, "cudagraphs": fast["CUDA graphs"]}
-        first_step = callbacks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
+        first_step = training_first_step.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
         metrics = callbacks.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
-        seed, ends = recipe.train.seed, model.declared_ends(recipe.model)
+        seed, ends = recipe.train.seed, models_tokenizer.declared_ends(recipe.model)
         validating = validate.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, seed, ends)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
         schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
         unusable = nonfinite.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
         watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
-        watching += callbacks.refreshing(adapted, ledger)
+        watching += dora.refreshing(adapted, ledger)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
         again = stages.micro_batches(recipe, setup, batch, fast, screen, ledger)
@@ -167,10 +169,10 @@ def _run(
         if (recipe.data.packing or recipe.data.padding_free) and (compiled or te.used()) and rows is not None:
             trainer.shape = stages.one_shape(batch, prepared.train, recipe.data.max_length)
         launch_receipts.add(trainer, setup.launch, ledger)
-        add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
+        training_training_data.add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
         with stop.later(), contextlib.closing(writer):
             train(trainer, recipe.adapter, validating, found, ledger)
-            add_stream_receipt(prepared, screen, ledger)
+            training_training_data.add_stream_receipt(prepared, screen, ledger)
             live = verify.remember(adapted, prepared.train, setup)
             save(adapted, tokenizer, folder, initial, screen)
         verify.add_file_receipts(folder, live, steps, ledger)
@@ -180,57 +182,6 @@ def _run(
         result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
         summary.show_result(screen, folder, ledger, result)
     return folder
-
-
-def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The data, which one process of each machine prepares for the others, once all mean the same run."""
-    ranks.agree(check.facts(recipe, setup))
-    if recipe.data.streaming:
-        return check.prepare_data(recipe)
-    first = PartialState().is_local_main_process
-    if not first:
-        ranks.wait()  # for as long as it takes: Accelerate's own way to take turns ends after half an hour
-    made = check.prepare_data(recipe)
-    if first:
-        ranks.wait()
-    return made
-
-
-def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
-    """SFTConfig from the recipe's `train:` and from what this project decides itself."""
-    ranks.start(setup.hardware.device)
-    new_name = "activation_checkpointing" in upstream.fields(upstream.SFT_CONFIG)  # transformers >= 5.23
-    checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
-    given = train.passed_on()
-    epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
-    length = {"max_steps": train.max_steps} if train.max_steps else epochs
-    decided: dict[str, Any] = {
-        "per_device_train_batch_size": batch.per_device,
-        "gradient_accumulation_steps": batch.accumulation,
-        "learning_rate": train.learning_rate,
-        "seed": train.seed,
-        "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
-        "fp16": setup.launch.precision == "fp16",
-        **launch_env.row_options(flat=data.packing or data.padding_free),
-        **launch_env.device_options(setup.hardware.device),
-        checkpointing: False,  # `speed.apply` does it
-        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
-        "max_length": None,
-        "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
-        **hardware.loader(setup.hardware, int(launch_env.said("LOCAL_WORLD_SIZE", "1")), given),
-        "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
-        "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start
-        "ddp_timeout": launch_env.timeout_seconds() + launch_env.NCCL_LATER,
-        "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
-        "disable_tqdm": True,
-        "save_strategy": "no",  # a whole run is saved at its end
-    }
-    try:
-        made = SFTConfig(**{**decided, **length, **given})
-    except (ValueError, ImportError) as error:
-        raise UserError(train_conflicts.refused("SFTConfig", error, given)) from error
-    made._n_gpu = min(made.n_gpu, 1)  # the Trainer would spread one process over all GPUs (DataParallel)
-    return made
 
 
 def train(
@@ -243,7 +194,7 @@ def train(
     """Train, with the ledger checked before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
-    rounded = adapters.train_in_fp32(adapted) if section.type != "full" else {}
+    rounded = adapters_trainable_parameters.train_in_fp32(adapted) if section.type != "full" else {}
     if zero.used() and section.type != "full":
         zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify.fingerprints(adapted)
@@ -254,7 +205,7 @@ def train(
         trainer.chunked.undo()
         trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again
     if section.type != "full":
-        same = model.fingerprint(adapters.frozen(adapted))
+        same = models_fingerprint.fingerprint(adapters_trainable_parameters.frozen(adapted))
         ledger.add(
             "base weights after training",
             trainer.contract["base"],
@@ -269,7 +220,7 @@ def train(
         adapted.get_parameter(name).data = adapted.get_parameter(name).data.to(dtype)
     ratio = section.ours("loraplus_lr_ratio")
     if ratio:
-        loraplus.add_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)
+        loraplus.add_loraplus_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)
     if hasattr(trainer, "singular_vectors"):
         used, budget = adalora.ranks(adapted)
         ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
@@ -286,7 +237,7 @@ def save(
     if processes.is_main_process:
         if target == folder.model:
             stops = scoring.stop_ids(adapted, tokenizer)
-            for note in model.settle_generation(adapted.generation_config, stops):
+            for note in models_generation_config.settle_generation(adapted.generation_config, stops):
                 screen.say(f"note: {note}")
         adapter_init.save(adapted, target, initial, tensors)
         tokenizer.save_pretrained(str(target))
@@ -305,34 +256,15 @@ def reopen_and_evaluate(
     """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
     torch._dynamo.reset()  # CUDA graphs hold the weights that they read
     clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
-    if setup.launch.processes > 1 and ranks.from_main(lambda: evaluate.too_large(recipe.model, setup)):
+    if setup.launch.processes > 1 and ranks.from_main(
+        lambda: evaluation_reopen.too_large(recipe.model, setup)
+    ):
         return apart.evaluate(folder, live, ledger)
     result = verify.evaluated(live, folder, ledger)
     for validation in validating:
         validation.add_receipt(result["tuned"]["loss"], ledger)
     verify.check(folder, ledger)
     return result
-
-
-def contract_of(
-    recipe: Recipe,
-    setup: Setup,
-    batch: Batch,
-    steps: int,
-    tokenizer: Any,
-    prepared: Prepared,
-    arguments: SFTConfig,
-) -> dict[str, Any]:
-    """What a run that goes on from a checkpoint of this one must have in common with it; so must ranks."""
-    counts = {"steps": steps, "rows": prepared.report["train"].kept, **batch._asdict()}
-    if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen
-        counts = {name: counts[name] for name in ("steps", "rows", "effective")}
-    if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
-        workers = ranks.gathered(arguments.dataloader_num_workers)  # as many as a machine's cores allow
-        counts["train.dataloader_num_workers"] = workers[0] if len({*workers}) == 1 else workers
-    made = resume.contract(recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content)
-    ranks.agree({name: str(fact) for name, fact in made["facts"].items() if name != "hardware"})
-    return made
 
 
 def find_checkpoint(
@@ -343,7 +275,7 @@ def find_checkpoint(
     folder = RunFolder(Path(section.output_dir or ""))
     found: Found | None = ranks.from_main(lambda: resume.find(folder, resumes))
     if found:
-        found.notes.extend(resume.compare(found.contract, contract, found.path))
+        found.notes.extend(checkpointing_resume_contract.compare(found.contract, contract, found.path))
     return found
 
 
@@ -358,32 +290,6 @@ def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
     arguments.output_dir = str(folder.staging)
     arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
     return folder
-
-
-def add_data_receipts(recipe: Recipe, tokenizer: Any, report: Report, screen: Screen, ledger: Ledger) -> None:
-    """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
-    data = recipe.data
-    stages.add_template_receipt(recipe.model, tokenizer, screen, ledger)
-    without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
-    how, ok = "rows whose last trained token ends the turn", without <= allowed * report.kept  # as audited
-    got = f"{report.kept - without} rows"
-    ledger.add("end of turn trained", f"{report.kept} rows", got, how, ok=ok, code=Exit.INPUT)
-    if report.packing:
-        got = f"{report.packing['rows']:.0f} rows, {report.packing['fill']:.2%} full"
-        how = f"tokens of the packed rows over rows x {data.max_length}"
-        ledger.add("data.packing", f"rows of {data.max_length} tokens", got, how, ok=True)
-
-
-def add_stream_receipt(prepared: Prepared, screen: Screen, ledger: Ledger) -> None:
-    """How many rows were left out of those read while training: the audit has seen the first ones alone."""
-    if prepared.read is None:
-        return
-    read, left_out = map(sum, zip(*ranks.gathered(prepared.read.sum(0).tolist()), strict=True))
-    got = f"{left_out:,} of {read:,}"
-    how = "rows that loaders read in this process, ahead of the steps by what they prefetch"
-    ledger.add("rows of the stream left out", "as few as data.expect allows of the first", got, how, ok=True)
-    if left_out:
-        screen.say(f"note: of {read:,} rows read while training {left_out:,} were left out")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from finetune import optimizers, upstream
+from finetune import upstream
 from finetune.errors import Problem, nearest
 from finetune.sections import Train
 
@@ -53,7 +53,7 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
     data = raw.get("data")
     streamed = isinstance(data, dict) and data.get("streaming")
     found += [*_of_numbers(train), *_of_order(train, streamed=bool(streamed))]
-    return [*found, *_of_optimizer(str(train.get("optim") or optimizers.DEFAULT), train)]
+    return [*found, *_of_optimizer(str(train.get("optim") or DEFAULT), train)]
 
 
 def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
@@ -126,7 +126,7 @@ def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
 def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
     if optim.startswith("schedule_free"):
         what = "what it trains is not what is to be saved, but an average that it keeps: not made here"
-        yield "train.optim", what, {"found": optim, "fix": f"optim: {optimizers.DEFAULT}"}
+        yield "train.optim", what, {"found": optim, "fix": f"optim: {DEFAULT}"}
     elif train.get("optim_args") and not _READS_ARGS.fullmatch(optim):
         fix = "train.adam_beta1, adam_beta2, adam_epsilon, weight_decay"
         yield "train.optim_args", f"{optim} reads none", {"found": str(train["optim_args"]), "fix": fix}
@@ -136,6 +136,10 @@ def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
                 expected = ", ".join(sorted(_ARGS[optim]))
                 texts = {"found": name, "expected": expected, "fix": nearest(name, _ARGS[optim])}
                 yield "train.optim_args", f"{optim} reads no such option", texts
-    if train.get("optim_target_modules") and not optimizers.PROJECTS.fullmatch(optim):
+    if train.get("optim_target_modules") and not PROJECTS.fullmatch(optim):
         what = f"{optim} reads none: it projects no gradients"
         yield "train.optim_target_modules", what, {"fix": "drop it; or optim: galore_adamw"}
+
+
+DEFAULT = "adamw_torch_fused"
+PROJECTS = re.compile("(galore|apollo).*")  # gradients, with state that no checkpoint keeps

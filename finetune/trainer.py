@@ -18,22 +18,24 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune import (
     adalora,
-    adapters,
+    adapters_trainable_parameters,
     callbacks,
     exchange,
     faults,
     loraplus,
-    nonfinite,
     optimizers,
     ranks,
     rescue,
     shards,
+    speed_static_shapes,
     state,
     stopping,
     te,
+    training_first_step,
 )
+from finetune import nonfinite as finetune_nonfinite
 from finetune.errors import Exit, Problem, Stopped, UserError
-from finetune.speed import attention, head, loss, offload
+from finetune.speed import four_bit, head, loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +72,7 @@ class Trainer(SFTTrainer):
     sums: dict[str, Any]
     """What the loss has counted since the last log: tensors that are read then, not before."""
     micro_batches: rescue.MicroBatches
-    nonfinite: nonfinite.NonFinite | None = None
+    nonfinite: finetune_nonfinite.NonFinite | None = None
     exchanged = 0
     """Bytes of gradients in the last step, where we exchange them."""
     ends_step = False
@@ -81,7 +83,7 @@ class Trainer(SFTTrainer):
 
     timed: list[callbacks.Metrics]
     """Told when a step's end is over."""
-    first_step: callbacks.FirstStep
+    first_step: training_first_step.FirstStep
     orthogonality_weight = 0.0
     orthogonality_every = 1
     """Optimizer steps from one computation of the regulariser to the next; its weight is multiplied by it."""
@@ -107,7 +109,7 @@ class Trainer(SFTTrainer):
         batches = self.micro_batches.keep(step, inputs)
         if len(batches) == 1:
             ranks.watch()
-            faults.before_step(step, partial(adapters.trainable, model))
+            faults.before_step(step, partial(adapters_trainable_parameters.trainable, model))
             self.before, self.returned = rescue.Before(self), 0.0
         value = self.attempt(model, batches[-1:], num_items_in_batch, last=last)
         if not last:
@@ -117,7 +119,7 @@ class Trainer(SFTTrainer):
             self.before.put_back(self)
             value = self.attempt(model, batches, num_items_in_batch, last=True) - self.returned
         self.first_step.loaded = len(batches)
-        faults.before_update(step, partial(adapters.trainable, model))
+        faults.before_update(step, partial(adapters_trainable_parameters.trainable, model))
         if exchange.ours(model):
             self.exchanged = exchange.average(model)
         return value
@@ -187,7 +189,9 @@ class Trainer(SFTTrainer):
             return "not looked for: processes meet in each of TransformerEngine's passes"
         parts = self.micro_batches.divided(batches, getattr(self.args, "pad_to_multiple_of", None))
         try:
-            found = [nonfinite.first_not_finite(model, partial(self.loss_of, part)) for part in parts]
+            found = [
+                finetune_nonfinite.first_not_finite(model, partial(self.loss_of, part)) for part in parts
+            ]
         except torch.OutOfMemoryError:
             return "not found: no memory to look again"
         said = [f"{what} (micro-batch {n} of {len(found)})" for n, what in enumerate(found, start=1) if what]
@@ -205,8 +209,8 @@ class Trainer(SFTTrainer):
         self.batches = state.digest(self.batches, inputs)
         if self.shape:
             _, documents, longest = self.shape
-            part = attention.tokens_of(self.shape, self.micro_batches.parts)
-            inputs = attention.fixed_shape(inputs, part, documents, longest)
+            part = speed_static_shapes.tokens_of(self.shape, self.micro_batches.parts)
+            inputs = speed_static_shapes.fixed_shape(inputs, part, documents, longest)
         step = self.state.global_step + 1
         watch = self.first_step.watch(model, inputs) if step == self.first_step.first else None
         with faults.in_forward(step, self.model), watch or contextlib.nullcontext():
@@ -385,10 +389,12 @@ def build(
     if allocates:
         watching = [*watching, adalora.AllocateRanks()]
     ratio = section.ours("loraplus_lr_ratio")
-    made_by = optimizers.kind_and_options(arguments, adapted, fast)
+    made_by = loraplus.kind_and_options(arguments, adapted, fast)
     if fast.offload in ("optimizer", "all"):
-        watching = [*watching, offload.SendGradients()]
-    made = {name: parameter.data for name, parameter in adapters.trainable(adapted).items()}
+        watching = [*watching, loraplus.SendGradients()]
+    made = {
+        name: parameter.data for name, parameter in adapters_trainable_parameters.trainable(adapted).items()
+    }
     trainer = Trainer(
         model=adapted,
         args=arguments,
@@ -396,22 +402,22 @@ def build(
         processing_class=tokenizer,
         callbacks=watching,
         optimizers=(
-            loraplus.optimizer(adapted, made_by, ratio, arguments.weight_decay) if ratio else None,
+            loraplus.loraplus_optimizer(adapted, made_by, ratio, arguments.weight_decay) if ratio else None,
             None,
         ),
         optimizer_cls_and_kwargs=None if ratio else made_by,
     )
-    exchange.use_policy(trainer.accelerator, adapted)
+    four_bit.use_policy(trainer.accelerator, adapted)
     trainer.remove_callback(PrinterCallback)
     trainer.micro_batches = rescue.MicroBatches(arguments.per_device_train_batch_size)
     trainer.sums = defaultdict(int)
     for one in watching:
-        if isinstance(one, nonfinite.NonFinite):
+        if isinstance(one, finetune_nonfinite.NonFinite):
             one.trainer, trainer.nonfinite = trainer, one
     trainer.timed = [one for one in watching if isinstance(one, callbacks.Metrics)]
-    (trainer.first_step,) = (one for one in watching if isinstance(one, callbacks.FirstStep))
+    (trainer.first_step,) = (one for one in watching if isinstance(one, training_first_step.FirstStep))
     trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
-    for name, parameter in adapters.trainable(adapted).items():
+    for name, parameter in adapters_trainable_parameters.trainable(adapted).items():
         parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
     if allocates:
         trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight

@@ -28,8 +28,17 @@ import optuna
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from finetune import check, claim, measured, signals, trial, tune_check, tune_report, tune_space
-from finetune import study_storage as storage
+from finetune import (
+    claim,
+    measured,
+    preflight_choice_checks,
+    signals,
+    study_storage,
+    trial,
+    tune_check,
+    tune_report,
+    tune_space,
+)
 from finetune.errors import Exit, Problem, Stopped, UserError
 from finetune.recipe import load as load_recipe
 from finetune.screen import Screen, quieten_libraries
@@ -38,7 +47,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
     from finetune.tune_space import Space
 
 TRIALS = 20  # where neither their number nor a time is given
@@ -101,11 +110,13 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """
     screen = Screen(quiet=quiet)
     recipe, found = prepare(asked)
-    check.pinned(recipe)
+    preflight_choice_checks.pinned(recipe)
     (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    maximize, name = recipe.eval.best != "loss", storage.name_in(asked.url, asked.folder)
-    with storage.opened(asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)) as study:
+    maximize, name = recipe.eval.best != "loss", study_storage.name_in(asked.url, asked.folder)
+    with study_storage.opened(
+        asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
+    ) as study:
         hold(study, asked.folder, tune_space.identity(recipe, found.space, found.content))
         deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
         job = Job(asked, recipe, found.space, found, study, screen, deadline, Told(), [])
@@ -113,7 +124,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         try:
             content = search(job)
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
-            raise storage.unreachable(error, asked.url) from None
+            raise study_storage.unreachable(error, asked.url) from None
     if job.told.by:
         again = "the same command again goes on with the study"
         raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
@@ -219,7 +230,7 @@ def introduce(job: Job) -> None:
     screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
     if known:
         count = sum(one.state.is_finished() for one in counted(study))
-        screen.say(f"going on with {storage.shown(asked.url)}; finished trials: {count}", "")
+        screen.say(f"going on with {study_storage.shown(asked.url)}; finished trials: {count}", "")
 
 
 def begin_another(job: Job) -> bool:
@@ -231,7 +242,7 @@ def begin_another(job: Job) -> bool:
             f"all of the first {HOPELESS} trials failed here: it is not their values; this search ends"
         )
         return False
-    for number in storage.take_over(job.study):
+    for number in study_storage.take_over(job.study):
         job.screen.say(f"trial {number} was running when its worker ended: it is run again")
     trials = counted(job.study)
     return any(one.state == TrialState.WAITING for one in trials) or len(trials) < job.most
@@ -240,7 +251,7 @@ def begin_another(job: Job) -> bool:
 def counted(study: Study) -> list[FrozenTrial]:
     """The trials that count: not those that were lost, and are run again, nor those asked for by mistake."""
     every = study.get_trials(deepcopy=False)
-    return [one for one in every if not (storage.is_lost(one) or tune_report.is_surplus(one))]
+    return [one for one in every if not (study_storage.is_lost(one) or tune_report.is_surplus(one))]
 
 
 def hopeless(job: Job) -> bool:
@@ -256,17 +267,17 @@ def one(job: Job) -> None:
         attempt(job, drawn, folder)
     except optuna.exceptions.UpdateFinishedTrialError:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        what = f"this worker was silent for over {storage.SILENT:.0f} s, and another one took it over"
+        what = f"this worker was silent for over {study_storage.SILENT:.0f} s, and another one took it over"
         job.screen.say(f"trial {drawn.number}: {what}; its run here is ended")
 
 
 def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     """Draw a trial's values, run it, and tell the study how it ended."""
     study, asked = job.study, job.asked
-    storage.describe(drawn)
+    study_storage.describe(drawn)
     if sum(one.number <= drawn.number for one in counted(study)) > job.most:  # two asked for the last one
         drawn.set_user_attr("reason", tune_report.SURPLUS)
-        storage.tell(study, drawn, None, TrialState.FAIL)
+        study_storage.tell(study, drawn, None, TrialState.FAIL)
         return
     study.sampler = sampler(job.space, job.recipe.train.seed + drawn.number)
     without = drawn.user_attrs.get("without", ())
@@ -339,9 +350,9 @@ def record(job: Job, drawn: optuna.Trial, ended: trial.Ended) -> None:
     if ended.state != "lost" and ended.reason:
         drawn.set_user_attr("reason", ended.reason)
     state = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(ended.state, TrialState.FAIL)
-    storage.tell(study, drawn, ended.value, state)
+    study_storage.tell(study, drawn, ended.value, state)
     if ended.state == "lost":
-        storage.take_over(study)
+        study_storage.take_over(study)
         job.screen.say(f"trial {number}: {ended.reason}; it is run again later")
         return
     done = sum(one.state.is_finished() for one in counted(study))

@@ -7,15 +7,16 @@ import json
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune import check
-from finetune import recipe as recipes
+from finetune import check, preflight_choice_checks, recipe_build, training_training_data
+from finetune import recipe as finetune_recipe
 from finetune.errors import Exit, Problem, UserError, nearest
-from finetune.tune_space import TYPE, has_key, multiplied, overrides, own_value, text_of
+from finetune.experiments_runner_variable_keys import text_of
+from finetune.tune_space import TYPE, has_key, multiplied, overrides, own_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
     from finetune.tune_space import Space
 
 
@@ -45,9 +46,9 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
         UserError: all values that no recipe can have, each with its place in the space (exit 2); nothing is
             left of a list of choices (exit 3).
     """
-    recipe = recipes.load(path, given)
+    recipe = finetune_recipe.load(path, given)
     notes = check.run(recipe)
-    device = check.setup_of(recipe).hardware.device
+    device = preflight_choice_checks.setup_of(recipe).hardware.device
     lacking = corners(path, given, recipe, space)
     if refused:
         return Looked(space, notes, device, {}, None)
@@ -122,7 +123,7 @@ def rows_of(recipe: Recipe) -> tuple[int | None, str]:
     `None`: they are streamed."""
     if recipe.data.streaming:
         return None, ""
-    prepared: Any = check.prepare_data(recipe)[1]
+    prepared: Any = training_training_data.prepare_data(recipe)[1]
     return len(prepared.train), sha256(json.dumps(prepared.content).encode()).hexdigest()[:16]
 
 
@@ -148,10 +149,10 @@ def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, va
     one = space.parameters[key]
     try:
         value = multiplied(key, value, one, {}, recipe)
-        tried = recipes.load(path, [*given, *asked, *overrides({key: value})])
+        tried = finetune_recipe.load(path, [*given, *asked, *overrides({key: value})])
         if one.choices is not None:
             check.run(tried)
-            check.setup_of(tried)
+            preflight_choice_checks.setup_of(tried)
     except UserError as error:
         return error
     return None
@@ -159,7 +160,7 @@ def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, va
 
 def _likely(key: str) -> str:
     """What to do about a key that has no value: it is not set, or mistyped."""
-    of = recipes.known_keys().items()  # `adapter.lora` -> its keys
+    of = recipe_build.known_keys().items()  # `adapter.lora` -> its keys
     known = sorted({f"{section.partition('.')[0]}.{name}" for section, names in of for name in names})
     if key in known:
         return f"state {key} in the recipe"

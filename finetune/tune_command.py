@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from finetune import shipped, upstream
+from finetune import arguments, core_packages, shipped
+from finetune.core_paths import writing
 from finetune.errors import Exit, Problem, UserError
-from finetune.given import writing
-
-if TYPE_CHECKING:
-    import argparse
+from finetune.given import load, located
 
 URL = "FINETUNE_STORAGE"  # so that no list of processes shows a password
 
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
     if options.export_wandb:
         export(options, Path(path), Path(options.export_wandb))
         return
-    if not upstream.installed("optuna"):
+    if not core_packages.installed("optuna"):
         problem = Problem("needs optuna, which is not installed", fix="pip install 'finetune-toolkit[tune]'")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if (folder / "recipe.resolved.yaml").exists():
@@ -35,14 +34,14 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(Problem(what, where=str(folder), found="is a run folder", fix=fix))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    from finetune import tune
+    from finetune import tune as finetune_tune
 
     url = options.storage or os.environ.get(URL) or f"sqlite:///{folder.resolve()}/study.db"
     seconds = options.hours * 3600 if options.hours is not None else None
     limits = options.trials, seconds
     more = {"accelerate": options.accelerate, "final": options.final}
-    asked = tune.Asked(options.recipe, options.overrides, Path(path), folder, *limits, url, **more)
-    tune.run(asked, quiet=options.quiet)
+    asked = finetune_tune.Asked(options.recipe, options.overrides, Path(path), folder, *limits, url, **more)
+    finetune_tune.run(asked, quiet=options.quiet)
 
 
 def export(options: argparse.Namespace, path: Path, target: Path) -> None:
@@ -67,3 +66,39 @@ def export(options: argparse.Namespace, path: Path, target: Path) -> None:
         target.write_text(text, encoding="utf-8")
     screen = Screen(quiet=options.quiet)
     screen.say(*[f"note: {note}" for note in notes], f"wrote {target}", f"next: wandb sweep {target}")
+
+
+TUNE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--space", {"metavar": "FILE", "help": "what is searched: the shipped recipes/tune.yaml"}),
+    (
+        "--trials",
+        {"metavar": "N", "type": arguments.at_least_one, "help": "in all, over restarts and workers: 20"},
+    ),
+    (
+        "--hours",
+        {
+            "metavar": "H",
+            "type": arguments.at_least_zero,
+            "help": "of this command: no trial goes on after it",
+        },
+    ),
+    (
+        "--storage",
+        {
+            "metavar": "URL",
+            "help": "for several workers: postgresql://user@host/database, mysql+pymysql://..., journal:FILE;"
+            " $FINETUNE_STORAGE, which shows no password; else a file in the study's folder",
+        },
+    ),
+    ("--output", {"metavar": "DIR", "help": "runs/tune-RECIPE; its name is the study's"}),
+    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch trials with"}),
+    ("--final", {"action": "store_true", "help": "then train the best recipe, whole, into DIR/final"}),
+    ("--export-wandb", {"metavar": "FILE", "help": "write the space as a W&B sweep, and end"}),
+)
+
+
+def tune(options: argparse.Namespace) -> None:
+    """Search recipe keys by Optuna: trials in processes of their own, poor ones ended early."""
+
+    with located(load(options)):
+        run(options)

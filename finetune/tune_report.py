@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import TrialState
 
-from finetune import plots, report, run_folder, summary, tune_space
-from finetune import study_storage as storage
+from finetune import experiments_runner_variable_keys, plots, report, run_folder, study_storage, tune_space
 from finetune.plots import Curve
 from finetune.recipe import load as load_recipe
 from finetune.report_scores import number
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-    from finetune.recipe import Recipe
     from finetune.screen import Screen
+    from finetune.sections import Recipe
     from finetune.tune import Asked
     from finetune.tune_space import Parameter, Space
 
@@ -44,7 +43,7 @@ STATES = {
 def described(one: Parameter) -> str:
     """A range or choices in a few words."""
     if one.choices is not None:
-        said = ", ".join(map(tune_space.text_of, one.choices))
+        said = ", ".join(map(experiments_runner_variable_keys.text_of, one.choices))
     else:
         said = f"{one.low:g} to {one.high:g}" + (", log" if one.log else "")
         said += f", in steps of {one.step:g}" if one.step else ""
@@ -64,7 +63,7 @@ def is_surplus(one: FrozenTrial) -> bool:
 
 
 def _row(one: FrozenTrial, again: dict[int, int]) -> dict[str, Any]:
-    kept, lost = one.user_attrs, storage.is_lost(one)
+    kept, lost = one.user_attrs, study_storage.is_lost(one)
     why = "its worker ended"
     why += f"; run again as trial {again[one.number]}" if one.number in again else "; begun too often already"
     return {
@@ -93,7 +92,7 @@ def collect(asked: Asked, study: Study) -> dict[str, Any]:
         "recipe": asked.path,
         "overrides": asked.overrides,
         "space": str(asked.space),
-        "storage": storage.shown(asked.url),
+        "storage": study_storage.shown(asked.url),
         "direction": study.direction.name.lower(),
         "counts": {state: sum(row["state"] == state for row in rows) for state in (*STATES.values(), "lost")},
         "best": best["number"] if best else None,
@@ -125,7 +124,10 @@ def write_trials(folder: Path, study: Study) -> None:
     table = csv.writer(file, lineterminator="\n")
     table.writerow(["trial", "state", "value", "seconds", *keys, "reason"])
     for row in rows:
-        values = [tune_space.text_of(row["values"][key]) if key in row["values"] else "" for key in keys]
+        values = [
+            experiments_runner_variable_keys.text_of(row["values"][key]) if key in row["values"] else ""
+            for key in keys
+        ]
         table.writerow([row["number"], row["state"], row["value"], row["seconds"], *values, row["reason"]])
     RunFolder(folder).write_text("trials.csv", file.getvalue())
 
@@ -172,8 +174,8 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
 
 def _place(one: Parameter, value: Any) -> Any:
     """Where a choice stands among the others; a multiple by its size."""
-    labels = list(map(tune_space.text_of, one.choices or ()))
-    return value if one.times else labels.index(tune_space.text_of(value))
+    labels = list(map(experiments_runner_variable_keys.text_of, one.choices or ()))
+    return value if one.times else labels.index(experiments_runner_variable_keys.text_of(value))
 
 
 def label(recipe: Recipe) -> str:
@@ -188,7 +190,7 @@ def best_recipe(asked: Asked, content: dict[str, Any], space: Space, rows: int |
     best = next(row for row in content["trials"] if row["number"] == content["best"])
     recipe = load_recipe(asked.path, [*asked.overrides, *tune_space.overrides(best["values"])])
     chosen: dict[str, tuple[Any, str]] = {
-        key: (path, "of this machine") for key, path in summary.local_paths(recipe).items()
+        key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()
     }
     for key in best["values"]:
         if key.count(".") == 1:
@@ -244,7 +246,7 @@ def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 def short(value: Any) -> str:
     """A value in a table's cell."""
-    return number(value) if isinstance(value, float) else tune_space.text_of(value)
+    return number(value) if isinstance(value, float) else experiments_runner_variable_keys.text_of(value)
 
 
 def show(screen: Screen, asked: Asked, content: dict[str, Any]) -> None:

@@ -15,23 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from finetune import ladder, recipe_errors, strict_yaml
-from finetune import recipe as recipes
+from finetune import core_paths, experiments_runner_variable_keys, recipe_build, recipe_errors, strict_yaml
 from finetune.batch import count_steps, split_batch
 from finetune.errors import Problem, UserError, nearest
-from finetune.run_folder import flow
 from finetune.sections import Section
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from finetune.recipe import Recipe
+    from finetune.sections import Recipe
 
 TYPE = "adapter.type"
 ROWS = "rows of the data"  # in a study's identity
 REFUSED = {  # keys, or sections, that a search can't change
-    **ladder.FIXED,
+    **experiments_runner_variable_keys.FIXED,
     "speed.compile": "off in trials, and as the recipe has it in the final run",
 }
 # What a trial is not made for, whatever the recipe says: after what the user gave, in a sweep too
@@ -110,7 +108,7 @@ def parse(path: Path) -> tuple[Space, list[Problem]]:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the space"), str(path))
     except OSError as error:
         what = f"can't read the space: {error.strerror}"
-        fix = recipe_errors.similar_files(path) or "the shipped one: leave --space out"
+        fix = core_paths.similar_files(path) or "the shipped one: leave --space out"
         raise UserError(Problem(what, where=str(path), fix=fix)) from None
     raw, where, problems = document.value, document.where, list(document.problems)
     if not isinstance(raw, dict) or not isinstance(raw.get("space"), dict) or not raw["space"]:
@@ -177,7 +175,7 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
         problem("does not suit the values", "step", found=str(one.step))
     elif fix := _unreached(one):
         problem("the steps do not reach high", "step", found=f"{one.low}, {one.high}, {one.step}", fix=fix)
-    labels = [text_of(value) for value in one.choices or ()]
+    labels = [experiments_runner_variable_keys.text_of(value) for value in one.choices or ()]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             problem("the same choice twice", f"choices.{index}", found=label)
@@ -212,20 +210,10 @@ def _ordered(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
     return {key: parameters[key] for key in sorted(parameters, key=rank)}
 
 
-def text_of(value: Any) -> str:
-    """A value as an override has it, which strict YAML reads back: lora, 0.1, [q_proj, v_proj]."""
-    plain = isinstance(value, str) and value and value.replace("_", "").replace("-", "").isalnum()
-    if plain and strict_yaml.scalar(value) == value:
-        return value
-    if isinstance(value, list):
-        return "[" + ", ".join(map(text_of, value)) + "]"
-    return flow(value)
-
-
 def has_key(kind: str, key: str) -> bool:
     """Whether a recipe of that adapter type has the key."""
     section, _, name = key.partition(".")
-    return section != "adapter" or name.split(".")[0] in recipes.sections(kind)["adapter"].model_fields
+    return section != "adapter" or name.split(".")[0] in recipe_build.sections(kind)["adapter"].model_fields
 
 
 def own_value(recipe: Recipe, key: str) -> Any:
@@ -271,7 +259,7 @@ def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()
         if key in without or not has_key(values.get(TYPE, recipe.adapter.type), key):
             continue
         if one.choices is not None:
-            by_label = {text_of(value): value for value in one.choices}
+            by_label = {experiments_runner_variable_keys.text_of(value): value for value in one.choices}
             drawn = by_label[trial.suggest_categorical(key, list(by_label))]
         elif one.whole:
             drawn = trial.suggest_int(key, one.low, one.high, log=one.log, step=one.step or 1)
@@ -295,7 +283,9 @@ def own_draw(space: Space, recipe: Recipe, unsaid: dict[str, Any]) -> dict[str, 
             base = value if one.times == key else own_value(recipe, one.times)
             value = value / base if base else None
         if one.choices is not None:
-            labels = [text_of(choice) for choice in one.choices if choice == value]
+            labels = [
+                experiments_runner_variable_keys.text_of(choice) for choice in one.choices if choice == value
+            ]
             found |= {key: labels[0]} if labels else {}
         elif isinstance(value, int | float) and _within(one, value):
             found[key] = value
@@ -311,22 +301,16 @@ def _within(one: Parameter, value: float) -> bool:
 
 
 def overrides(values: dict[str, Any]) -> list[str]:
-    return [f"{key}={text_of(value)}" for key, value in values.items()]
-
-
-def values_of(recipe: Recipe) -> dict[str, str]:
-    """What a recipe says, by dotted key; of a path its last part, as machines differ."""
-    own: Any = {"train": {"output_dir"}, "data": {"cache"}, "publish": True}
-    values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
-    found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}
-    return {key: str(value).rpartition("/")[2] for key, value in found.items()}
+    return [f"{key}={experiments_runner_variable_keys.text_of(value)}" for key, value in values.items()]
 
 
 def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     """What all workers of a study must have in common; `content`: a digest of the rows."""
-    found = values_of(recipe) | ({ROWS: content} if content else {})
+    found = experiments_runner_variable_keys.values_of(recipe) | ({ROWS: content} if content else {})
     for key, one in space.parameters.items():
-        found[f"space.{key}"] = text_of(one.model_dump(exclude_defaults=True))
+        found[f"space.{key}"] = experiments_runner_variable_keys.text_of(
+            one.model_dump(exclude_defaults=True)
+        )
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}
 
 

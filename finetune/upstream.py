@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
-from finetune.errors import Exit, Problem, UserError
+from finetune import core_packages
 
 SFT_CONFIG = (  # base classes first, so that a subclass's default wins
     ("transformers", "training_args.py", "TrainingArguments"),
@@ -67,7 +66,7 @@ def peft_types() -> dict[str, str]:
     """Every adapter type of the installed PEFT, by PEFT's own name -> its config class."""
     return {
         ast.literal_eval(options["name"]): ast.unparse(options["config_cls"])
-        for path in sorted(source_of("peft", "tuners").glob("*/__init__.py"))
+        for path in sorted(core_packages.source_of("peft", "tuners").glob("*/__init__.py"))
         for options in _registrations(path)
     }
 
@@ -86,7 +85,7 @@ def peft_config(class_name: str) -> tuple[Source, ...]:
 @cache
 def _peft_configs() -> dict[str, str]:
     """The files in which PEFT's config classes stand, as text: to parse them all takes 0.1 s."""
-    root = source_of("peft", "")
+    root = core_packages.source_of("peft", "")
     files = (root / "config.py", *sorted(root.glob("tuners/*.py")), *sorted(root.glob("tuners/*/config.py")))
     return {str(file.relative_to(root)): file.read_text(encoding="utf-8") for file in files}
 
@@ -118,7 +117,7 @@ def of_family(family: str, kind: str) -> str:
     """transformers' file of a model family, its `kind` configuration or modeling; "" if there is none."""
     names = family, family.removesuffix("_text"), family.replace("-", "_"), family.partition("-")[0]
     files = (f"models/{folder}/{kind}_{folder}.py" for folder in dict.fromkeys(names) if folder)
-    return next((file for file in files if source_of("transformers", file).exists()), "")
+    return next((file for file in files if core_packages.source_of("transformers", file).exists()), "")
 
 
 @cache
@@ -149,7 +148,7 @@ def moe_patterns() -> dict[str, str]:
 
 def _causal_classes() -> str:
     """The lines of `modeling_auto.py` that name the causal class of each family."""
-    text = source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")
+    text = core_packages.source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")
     _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
     assert found, "transformers has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: upstream.py must follow it"
     return rest.partition("\n)\n")[0]
@@ -170,30 +169,9 @@ def texts_beside_fields(file: Path, class_name: str) -> dict[str, str]:
     }
 
 
-def installed(package: str) -> bool:
-    """Whether `import package` would find something; nothing is imported, nor what it is a part of."""
-    top, *inner = package.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is None or not inner:
-        return spec is not None
-    places = [Path(place, *inner) for place in spec.submodule_search_locations or ()]
-    return any(place.is_dir() or place.with_suffix(".py").exists() for place in places)
-
-
-def source_of(package: str, file: str) -> Path:
-    """The path of a source file of an installed package."""
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            Problem(f"{package} is not installed", fix=f"pip install {package}"),
-            code=Exit.ENVIRONMENT,
-        )
-    return Path(next(iter(spec.submodule_search_locations))) / file
-
-
 @cache
 def _tree(package: str, file: str) -> ast.Module:
-    return ast.parse(source_of(package, file).read_text(encoding="utf-8"))
+    return ast.parse(core_packages.source_of(package, file).read_text(encoding="utf-8"))
 
 
 def _class(package: str, file: str, name: str) -> ast.ClassDef:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from finetune import adapters, harness, scoring
+from finetune import adapters_trainable_parameters, harness, scoring
 from finetune.data.prepare import held_out
 from finetune.errors import Problem, UserError
 
@@ -111,7 +111,7 @@ class Validate(TrainerCallback):
     def keep(self, model: Any) -> None:
         """Copy what is trained to the host."""
         if self.settings.keep_best:
-            trained = adapters.trainable(model)
+            trained = adapters_trainable_parameters.trainable(model)
             self.weights = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
 
     def write(self, step: int, epoch: float, found: dict[str, float], seconds: float) -> None:
@@ -130,7 +130,7 @@ class Validate(TrainerCallback):
         ledger.add("eval.every", asked, self.times, how)
         if not self.weights:
             return
-        for name, parameter in adapters.trainable(model).items():
+        for name, parameter in adapters_trainable_parameters.trainable(model).items():
             with torch.no_grad():  # not on `.data`: it counts as a change, which DoRA's norms follow
                 parameter.copy_(self.weights[name])
 

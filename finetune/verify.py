@@ -15,7 +15,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune import adapter_init, adapters, evaluate, model, run_folder, scoring, shards
+from finetune import (
+    adapter_init,
+    adapters_trainable_parameters,
+    evaluate,
+    models_fingerprint,
+    run_folder,
+    scoring,
+    shards,
+)
 from finetune.adapter_types import FOUR_BIT
 from finetune.errors import Exit, UserError
 from finetune.speed import fp8_base
@@ -81,7 +89,8 @@ def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
     """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
     shards.give_back(adapted)
     return {
-        name: model.fingerprint({name: shards.in_fp32(p)}) for name, p in adapters.trainable(adapted).items()
+        name: models_fingerprint.fingerprint({name: shards.in_fp32(p)})
+        for name, p in adapters_trainable_parameters.trainable(adapted).items()
     }
 
 
@@ -115,7 +124,7 @@ def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
     for name, shape in shapes.items():
         if name in named and len(shards.shape(named[name])) == len(shape):
             tensor = shards.whole(named[name]).detach().float()[tuple(slice(size) for size in shape)]
-            found[name] = model.fingerprint({name: tensor})
+            found[name] = models_fingerprint.fingerprint({name: tensor})
     return found
 
 
@@ -126,7 +135,7 @@ def _to_save(adapted: Any) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict
 
         return get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    return dict(adapters.trainable(adapted))
+    return dict(adapters_trainable_parameters.trainable(adapted))
 
 
 def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: Ledger) -> None:
@@ -164,7 +173,9 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: Ledger) -> None:
         with safe_open(path, framework="pt") as file:
             for key in names.keys() & set(file.keys()):
                 name = names[key]
-                same[name] = live.tensors[name] == model.fingerprint({name: file.get_tensor(key).float()})
+                same[name] = live.tensors[name] == models_fingerprint.fingerprint(
+                    {name: file.get_tensor(key).float()}
+                )
     how = "hash of every trained tensor, live and in the files"
     if folder.weights == folder.model and len(same) < len(names):
         unset_hf_deepspeed_config()  # as in evaluate.open_base

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch, patch_environment
 
-from finetune import hardware, launch_config, launch_conflicts
+from finetune import autoconfig_base_quantization, autoconfig_precision, launch_config, launch_conflicts
 from finetune.errors import UserError
-from finetune.hardware import Hardware
+from finetune.hardware_device import Hardware
 from finetune.sections import Data, Model, Speed
 
 if TYPE_CHECKING:
@@ -91,8 +91,10 @@ def cell(config: Path, kind: str, base: str) -> str:
                 machine, kind, model, data, Speed.model_validate({"base": base})
             )
             if not found:
-                started = hardware.launch(machine)
-                hardware.choose_base(base, kind, started.precision, machine, lambda: "the column says which")
+                started = autoconfig_precision.launch(machine)
+                autoconfig_base_quantization.choose_base(
+                    base, kind, started.precision, machine, lambda: "the column says which"
+                )
     except UserError as error:
         found = list(error.problems)
     return "; ".join(dict.fromkeys(problem.what for problem in found)) or "trains"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe import json_schema
+from finetune.recipe_build import json_schema
 from finetune.sections import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS, Train
 from finetune.shipped import SCHEMA
 

@@ -180,7 +180,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
     """A Hub on localhost that huggingface_hub talks to here, as HF_ENDPOINT makes it in a new process."""
     from huggingface_hub.utils import close_session
 
-    from finetune import hub
+    from finetune import hub as finetune_hub
 
     with hub_server.serve() as server:
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -196,7 +196,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
         monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # kept since it was first asked for
         monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
         monkeypatch.setattr("finetune.hub.PAUSES", (0.01, 0.01, 0.01))
-        monkeypatch.setenv(hub.COMMITS, "{}")  # of another test's Hub
+        monkeypatch.setenv(finetune_hub.COMMITS, "{}")  # of another test's Hub
         yield server
         close_session()
 

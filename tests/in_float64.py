@@ -12,7 +12,7 @@ import torch
 from conftest import MODEL, QUICKSTART
 from transformers import TrainerCallback
 
-from finetune import adapters, faults, nonfinite
+from finetune import adapters, adapters_trainable_parameters, faults, nonfinite
 from finetune.screen import Screen
 from finetune.trainer import build
 
@@ -67,7 +67,14 @@ def step(
     """
     from transformers import set_seed
 
-    from finetune import callbacks, check, hardware, model, recipe, train
+    from finetune import (
+        hardware,
+        model,
+        recipe,
+        training_first_step,
+        training_training_arguments,
+        training_training_data,
+    )
     from finetune.batch import split_batch
     from finetune.receipts import Ledger
 
@@ -77,16 +84,19 @@ def step(
     loaded = recipe.load(QUICKSTART, given)
     setup = hardware.choose(attention="sdpa", base="auto", adapter_type="lora")
     batch = split_batch(loaded.train, setup.launch.processes)
-    arguments = train.training_arguments(loaded.train, loaded.data, setup, batch)
+    arguments = training_training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
     arguments.output_dir = str(folder)
     set_seed(loaded.train.seed)
-    tokenizer, prepared = check.prepare_data(loaded)
+    tokenizer, prepared = training_training_data.prepare_data(loaded)
     adapted: Any = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 1, Ledger())
     for module in adapted.modules():  # so that every gradient is something
         if "default" in getattr(module, "lora_B", {}):
             torch.nn.init.normal_(module.lora_B["default"].weight, std=0.02)
     in_double(adapted)
-    first, keep = callbacks.FirstStep(Ledger(), setup, steps=loaded.train.max_steps or 0, batch=8), Keep()
+    first, keep = (
+        training_first_step.FirstStep(Ledger(), setup, steps=loaded.train.max_steps or 0, batch=8),
+        Keep(),
+    )
     first.dtype, keep.spoils = "float64", spoils
     made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
     keep.stops = stops = nonfinite.NonFinite(allowed, folder, Screen(quiet=True))
@@ -105,7 +115,7 @@ def step(
         trainer.train()
     counted = batch.accumulation * trainer.micro_batches.parts  # not those of an attempt that was given up
     keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses[-counted:]]).sum()
-    keep.weights = {name: p.detach() for name, p in adapters.trainable(adapted).items()}
+    keep.weights = {name: p.detach() for name, p in adapters_trainable_parameters.trainable(adapted).items()}
     return keep
 
 

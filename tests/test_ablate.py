@@ -17,9 +17,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from conftest import QUICKSTART, ROOT, module_of
 
-from finetune import ab_test, ablate_table, cli, ladder, launch_config, measured, plots, recipe
+from finetune import (
+    ab_test,
+    ablate_table,
+    cli,
+    experiments_runner_variable_keys,
+    ladder,
+    launch_config,
+    measured,
+    plots,
+    recipe,
+)
 from finetune.errors import UserError
-from finetune.hardware import Hardware
+from finetune.hardware_device import Hardware
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
 
@@ -274,7 +284,7 @@ def job_of(climbed: Climbed, asked: ab_test.Asked, side: int, place: Path) -> me
     adapter = recipe.load(asked.baseline, asked.overrides).adapter
     fields = [*asked.overrides, *measured.length(asked.steps, asked.warm_up, adapter)]
     held = {"train.seed": 42, "data.validation": str(place / "held_out.jsonl")}
-    fields += ladder.overrides({**held, "data.validation_fraction": None})
+    fields += experiments_runner_variable_keys.overrides({**held, "data.validation_fraction": None})
     folder = place / f"{('baseline', 'optimised')[side]}-1"
     job = measured.Job((asked.baseline, asked.optimised)[side], fields, folder)
     source = ("baseline/quickstart-baseline-1", "memory/no_recompute_rank16/quickstart-alone-1")[side]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import QUICKSTART, ROOT
 
-from finetune import ablate, ablate_judge, hardware, ladder, measured
+from finetune import ablate, ablate_judge, hardware_device, ladder, measured
 from finetune.ladder import Rung, Variant
 from finetune.screen import Screen
 
@@ -25,7 +25,7 @@ def runs(rate: float, *, loss: float = 1.0, memory: float = 1.0, held_out: float
 
 def bench(**groups: list[Any]) -> ablate.Bench:
     asked = ablate.Asked(str(QUICKSTART), [], Path("ladder.yaml"), Path("results"))
-    made = ablate.Bench(asked, SHIPPED, hardware.detect(), Screen(quiet=True))
+    made = ablate.Bench(asked, SHIPPED, hardware_device.detect(), Screen(quiet=True))
     made.groups = {ablate.key(Variant(None, {"is": name})): group for name, group in groups.items()}
     return made
 
@@ -119,7 +119,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, fails: str = "none") -> dict[Path, 
         return True
 
     def figures(folder: Path, warm_up: int) -> dict[str, Any]:
-        one, here = runs(1.0, loss=losses[folder])[0], f"1 x {hardware.detect().name}"
+        one, here = runs(1.0, loss=losses[folder])[0], f"1 x {hardware_device.detect().name}"
         if fails in f"{folder.parent.name} {folder.name}":
             return {"failed": "out of memory", "seconds": 1.0, "date": "2026-01-01"}
         one |= {"tokens_per_second": made[folder], "tokens_per_cpu_second": None, "tokens": 1000.0}

@@ -269,7 +269,16 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     """The quickstart's trainer with AdaLoRA, trained -> the model; `keep` gets each step's gradients."""
     from transformers import set_seed
 
-    from finetune import adapters, callbacks, check, hardware, model, recipe, train
+    from finetune import (
+        adapters,
+        callbacks,
+        hardware,
+        model,
+        recipe,
+        training_first_step,
+        training_training_arguments,
+        training_training_data,
+    )
     from finetune.batch import split_batch
     from finetune.receipts import Ledger
     from finetune.run_folder import RunFolder
@@ -281,14 +290,14 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     loaded = recipe.load(QUICKSTART, given)
     setup = hardware.choose(attention="sdpa", base="auto", adapter_type="adalora")
     batch = split_batch(loaded.train, setup.launch.processes)
-    arguments = train.training_arguments(loaded.train, loaded.data, setup, batch)
+    arguments = training_training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
     arguments.output_dir = str(folder)
     set_seed(loaded.train.seed)
-    tokenizer, prepared = check.prepare_data(loaded)
+    tokenizer, prepared = training_training_data.prepare_data(loaded)
     base = model.load(loaded.model, setup, str(arguments.device))
     adapted = adapters.attach(base, loaded.adapter, arguments.max_steps, Ledger())
     steps, size = arguments.max_steps, batch.effective
-    first = callbacks.FirstStep(Ledger(), setup, steps=steps, batch=size)
+    first = training_first_step.FirstStep(Ledger(), setup, steps=steps, batch=size)
     screen = Screen(quiet=True)
     metrics = callbacks.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
     watching = [first, metrics]

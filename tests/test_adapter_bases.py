@@ -6,7 +6,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import adapter_conflicts, adapter_types, adapters, cli, evaluate, hardware, merge, model, recipe
+from finetune import (
+    adapter_conflicts,
+    adapter_types,
+    adapters,
+    adapters_trainable_parameters,
+    cli,
+    evaluation_reopen,
+    hardware,
+    merge,
+    model,
+    recipe,
+)
 from finetune.errors import Exit, UserError
 from finetune.receipts import Ledger
 from finetune.sections import Model
@@ -32,11 +43,15 @@ def gradients(base, section) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     adapted = adapters.attach(base, section, 20, Ledger()).train()
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in adapters.trainable(adapted).values():
+        for parameter in adapters_trainable_parameters.trainable(adapted).values():
             parameter.add_(1e-2 * torch.randn_like(parameter))
     loss = adapted(input_ids=IDS, labels=IDS, use_cache=False).loss
     loss.backward()
-    found = {name: p.grad for name, p in adapters.trainable(adapted).items() if p.grad is not None}
+    found = {
+        name: p.grad
+        for name, p in adapters_trainable_parameters.trainable(adapted).items()
+        if p.grad is not None
+    }
     return found, loss.detach()
 
 
@@ -52,12 +67,12 @@ def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> Non
     loaded = recipe.load("recipes/quickstart.yaml", options)
     if kind == "dora" and storage == "int8":  # on a GPU: tests/gpu
         with pytest.raises(UserError, match="can't be unpacked on the CPU") as raised:
-            evaluate.open_base(loaded)
+            evaluation_reopen.open_base(loaded)
         assert raised.value.code == Exit.ENVIRONMENT
         return
     setup = hardware.choose(attention="auto", base=storage, adapter_type=kind)
     plain = merge.plain_base(loaded, setup)
-    got, loss = gradients(evaluate.open_base(loaded), loaded.adapter)
+    got, loss = gradients(evaluation_reopen.open_base(loaded), loaded.adapter)
     wanted, right = gradients(plain, loaded.adapter)
     assert got.keys() == wanted.keys() and got
     error = sum(float((got[name] - wanted[name]).square().sum()) for name in got)
@@ -105,7 +120,7 @@ def test_layers_that_are_codes_do_not_train_whole(storage: str, tmp_path) -> Non
         section = recipe.load("recipes/quickstart.yaml", ["adapter.target_modules=[dense]", whole]).adapter
         return adapters.attach(model.load(Model(name=str(tmp_path)), setup, "cpu"), section, 4, Ledger())
 
-    trained = adapters.trainable(attached("embed_in", "final_layer_norm"))
+    trained = adapters_trainable_parameters.trainable(attached("embed_in", "final_layer_norm"))
     assert sum("modules_to_save" in name for name in trained) == 3
     with pytest.raises(UserError, match=f"on the {storage} base are codes") as raised:
         attached("final_layer_norm", "dense_h_to_4h")

@@ -9,7 +9,7 @@ import torch
 from conftest import MODEL, QUICKSTART, receipts
 from safetensors.torch import load_file
 
-from finetune import adapter_source, adapters, cli, model, recipe, run_folder
+from finetune import adapter_source, adapters, cli, models_tokenizer, recipe, run_folder
 from finetune.errors import UserError
 from finetune.sections import Model
 
@@ -207,13 +207,13 @@ def test_what_peft_adds_to_its_config_is_not_added_to_the_recipe() -> None:
 )
 def test_the_tokens_of_an_adapter_that_is_gone_on_from_are_stated(rows, saved_lora) -> None:
     config = saved_lora / "adapter_config.json"
-    made_with = model.load_tokenizer(Model(name=str(MODEL), add_tokens=["<b>", "<a>"]))
+    made_with = models_tokenizer.load_tokenizer(Model(name=str(MODEL), add_tokens=["<b>", "<a>"]))
     made_with.save_pretrained(saved_lora)
     config.write_text(json.dumps({**json.loads(config.read_text()), **rows}))
     source = recipe.load(QUICKSTART, [f"adapter.from={saved_lora}"]).adapter
 
     def checked(*added: str) -> None:
-        tokenizer = model.load_tokenizer(Model(name=str(MODEL), add_tokens=list(added)))
+        tokenizer = models_tokenizer.load_tokenizer(Model(name=str(MODEL), add_tokens=list(added)))
         adapter_source.check_tokens(source, added, tokenizer)
 
     checked("<b>", "<a>")

@@ -24,7 +24,18 @@ import torch
 from conftest import DATA, MODEL, QUICKSTART, ROOT
 from hub_server import Hub
 
-from finetune import adapter_source, checkpoint, cli, hardware, hub, model, run_folder, untrusted
+from finetune import (
+    adapter_source,
+    checkpoint,
+    cli,
+    hardware,
+    hub,
+    model,
+    models_model_files,
+    models_tokenizer,
+    run_folder,
+    untrusted,
+)
 from finetune.data import render
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
@@ -106,7 +117,7 @@ def test_cve_2026_4372_a_config_names_no_kernel(entries: dict, weightless, capsy
     edit(weightless / "config.json", **entries)
     refused(weightless, capsys, says=("names a kernel", "config.json", "evil-org", "model.attention"))
     with pytest.raises(UserError, match="names a kernel"):
-        model.read_config(Model(name=str(weightless)))
+        models_model_files.read_config(Model(name=str(weightless)))
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
@@ -135,11 +146,11 @@ def test_cve_2026_22807_cve_2026_4944_code_of_a_repository_never_runs(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers asks at the terminal
     asked = Model(name=str(weightless))
     if known:
-        assert model.read_config(asked).model_type == "llama"
-        assert len(model.load_tokenizer(asked)) > 100
+        assert models_model_files.read_config(asked).model_type == "llama"
+        assert len(models_tokenizer.load_tokenizer(asked)) > 100
     else:
         with pytest.raises(UserError, match=r"code of its own|does not hold a model") as raised:
-            model.read_config(asked)
+            models_model_files.read_config(asked)
         assert raised.value.code == 2
     assert sys.stdin.read() == "y\n" * 9, "no question was asked"
 
@@ -162,7 +173,7 @@ def test_a_repository_on_the_hub_is_looked_at_like_a_folder(hub: Hub, canary, tm
         hub.add(f"me/{name}", **files)
         asked = Model(name=f"me/{name}")
         with pytest.raises(UserError, match=says) as raised:
-            model.read_config(asked)
+            models_model_files.read_config(asked)
             opened_by_us(Path(asked.name))
         assert raised.value.code == 2
     assert not hub.asked("convert") and not hub.asked("discussions"), "no one is asked to convert it"
@@ -387,7 +398,7 @@ def test_cve_2023_6730_no_vocabulary_or_index_is_unpickled(weightless, canary) -
     for kind in ("transfo-xl", "rag", "llama"):
         edit(weightless / "config.json", model_type=kind)
         with contextlib.suppress(UserError):
-            model.load_tokenizer(Model(name=str(weightless)))
+            models_tokenizer.load_tokenizer(Model(name=str(weightless)))
         with pytest.raises(UserError):
             opened_by_us(weightless)
 

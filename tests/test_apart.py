@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from finetune import adapters, apart, evaluate, run_folder, verify
+from finetune import adapters_trainable_parameters, apart, evaluation_reopen, run_folder, verify
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
@@ -23,7 +23,7 @@ def live_of(model: Any, shapes: dict[str, Any]) -> verify.Live:
 def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatch) -> None:
     """What was saved is compared from the file, and the evaluation is a process outside the launch."""
     run = train("adapter.type=dora")
-    opened = evaluate.reopen(run, run_folder.recipe_of(run))
+    opened = evaluation_reopen.reopen(run, run_folder.recipe_of(run))
     shapes = {name: p.shape for name, p in opened.named_parameters() if "lora_" in name}
     live = live_of(opened, shapes)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}.items():
@@ -58,7 +58,7 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
 )
 def test_names_of_every_kind_are_found_in_the_file(given: list[str], train) -> None:
     run, ledger = train(*given), Ledger()
-    opened = evaluate.reopen(run, run_folder.recipe_of(run))
+    opened = evaluation_reopen.reopen(run, run_folder.recipe_of(run))
     trained = ("ia3_", "vera_lambda", "lora_", "trainable_tokens_delta")
     shapes = {name: p.shape for name, p in opened.named_parameters() if any(part in name for part in trained)}
     shapes = {name: shape for name, shape in shapes.items() if ".default" in name}
@@ -73,7 +73,9 @@ def test_experts_are_stored_under_other_names(tmp_path) -> None:
     model = MixtralForCausalLM(MixtralConfig(**sizes))
     run, ledger = RunFolder(tmp_path), Ledger()
     model.save_pretrained(run.model)
-    live = live_of(model, {name: p.shape for name, p in adapters.trainable(model).items()})
+    live = live_of(
+        model, {name: p.shape for name, p in adapters_trainable_parameters.trainable(model).items()}
+    )
     verify.add_saved_receipts(live, run, ledger)
     assert ledger.receipts[-1].ok and ledger.receipts[-1].got == f"all {len(live.tensors)}"
     path = run.model / "model.safetensors"

@@ -13,16 +13,17 @@ from plain_attention import SMALL, batch, by_document, loss_and_gradients, tiny
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from finetune import architecture, attention_choice, evaluate, hardware, recipe, scoring
-from finetune.attention_choice import FAMILIES, IMPLEMENTATIONS, Attends, Rows, choose, read
-from finetune.callbacks import attention_that_ran
+from finetune import architecture, attention_choice, evaluation_reopen, hardware, recipe, scoring
+from finetune.attention_choice import FAMILIES, Attends, Rows, choose, read
 from finetune.errors import UserError
-from finetune.hardware import Hardware
+from finetune.hardware_device import Hardware
+from finetune.kernels_kernel_limits import IMPLEMENTATIONS
 from finetune.model import load
 from finetune.receipts import Ledger
 from finetune.sections import Model
 from finetune.speed.attention import leaks, masked, prove_apart, prove_same
 from finetune.speed.attention_kernels import register, without_mask
+from finetune.training_first_step import attention_that_ran
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15, 4)
@@ -349,7 +350,7 @@ def test_the_run_says_which_attention_ran_and_its_folder_reopens(train, capsys) 
     got = receipts(run)["model.attention"]
     assert got["asked"] == "sdpa" and got["got"].startswith("sdpa (flash")
     assert "attention without a mask" not in receipts(run)
-    reopened = evaluate.reopen(run, recipe.load(str(run.recipe)))
+    reopened = evaluation_reopen.reopen(run, recipe.load(str(run.recipe)))
     ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]])
     answer = reopened.generate(input_ids=ids, attention_mask=(ids > 0).long(), max_new_tokens=3)
     assert answer.shape == (2, 7)

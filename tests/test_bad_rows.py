@@ -13,7 +13,7 @@ from finetune import cli
 from finetune.data import bad_rows
 from finetune.data.prepare import Prepared, prepare
 from finetune.errors import Problem, UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.sections import Data, Model
 
 USER, ANSWER = {"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."}

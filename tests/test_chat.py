@@ -62,15 +62,15 @@ def talk(monkeypatch, capsys):
 
 def expected(folder: RunFolder, tuned: bool, messages: list[dict[str, str]], room: int = 8) -> str:
     """The answer as evaluation gives it."""
-    from finetune import evaluate
-    from finetune.data import chat as templates
+    from finetune import evaluation_reopen
+    from finetune.data import chat as data_chat
     from finetune.data.rows import Example
     from finetune.recipe import load
 
     recipe = load(folder.recipe)
-    weights = evaluate.reopen(folder, recipe) if tuned else evaluate.open_base(recipe)
-    tokenizer = evaluate.tokenizer_of(folder)
-    encoder = templates.make_encoder(tokenizer, recipe.data, True)
+    weights = evaluation_reopen.reopen(folder, recipe) if tuned else evaluation_reopen.open_base(recipe)
+    tokenizer = evaluation_reopen.tokenizer_of(folder)
+    encoder = data_chat.make_encoder(tokenizer, recipe.data, True)
     row = Example("x", [*messages, {"role": "assistant", "content": ""}])
     with scoring.inference(weights):
         ((text, _),) = scoring.greedy_answers(weights, tokenizer, encoder.prompts([row]), room, 1)

@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import QUICKSTART, ROOT
 
-from finetune import arguments, cli
+from finetune import arguments, cli, launch_env
 
 TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
 
@@ -186,7 +186,7 @@ def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, re
 def test_several_processes_are_launched(monkeypatch) -> None:
     """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
     seen = []
-    for name in ("ACCELERATE_USE_CPU", arguments.ACCELERATE):
+    for name in ("ACCELERATE_USE_CPU", launch_env.ACCELERATE):
         monkeypatch.setenv(name, "")  # which is set on the way, and set back here
     monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):

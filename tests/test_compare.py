@@ -9,7 +9,8 @@ import pytest
 import two_ranks
 from conftest import QUICKSTART, metrics
 
-from finetune import cli, compare, compare_table, differences
+from finetune import cli, compare, compare_table, differences, run_folder_comparability
+from finetune import screen as finetune_screen
 from finetune.errors import Problem, UserError
 from finetune.recipe import load as load_recipe
 from finetune.run_folder import RunFolder
@@ -105,9 +106,9 @@ def test_a_run_of_another_recipe_is_not_kept(done, run) -> None:
 
 
 def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:
-    from finetune import train as training
+    from finetune import train
 
-    real, calls = training.run, []
+    real, calls = train.run, []
 
     def stopped(*arguments, **options):
         calls.append(1)
@@ -115,7 +116,7 @@ def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:
             raise KeyboardInterrupt
         return real(*arguments, **options)
 
-    monkeypatch.setattr(training, "run", stopped)
+    monkeypatch.setattr(train, "run", stopped)
     assert "interrupted" in run(tmp_path / "c", "--adapters", "lora", "--seeds", "2", code=130)
     assert len(found(tmp_path / "c")["runs"]) == 1, "the table of what is finished is there already"
     said = run(tmp_path / "c", "--adapters", "lora", "--seeds", "2")
@@ -190,7 +191,7 @@ def test_a_run_on_other_hardware_never_wins(done, run) -> None:
 @pytest.mark.parametrize("change", ["data", "versions", "base", "steps"])
 def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
     a, b = RunFolder(done / "lora-seed42"), RunFolder(done / "lora-seed43")
-    assert differences.obstacles(a, b) == []
+    assert run_folder_comparability.obstacles(a, b) == []
     name, key = {
         "data": ("data_report.json", "train"),
         "versions": ("environment.json", "packages"),
@@ -205,7 +206,7 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
         new = {"data": {"sources": {"x": "0" * 64}}, "versions": {"torch": "1.0"}, "base": {"loss": 9.0}}
         content[key] |= new[change]
         b.write(name, content)
-    (reason,) = differences.obstacles(a, b)
+    (reason,) = run_folder_comparability.obstacles(a, b)
     expected = {
         "data": "train files",
         "versions": "torch",
@@ -269,7 +270,7 @@ def test_a_budget_gives_each_type_the_same_time(run, short, tmp_path, monkeypatc
     asked = compare.Asked(str(QUICKSTART), [*short, "publish.repo=null"], ["lora", "dora"], 1, 900.0, place)
     jobs = compare.plan(asked)
     compare.start(place)
-    screen = compare.Screen(quiet=True)
+    screen = finetune_screen.Screen(quiet=True)
     planned = compare.measure(900.0, jobs, asked, screen)
     times = {kind: n * planned["step_seconds"][kind] for kind, n in planned["steps"].items()}
     assert times["lora"] == pytest.approx(times["dora"], rel=0.05) and 300 < times["lora"] < 450
@@ -295,12 +296,12 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
         line = {"loss": 1, "step_seconds": 0.5 if job.entrant.type == "lora" else 1.0}
         text = "".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, 9))
         job.folder.write_text("metrics.jsonl", text)
-        job.folder.write(compare.MARK, {"seconds": 10.0})
+        job.folder.write(compare_table.MARK, {"seconds": 10.0})
         return ""
 
     monkeypatch.setattr(compare, "run_one", run_one)
     asked = compare.Asked(str(QUICKSTART), [], ["lora", "ia3"], 1, 600.0, tmp_path)
-    jobs, screen = compare.plan(asked), compare.Screen(quiet=True)
+    jobs, screen = compare.plan(asked), finetune_screen.Screen(quiet=True)
     runs, failed = compare.within(600.0, jobs, asked, screen)
     assert failed == {"ia3-seed42": "out of memory"} and timed == ["lora", "ia3"]
     fails = False
@@ -315,7 +316,7 @@ def test_evaluations_on_top_of_a_budget_are_said_beforehand(short, tmp_path, cap
     for every, budget, said in ((1, 900.0, True), (1, None, False), (None, 900.0, False)):
         given = [*short, f"eval.every={every}" if every else "eval.every=null"]
         asked = compare.Asked(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
-        compare.introduce(compare.plan(asked), asked, compare.Screen())
+        compare.introduce(compare.plan(asked), asked, finetune_screen.Screen())
         assert ("on top of --budget" in capsys.readouterr().out) == said
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from finetune import compare_table, differences
+from finetune import compare_table, run_folder_comparability
 
 
 def of(**types: tuple[float, float | None, float]) -> dict:
@@ -46,7 +46,7 @@ def test_figures_that_are_not_finite_rank_nothing() -> None:
     types = of(lora=(0.5, 0.1, 1), dora=(nan, nan, 0.5), ia3=(float("inf"), nan, 0.5))
     assert won(types)["type"] == "lora" and won(types)["within_noise"] == ["lora"]
     assert won(of(lora=(nan, nan, 1))) == {} and compare_table.front(types, "bytes", True) == ["lora"]
-    assert differences.unequal({"loss": nan}, {"loss": float("nan")}) == []
+    assert run_folder_comparability.unequal({"loss": nan}, {"loss": float("nan")}) == []
 
 
 def test_types_that_tie_without_held_out_rows_keep_their_metric(tmp_path, monkeypatch) -> None:

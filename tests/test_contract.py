@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from conftest import DATA, QUICKSTART
 
-from finetune import check, hardware, recipe, resume, stages
-from finetune import train as training
+from finetune import (
+    checkpointing_resume_contract,
+    preflight_choice_checks,
+    receipts,
+    recipe,
+    stages,
+    training_resume_facts,
+    training_training_arguments,
+    training_training_data,
+)
 from finetune.batch import split_batch
 from finetune.errors import UserError
 from finetune.receipts import Ledger
@@ -23,7 +31,9 @@ def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
         both = [{"recipe": {"speed.offload": one}, "facts": {}, "chosen": {}} for one in (then, now)]
         refused = pytest.raises(UserError, match=r"speed\.offload")
         with contextlib.nullcontext() if (then, now) in moves else refused:
-            assert "speed.offload" in resume.compare(both[0], both[1], Path("step-3"))[0]
+            assert (
+                "speed.offload" in checkpointing_resume_contract.compare(both[0], both[1], Path("step-3"))[0]
+            )
 
 
 def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None:
@@ -35,15 +45,20 @@ def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None
     def contract(*names: Any) -> dict[str, Any]:
         sources = [{"name": f"{tmp_path}/{name}.jsonl", "weight": weight} for name, weight in names]
         found = recipe.load(QUICKSTART, [f"data.name={json.dumps(sources)}", "data.validation=null"])
-        setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
-        return resume.contract(found.model_dump(mode="json"), setup, {}, tokenizer, prepared.content)
+        setup, (tokenizer, prepared) = (
+            preflight_choice_checks.setup_of(found),
+            training_training_data.prepare_data(found),
+        )
+        return checkpointing_resume_contract.contract(
+            found.model_dump(mode="json"), setup, {}, tokenizer, prepared.content
+        )
 
     kept = {**contract(("a", 1), ("b", 2)), "chosen": {}}
     for other in ([("a", 2), ("b", 1)], [("b", 2), ("a", 1)]):
         with pytest.raises(UserError, match="data: content") as raised:
-            resume.compare(kept, contract(*other), tmp_path)
+            checkpointing_resume_contract.compare(kept, contract(*other), tmp_path)
         assert raised.value.code == 4
-    (note,) = resume.compare(kept, contract(("a", 1), ("moved", 2)), tmp_path)
+    (note,) = checkpointing_resume_contract.compare(kept, contract(("a", 1), ("moved", 2)), tmp_path)
     assert note.startswith("data.name: ")
 
 
@@ -51,16 +66,22 @@ def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
     """Each reads its own shards, so that their number decides on the order of rows."""
     more = ["data.streaming=true", "data.validation=null", "train.max_steps=2"]
     found = recipe.load(QUICKSTART, more)
-    setup, (tokenizer, prepared) = check.setup_of(found), check.prepare_data(found)
+    setup, (tokenizer, prepared) = (
+        preflight_choice_checks.setup_of(found),
+        training_training_data.prepare_data(found),
+    )
 
     def contract(workers: int) -> dict[str, Any]:
         given: Any = SimpleNamespace(dataloader_num_workers=workers)
         batch = split_batch(found.train, 1)
-        return {**training.contract_of(found, setup, batch, 2, tokenizer, prepared, given), "chosen": {}}
+        return {
+            **training_resume_facts.contract_of(found, setup, batch, 2, tokenizer, prepared, given),
+            "chosen": {},
+        }
 
-    assert not resume.compare(contract(1), contract(1), tmp_path)
+    assert not checkpointing_resume_contract.compare(contract(1), contract(1), tmp_path)
     with pytest.raises(UserError, match=r"train\.dataloader_num_workers +1 +2"):
-        resume.compare(contract(1), contract(2), tmp_path)
+        checkpointing_resume_contract.compare(contract(1), contract(2), tmp_path)
 
 
 def test_a_dry_run_is_held_to_the_checkpoint_too(train, capsys) -> None:
@@ -79,31 +100,33 @@ def test_what_auto_became_is_compared() -> None:
 
     one = run(**{"speed.loss": "chunked", "speed.recompute": "int8:6"})
     other = run(**{"speed.loss": "fused", "data.name": "x", "speed.recompute": "int8"})
-    note, rounded = resume.chosen_anew(one, other)
+    note, rounded = checkpointing_resume_contract.chosen_anew(one, other)
     assert 'speed.loss: chosen as "chunked" then, "fused" now' in note and "a hundredth apart" in rounded
     other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
-    assert resume.chosen_anew(one, other) == [rounded]
+    assert checkpointing_resume_contract.chosen_anew(one, other) == [rounded]
 
 
 def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:
     """A run that came to its end by it would stay ended."""
     one, other = ({"recipe": {"eval.patience": n}, "facts": {}, "chosen": {}} for n in (2, 5))
     with pytest.raises(UserError, match=r"eval\.patience"):
-        resume.compare(one, other, tmp_path)
+        checkpointing_resume_contract.compare(one, other, tmp_path)
 
 
 def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     """The memory that is free today is not asked: other layers would be rounded."""
     one = recipe.load(QUICKSTART, ["speed.compile=false"])
-    setup, ledger = check.setup_of(one), Ledger()
-    arguments = training.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
-    tokenizer, prepared = check.prepare_data(one)
+    setup, ledger = preflight_choice_checks.setup_of(one), Ledger()
+    arguments = training_training_arguments.training_arguments(
+        one.train, one.data, setup, split_batch(one.train, 1)
+    )
+    tokenizer, prepared = training_training_data.prepare_data(one)
 
     def asked_for(recompute: str, offload: str) -> dict[str, Any]:
         asked = {"speed.recompute": recompute, "speed.offload": offload}
         return {"recipe": asked, "facts": {"hardware": "x"}, "chosen": {**asked, "speed.recompute": 3}}
 
-    def resumed(name: str) -> tuple[int, hardware.Choice]:
+    def resumed(name: str) -> tuple[int, receipts.Choice]:
         found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
         model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
         work = stages.work_of(model, one, setup, 64, 1.0)
@@ -111,7 +134,7 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
         count = sum(layer.gradient_checkpointing for layer in apply.decoder_layers(model))
         return count, fast["speed.recompute"]
 
-    assert resumed(setup.hardware.name) == (3, hardware.Choice("3 of 6", stages.AS_BEFORE))
+    assert resumed(setup.hardware.name) == (3, receipts.Choice("3 of 6", stages.AS_BEFORE))
     assert resumed("another GPU")[0] == 0, "its memory is another"
     for then, now, kept in (
         (("auto", "auto"), ("auto", "auto"), {"recompute", "offload"}),
@@ -123,10 +146,10 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     ):
         found: Any = SimpleNamespace(contract=asked_for(*then))
         asked = one.speed.model_copy(update=dict(zip(("recompute", "offload"), now, strict=True)))
-        made, keys = resume.as_chosen(asked, found, "x")
+        made, keys = checkpointing_resume_contract.as_chosen(asked, found, "x")
         assert keys == kept and (made == asked or kept)
         assert made.recompute == (3 if "recompute" in kept else now[0])
-    assert resume.as_chosen(one.speed, None, "x") == (one.speed, set())
+    assert checkpointing_resume_contract.as_chosen(one.speed, None, "x") == (one.speed, set())
 
 
 @pytest.mark.parametrize(
@@ -143,6 +166,6 @@ def test_what_was_recorded_as_graphs_is_so_again(asked, compiled, graphs: str, k
     chosen = {"speed.compile": compiled, "speed.graphs": graphs}
     plain = {"speed.recompute": "auto", "speed.offload": "auto"}
     found: Any = SimpleNamespace(contract={"recipe": plain, "facts": {"hardware": "x"}, "chosen": chosen})
-    made, keys = resume.as_chosen(speed, found, "x")
+    made, keys = checkpointing_resume_contract.as_chosen(speed, found, "x")
     assert made.compile == kept and keys == ({"compile"} if kept != asked else set())
-    assert resume.as_chosen(speed, found, "another GPU")[0] == speed
+    assert checkpointing_resume_contract.as_chosen(speed, found, "another GPU")[0] == speed

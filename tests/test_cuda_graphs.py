@@ -13,12 +13,13 @@ from finetune import (
     cuda_graphs,
     estimate,
     launch_env,
-    plan_changes,
     plan_launch,
     plan_memory,
+    planning_plan_report,
     recipe,
 )
-from finetune.hardware import Choice, Hardware
+from finetune.hardware_device import Hardware
+from finetune.receipts import Choice
 
 H100 = Hardware("cuda", "NVIDIA H100", 1, (9, 0), 80.0, 8)
 ON, OFF = Choice("on", "asked for"), Choice("off", "asked for")
@@ -125,4 +126,6 @@ def test_a_plan_has_their_time_and_their_memory(large) -> None:
     found = planned(large, *small, "speed.compile=true", "train.per_device_train_batch_size=auto", gpu="h200")
     assert "searched for" in found.choices["CUDA graphs"].reason
     devices = [kinds for name, kinds in made.phases.items() if name != plan_memory.HOST]
-    assert {kind for kinds in devices for kind in kinds} <= set(plan_changes.KINDS), "each has a column"
+    assert {kind for kinds in devices for kind in kinds} <= set(planning_plan_report.KINDS), (
+        "each has a column"
+    )

@@ -13,7 +13,7 @@ import two_ranks
 from conftest import QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
 
-from finetune import checkpoint, faults, launch_env, resume, zero
+from finetune import checkpoint, checkpointing_resume_contract, faults, launch_env, zero
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 
@@ -133,7 +133,9 @@ def goes_on(run: RunFolder, again: Callable[[], Any]) -> None:
     facts = {name: value for name, value in contract["facts"].items() if name != "moments split by"}
     for then, now in ((facts, contract["facts"]), (contract["facts"], facts)):
         with pytest.raises(UserError, match="moments split by") as raised:
-            resume.compare({**contract, "facts": then}, {**contract, "facts": now}, last)
+            checkpointing_resume_contract.compare(
+                {**contract, "facts": then}, {**contract, "facts": now}, last
+            )
         assert raised.value.code == 4
 
 

@@ -14,7 +14,7 @@ from tokenizers import processors
 from finetune import cli
 from finetune.data.prepare import prepare
 from finetune.errors import UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.sections import Data, Model
 
 LINEAR = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
@@ -152,13 +152,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:
 
 def test_a_log_shows_nan_as_nan() -> None:
     """The Trainer's own default logs an old average in its place."""
-    from finetune import recipe, train
+    from finetune import recipe, training_training_arguments
     from finetune.batch import split_batch
-    from finetune.check import setup_of
+    from finetune.preflight_choice_checks import setup_of
 
     loaded = recipe.load(QUICKSTART)
     batch = split_batch(loaded.train, 1)
-    arguments = train.training_arguments(loaded.train, loaded.data, setup_of(loaded), batch)
+    arguments = training_training_arguments.training_arguments(
+        loaded.train, loaded.data, setup_of(loaded), batch
+    )
     assert arguments.logging_nan_inf_filter is False
 
 

@@ -14,7 +14,16 @@ import torch
 from conftest import DATA, MODEL, ROOT, metrics, receipts
 from small_tasks import CHOICE, QUESTIONS, write_task
 
-from finetune import cli, differences, evaluate, recipe, results, scoring, summary
+from finetune import (
+    cli,
+    evaluate,
+    evaluation_reopen,
+    recipe,
+    results,
+    run_folder_comparability,
+    scoring,
+    summary,
+)
 from finetune.run_folder import RunFolder
 from finetune.sections import Eval
 
@@ -36,7 +45,7 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
     assert losses == sorted(losses, reverse=True) and len(losses) == 6 and len(worse["samples"]) == 2
     assert worse["worst"][0]["where"].rpartition(":")[2].isdigit()
 
-    untrained = get_peft_model(evaluate.open_base(recipe.load(run.recipe)), LoraConfig(r=4))
+    untrained = get_peft_model(evaluation_reopen.open_base(recipe.load(run.recipe)), LoraConfig(r=4))
     untrained.save_pretrained(str(run.adapter))
     assert cli.main(["evaluate", str(run.path), "--quiet"]) == 0
     same = run.read("eval.json")
@@ -164,11 +173,11 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     before = RunFolder(shutil.copytree(run.path, tmp_path / "before"))
     base = shutil.copytree(two_layers, tmp_path / "elsewhere" / Path(two_layers).name)
     asked = ["evaluate", str(run.path), f"model.name={base}", "--quiet"]
-    assert cli.main(asked) == 0 and differences.obstacles(before, run) == []
+    assert cli.main(asked) == 0 and run_folder_comparability.obstacles(before, run) == []
     content = run.read("eval.json")
     content["settings"]["rows"] = 5
     run.write("eval.json", content)
-    assert differences.obstacles(before, run) == ["evaluation rows: 6 against 5"]
+    assert run_folder_comparability.obstacles(before, run) == ["evaluation rows: 6 against 5"]
     asked.append("eval.tasks=[]")
     content["settings"]["storage"] = "bf16"  # as by another machine
     run.write("eval.json", content)

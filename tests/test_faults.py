@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from finetune import checkpoint, cli, faults, nonfinite, preflight, recipe
 from finetune.errors import UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen

@@ -14,11 +14,25 @@ from conftest import MODEL, receipts
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import adapter_types, adapters, cli, evaluate, hardware, merge, model, recipe
+from finetune import (
+    adapter_types,
+    adapters,
+    adapters_trainable_parameters,
+    autoconfig_base_quantization,
+    autoconfig_precision,
+    cli,
+    evaluate,
+    merge,
+    model,
+    models_quantization_checks,
+    recipe,
+)
+from finetune.autoconfig_precision import Launch
 from finetune.errors import Exit, UserError
-from finetune.hardware import Choice, Hardware, Launch, Setup
-from finetune.receipts import Ledger
-from finetune.speed import fp8, fp8_base
+from finetune.hardware import Setup
+from finetune.hardware_device import Hardware
+from finetune.receipts import Choice, Ledger
+from finetune.speed import fp8, fp8_base, ops
 
 IDS = torch.arange(8, 40).reshape(2, 16)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
@@ -52,8 +66,8 @@ def load(name: str | Path = MODEL, dtype: torch.dtype = torch.float32):
 def test_quantised_rows_are_within_half_a_step_of_e4m3() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 256) * torch.logspace(-20, 20, 64)[:, None]
-    codes, scale = fp8.quantise_rows(x)
-    assert codes.dtype == fp8.E4M3 and scale.dtype == torch.float32 and scale.shape == (64, 1)
+    codes, scale = ops.quantise_rows(x)
+    assert codes.dtype == ops.E4M3 and scale.dtype == torch.float32 and scale.shape == (64, 1)
     assert codes.float().abs().amax(-1).eq(448).all()  # each row uses the whole range
     off = (codes.float() - x / scale).abs()
     assert (off <= torch.clamp((x / scale).abs() * 2**-4, min=2**-10) * 1.001).all()
@@ -67,11 +81,11 @@ def test_zeros_stay_and_what_is_not_finite_is_never_hidden(dtype: torch.dtype) -
     x[0] = 0
     x[1, 3], x[2, 3], x[3, 3] = float("nan"), float("inf"), float("-inf")
     x[4] = 1e-39  # too small for a normal number
-    codes, scale = fp8.quantise_rows(x)
+    codes, scale = ops.quantise_rows(x)
     back = codes.float() * scale
     assert back[0].eq(0).all() and back[4].isfinite().all()
     assert back[1:4].isnan().all()
-    assert fp8.product(codes, scale, *fp8.quantise_rows(torch.ones(16, 16)), dtype)[1:4].isnan().all()
+    assert fp8.product(codes, scale, *ops.quantise_rows(torch.ones(16, 16)), dtype)[1:4].isnan().all()
 
 
 def test_forward_and_gradient_against_the_dequantised_weight() -> None:
@@ -84,10 +98,10 @@ def test_forward_and_gradient_against_the_dequantised_weight() -> None:
     (gradient,), (right,) = torch.autograd.grad(y, x, g), torch.autograd.grad(wanted, x, g)
     assert error(gradient, right) < 0.035
     with torch.no_grad():  # of the same codes, nothing else is lost
-        codes, scale = fp8.quantise_rows(x.view(-1, 128))
+        codes, scale = ops.quantise_rows(x.view(-1, 128))
         exact = (codes.double() * scale) @ quantised.dequantize().double().T + plain.bias
         assert error(y.view(-1, 96), exact) < 1e-6
-        codes, scale = fp8.quantise_rows(g.view(-1, 96) * quantised.weight_scale.T)
+        codes, scale = ops.quantise_rows(g.view(-1, 96) * quantised.weight_scale.T)
         assert error(gradient.view(-1, 128), (codes.double() * scale) @ quantised.weight.double()) < 1e-6
 
 
@@ -104,7 +118,7 @@ def test_it_works_in_place_in_bf16_and_in_autocast() -> None:
         assert error(quantised(x).detach(), quantised(x.detach().bfloat16())) < 0.02
     with pytest.raises(TypeError, match="can't be cast"):
         fp8.Fp8Linear.of(plain).bfloat16()
-    assert fp8.Fp8Linear.of(plain).to("cpu").weight.dtype == fp8.E4M3
+    assert fp8.Fp8Linear.of(plain).to("cpu").weight.dtype == ops.E4M3
 
 
 def test_no_rows_are_no_error() -> None:
@@ -129,18 +143,18 @@ def test_it_is_traced_without_a_break(backend: str) -> None:
 def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
     ledger = Ledger()
     base = load()
-    fp8_base.add_receipt(base, ledger)
+    models_quantization_checks.add_receipt(base, ledger)
     (receipt,) = ledger.as_json()
     assert receipt["ok"] and receipt["got"].startswith("42 of 42 linear layers, ")
     kinds = {name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, fp8.Fp8Linear)}
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert base.lm_head.weight.dtype == torch.float32 and not any(
-        p.requires_grad for p in base.parameters() if p.dtype == fp8.E4M3
+        p.requires_grad for p in base.parameters() if p.dtype == ops.E4M3
     )
     whole = load_file(MODEL / "model.safetensors")
     for name, module in base.named_modules():
         if isinstance(module, fp8.Fp8Linear):
-            codes, scale = fp8.quantise_rows(whole[f"{name}.weight"])
+            codes, scale = ops.quantise_rows(whole[f"{name}.weight"])
             assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
             assert torch.equal(module.weight_scale, scale)
     plain = load().dequantize(torch.float32)
@@ -154,12 +168,12 @@ def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
 def test_loading_holds_no_second_copy_of_what_is_quantised(two_layers, monkeypatch) -> None:
     """At each quantisation, the only weight in memory that is not codes yet is the one that is read."""
     sizes = {(256, 256), (128, 256), (704, 256), (256, 704)}  # of the layers; the embedding has 4096 rows
-    held, quantise = [], fp8.quantise_rows
+    held, quantise = [], ops.quantise_rows
 
     def whole() -> dict[int, torch.Tensor]:
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
         live = [t for t in tensors if tuple(t.shape) in sizes]
-        return {t.data_ptr(): t for t in live if t.device.type == "cpu" and t.dtype != fp8.E4M3}
+        return {t.data_ptr(): t for t in live if t.device.type == "cpu" and t.dtype != ops.E4M3}
 
     before = whole()  # of tests that ran before in this process; kept, so that no address is used again
 
@@ -181,7 +195,7 @@ def test_layers_that_do_not_fit_stay_and_are_counted(tmp_path) -> None:
     torch.nn.init.normal_(made.model.layers[0].self_attn.q_proj.bias)
     made.save_pretrained(tmp_path)
     base, ledger = load(tmp_path), Ledger()
-    fp8_base.add_receipt(base, ledger)
+    models_quantization_checks.add_receipt(base, ledger)
     assert "4 of 7 linear layers" in ledger.as_json()[0]["got"]
     assert "3 stay: sides not divisible by 16" in ledger.as_json()[0]["got"]
     q_proj = base.model.layers[0].self_attn.q_proj
@@ -201,8 +215,8 @@ def test_an_adapter_starts_as_on_a_base_in_bf16(kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
-    fresh = adapters.trainable(attached(load(dtype=torch.bfloat16), kind))
-    wanted = adapters.trainable(attached(plain, kind))
+    fresh = adapters_trainable_parameters.trainable(attached(load(dtype=torch.bfloat16), kind))
+    wanted = adapters_trainable_parameters.trainable(attached(plain, kind))
     assert fresh.keys() == wanted.keys() and {p.dtype for p in fresh.values()} == {torch.float32}
     for name in [name for name in fresh if "magnitude" not in name]:
         assert torch.equal(fresh[name], wanted[name]), name
@@ -233,7 +247,7 @@ def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
         adapted = attached(base, kind)
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in adapters.trainable(adapted).values():
+            for parameter in adapters_trainable_parameters.trainable(adapted).values():
                 parameter.add_(1e-2 * torch.randn_like(parameter))
         loss = adapted(input_ids=IDS, labels=IDS, use_cache=False).loss
         loss.backward()
@@ -251,7 +265,7 @@ def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
 def test_an_adapter_is_merged_into_weights_and_not_into_codes(two_layers, kind: str) -> None:
     adapted = attached(load(two_layers), kind)
     with torch.no_grad():
-        for parameter in adapters.trainable(adapted).values():
+        for parameter in adapters_trainable_parameters.trainable(adapted).values():
             parameter.add_(1e-2)
         for merge in (adapted.merge_adapter, adapted.merge_and_unload):
             with pytest.raises(UserError, match=r"fp8 codes(?s:.*)finetune merge RUN"):
@@ -265,7 +279,7 @@ def test_an_adapter_is_merged_into_weights_and_not_into_codes(two_layers, kind: 
 def test_a_run_on_it_trains_verifies_evaluates_and_merges(train, two_layers, monkeypatch) -> None:
     """Through the command, as on a GPU that has fp8 GEMMs: only whether they are there is answered for it."""
     with monkeypatch.context() as patch:
-        patch.setattr(hardware, "fp8_missing", lambda machine, precision: "")
+        patch.setattr(autoconfig_precision, "fp8_missing", lambda machine, precision: "")
         options = ["speed.base=fp8", "adapter.type=dora", f"model.name={two_layers}", "train.max_steps=8"]
         options += ["train.learning_rate=1e-2", "train.logging_steps=1", "eval.max_new_tokens=2"]
         run = train(*options)
@@ -305,15 +319,15 @@ def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
 @pytest.mark.parametrize("machine", [CPU, A100])
 def test_without_fp8_gemms_it_is_refused_for_training_and_emulated_for_the_rest(machine: Hardware) -> None:
     with pytest.raises(UserError, match="no fp8 GEMMs") as raised:
-        hardware.choose_base("fp8", "lora", "bf16", machine, lambda: "")
+        autoconfig_base_quantization.choose_base("fp8", "lora", "bf16", machine, lambda: "")
     assert raised.value.code == Exit.ENVIRONMENT and "speed.base=auto" in str(raised.value)
-    again = hardware.choose_base("fp8", "lora", "bf16", machine)
+    again = autoconfig_base_quantization.choose_base("fp8", "lora", "bf16", machine)
     assert again.value == "fp8" and "no fp8 GEMMs" in again.reason
 
 
 def test_on_a_gpu_without_autocast_it_is_refused() -> None:
     with pytest.raises(UserError, match="precision is no"):
-        hardware.choose_base("fp8", "lora", "no", H100, lambda: "")
+        autoconfig_base_quantization.choose_base("fp8", "lora", "no", H100, lambda: "")
 
 
 def test_training_is_refused_here(train, capsys) -> None:
@@ -322,11 +336,13 @@ def test_training_is_refused_here(train, capsys) -> None:
 
 
 def auto(machine: Hardware, precision: str = "bf16", *options: str) -> Choice:
-    from finetune import check
+    from finetune import preflight_choice_checks
 
     loaded = recipe.load("recipes/quickstart.yaml", list(options))
     kind = loaded.adapter.type
-    return hardware.choose_base("auto", kind, precision, machine, lambda: check.against_fp8(loaded))
+    return autoconfig_base_quantization.choose_base(
+        "auto", kind, precision, machine, lambda: preflight_choice_checks.against_fp8(loaded)
+    )
 
 
 def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:
@@ -363,12 +379,12 @@ def test_experts_that_stay_are_in_the_receipt() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
     config = AutoConfig.for_model("qwen3_moe", vocab_size=99, num_experts_per_tok=2, **sizes)
     ledger = Ledger()
-    fp8_base.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
+    models_quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
     assert "of experts stay: they are no linear layers" in ledger.as_json()[0]["got"]
 
 
 def test_a_convolution_is_no_expert() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     ledger, config = Ledger(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
-    fp8_base.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
+    models_quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
     assert "experts" not in ledger.as_json()[0]["got"]

@@ -12,9 +12,10 @@ from test_fp8 import IDS, error, load
 from test_loss import given
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune import models_quantization_checks
 from finetune.errors import Exit, UserError
 from finetune.receipts import Ledger
-from finetune.speed import fp8, fp8_base
+from finetune.speed import fp8, ops
 
 
 def checkpoint(folder: Path, strategy: str, **config: object) -> dict[str, torch.Tensor]:
@@ -24,7 +25,7 @@ def checkpoint(folder: Path, strategy: str, **config: object) -> dict[str, torch
         weight = tensors[name].float()
         largest = weight.abs().amax(-1, keepdim=True) if strategy == "channel" else weight.abs().max()[None]
         scale = (largest / 400).bfloat16()  # another rule than ours
-        tensors[name] = (weight / scale.float()).to(fp8.E4M3)
+        tensors[name] = (weight / scale.float()).to(ops.E4M3)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     text = json.loads((MODEL / "config.json").read_text())
@@ -57,7 +58,7 @@ def test_a_checkpoint_in_fp8_is_taken_byte_for_byte(strategy: str, tmp_path) -> 
         assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
         assert module.weight_scale.dtype == torch.float32
         assert torch.equal(module.weight_scale, scale.float().reshape(-1, 1).expand_as(module.weight_scale))
-    fp8_base.add_receipt(base, ledger)
+    models_quantization_checks.add_receipt(base, ledger)
     assert "3 stay: not fp8 in the checkpoint" in ledger.as_json()[0]["got"]
     with torch.no_grad():
         assert error(base(IDS).logits, load()(IDS).logits) < 0.15
@@ -72,7 +73,7 @@ def test_so_is_one_whose_names_transformers_changes(tmp_path) -> None:
         old = re.sub(r"^model\.(vision_tower|multi_modal_projector)", r"\1", old)
         if "language_model" in name and name.endswith("proj.weight"):
             tensors[f"{old}_scale"] = scale = tensor.abs().amax(-1, keepdim=True) / 400
-            tensor = (tensor / scale).to(fp8.E4M3)
+            tensor = (tensor / scale).to(ops.E4M3)
         tensors[old] = tensor.clone()
     made.config.quantization_config = compressed("channel")
     made.config.save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from hub_server import Hub, Repo
 from huggingface_hub import ModelCard
 
 from finetune import cli, recipe, run_folder
-from finetune import hub as hub_api
+from finetune import hub as finetune_hub
 from finetune.errors import UserError
 from finetune.publish import without_paths
 from finetune.run_folder import RunFolder
@@ -152,15 +152,15 @@ def test_processes_that_one_starts_read_the_same_commit(hub: Hub, monkeypatch) -
     """A branch is asked for once: children have the answer in their environment."""
     repo = hub.repos["me/base"] = Moving(private=False)
     commits = [repo.commit("main", {"config.json": b"{}"}, str(number)) for number in range(2)]
-    first = hub_api.commit("me/base", "main")
+    first = finetune_hub.commit("me/base", "main")
     asked = len(hub.requests)
-    assert first in commits and hub_api.commit("me/base", "main") == first and len(hub.requests) == asked
-    told = json.loads(os.environ[hub_api.COMMITS])
+    assert first in commits and finetune_hub.commit("me/base", "main") == first and len(hub.requests) == asked
+    told = json.loads(os.environ[finetune_hub.COMMITS])
     assert told == {"me/base@main": first}
-    monkeypatch.setenv(hub_api.COMMITS, "{}")
-    assert hub_api.commit("me/base", "main") != first, "it has moved"
+    monkeypatch.setenv(finetune_hub.COMMITS, "{}")
+    assert finetune_hub.commit("me/base", "main") != first, "it has moved"
     with pytest.raises(UserError, match="no such model or revision"):
-        hub_api.commit("me/none", "main")
+        finetune_hub.commit("me/none", "main")
 
 
 def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:

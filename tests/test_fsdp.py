@@ -20,13 +20,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from finetune import (
     checkpoint,
+    checkpointing_resume_contract,
     cli,
-    exchange,
     hardware,
     launch_conflicts,
     model,
     recipe,
-    resume,
     stages,
     stopping,
 )
@@ -84,7 +83,7 @@ def one_rank_as_on_gpus(arguments: list[str]) -> None:
 def one_rank_in_16_bits(arguments: list[str]) -> None:
     """4-bit codes as numbers of 16 bits, as they were gathered once."""
     policy, packed = MixedPrecisionPolicy(torch.bfloat16, torch.float32), four_bit.pack
-    exchange.fsdp_policy = lambda *_: policy
+    four_bit.fsdp_policy = lambda *_: policy
     four_bit.pack = lambda base: packed(base, torch.bfloat16)
     one_rank_as_on_gpus(arguments)
 
@@ -220,7 +219,7 @@ def test_a_run_that_was_not_split_does_not_go_on_split_nor_the_other_way_round(r
     facts = {name: value for name, value in kept["facts"].items() if name != "weights split by"}
     for then, now in ((facts, kept["facts"]), (kept["facts"], facts)):
         with pytest.raises(UserError, match="weights split by") as raised:
-            resume.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
+            checkpointing_resume_contract.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
         assert raised.value.code == 4
 
 

@@ -10,8 +10,7 @@ from conftest import in_four_bits
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.hardware import Choice
-from finetune.receipts import Ledger
+from finetune.receipts import Choice, Ledger
 from finetune.speed import apply, fp8
 from finetune.speed.apply import decoder_layers
 from finetune.speed.fuse import Fused

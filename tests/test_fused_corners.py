@@ -14,13 +14,14 @@ from peft import LoraConfig
 from test_fused import IDS, LINEAR, TYPES, adapted, ranked, step, worst
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.autoconfig_compilation import Work
 from finetune.errors import UserError
-from finetune.hardware import Choice, Hardware
+from finetune.hardware_device import Hardware
 from finetune.launch_env import sharded
-from finetune.receipts import Ledger
+from finetune.receipts import Choice, Ledger
 from finetune.sections import Speed
 from finetune.speed import apply, attention, fp8, fp8_base, lora, ops
-from finetune.speed.apply import Work, decoder_layers
+from finetune.speed.apply import decoder_layers
 from finetune.speed.fuse import Fused
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)

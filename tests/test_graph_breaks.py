@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import QUICKSTART
 
-from finetune import adapter_types, adapters, estimate, hardware, model, recipe
-from finetune.hardware import Choice, Hardware
-from finetune.receipts import Ledger
+from finetune import adapter_types, adapters, autoconfig_compilation, hardware, model, recipe
+from finetune.hardware_device import Hardware
+from finetune.receipts import Choice, Ledger
 from finetune.speed import apply
 
 H100 = Hardware("cuda", "NVIDIA H100", 1, (9, 0), 80.0, 8)
@@ -48,8 +48,8 @@ def test_auto_knows_what_breaks_the_graph(given: tuple[str, ...], said: str) -> 
     torch._dynamo.reset()
     reason = apply.breaking(made)
     assert bool(breaks) == bool(reason) == bool(said) and said in reason
-    work = estimate.Work(4096, 1e20, eager=reason)
-    auto = estimate.choose_compile("auto", work, H100)
+    work = autoconfig_compilation.Work(4096, 1e20, eager=reason)
+    auto = autoconfig_compilation.choose_compile("auto", work, H100)
     assert (auto.value, reason in auto.reason) == ("off" if said else "on", True)
 
 
@@ -58,7 +58,9 @@ def test_what_decides_on_compiling_is_not_called_the_time_of_training() -> None:
     peak = H100.peak_flops
     assert peak
     for seconds, value in ((77, "off"), (500, "on")):
-        chosen = estimate.choose_compile("auto", estimate.Work(4096, seconds * 0.4 * peak), H100)
+        chosen = autoconfig_compilation.choose_compile(
+            "auto", autoconfig_compilation.Work(4096, seconds * 0.4 * peak), H100
+        )
         assert chosen.value == value and "training" not in chosen.reason
         assert f"about {seconds} s of products at 40% of the peak" in chosen.reason
 
@@ -75,8 +77,8 @@ def test_dora_breaks_nothing_where_it_is_fused() -> None:
 @pytest.mark.parametrize("reason", ["asked for", "auto: about 900 s of products"])
 def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatch) -> None:
     """Under `auto` what it did not know of is a receipt."""
-    monkeypatch.setattr(estimate, "choose_compile", lambda *given: Choice("on", reason))
-    monkeypatch.setattr(apply, "choose_compile", estimate.choose_compile)
+    monkeypatch.setattr(autoconfig_compilation, "choose_compile", lambda *given: Choice("on", reason))
+    monkeypatch.setattr(apply, "choose_compile", autoconfig_compilation.choose_compile)
     monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
     given = ("adapter.type=loha", ONE, "train.learning_rate=1e-2")
     if reason == "asked for":

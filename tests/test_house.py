@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import ADAPTERS, ROOT, module_of
 
-from finetune import cli, recipe, shipped
+from finetune import cli, recipe_build, shipped
 
 PACKAGE = ROOT / "finetune"
 # Who may import whom, lowest first: a module imports only from the layers under its own, or its own layer's
@@ -226,7 +226,7 @@ def in_one_order(value: object) -> object:
 
 
 def test_the_schema_is_current() -> None:
-    now = json.loads(json.dumps(recipe.json_schema()))
+    now = json.loads(json.dumps(recipe_build.json_schema()))
     assert in_one_order(json.loads(shipped.SCHEMA.read_text())) == in_one_order(now), "make schema"
 
 

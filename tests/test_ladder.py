@@ -14,14 +14,16 @@ from conftest import QUICKSTART, ROOT, module_of
 
 from finetune import (
     ablate_table,
-    check,
     cli,
-    hardware,
+    experiments_runner_variable_keys,
+    hardware_device,
     ladder,
     measured,
+    preflight_choice_checks,
     recipe,
     stages,
-    train,
+    training_training_arguments,
+    training_training_data,
     tune_space,
 )
 from finetune.batch import split_batch
@@ -104,9 +106,9 @@ def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
 
 def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
     for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
-        assert ladder.key_problem(key, 1, "") is None
+        assert experiments_runner_variable_keys.key_problem(key, 1, "") is None
     for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
-        assert ladder.key_problem(key, 1, "") is not None
+        assert experiments_runner_variable_keys.key_problem(key, 1, "") is not None
 
 
 def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
@@ -127,11 +129,11 @@ def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
 
 
 def test_what_a_cpu_has_no_instructions_for_is_skipped() -> None:
-    cpu = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+    cpu = hardware_device.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
     lacks = ladder.Needs(capability=8.0, instructions=["avx513_bf17", "amx_none"])
     assert ladder.missing(lacks, cpu) == "this CPU has none of avx513_bf17, amx_none"
     assert not ladder.missing(ladder.Needs(instructions=["avx513_bf17", "avx2", "neon"]), cpu)
-    assert not ladder.missing(lacks, hardware.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 139.8, 16))
+    assert not ladder.missing(lacks, hardware_device.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 139.8, 16))
 
 
 def test_a_no_op_has_no_switch() -> None:
@@ -173,9 +175,11 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     if precision:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     one = recipe.load(QUICKSTART, overrides)
-    setup, ledger = check.setup_of(one), Ledger()
-    arguments = train.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
-    tokenizer, prepared = check.prepare_data(one)
+    setup, ledger = preflight_choice_checks.setup_of(one), Ledger()
+    arguments = training_training_arguments.training_arguments(
+        one.train, one.data, setup, split_batch(one.train, 1)
+    )
+    tokenizer, prepared = training_training_data.prepare_data(one)
     model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
     work = stages.work_of(model, one, setup, 64, 1.0)
     fast = stages.make_fast(model, one, setup, arguments, work, None, ledger)
@@ -225,7 +229,7 @@ def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:
     measured_there = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text())
     made = {**measured_there, "command": f"finetune ablate {tmp_path}/8b.yaml"}
     (place / "ladder.json").write_text(json.dumps(made))
-    ablate_table.write(place, made, hardware.detect())
+    ablate_table.write(place, made, hardware_device.detect())
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(script, "HERE", tmp_path / "benchmarks")
     script.publish(made, place, f"python benchmarks/ladder.py --work {tmp_path}/work")

@@ -12,19 +12,23 @@ from conftest import QUICKSTART, ROOT
 from transformers import LlamaConfig, MistralConfig
 
 from finetune import (
+    autoconfig_precision,
     check,
     hardware,
+    hardware_device,
     launch_conflicts,
     launch_env,
     launch_receipts,
     optimizers,
     plan,
     plan_launch,
+    preflight_choice_checks,
     recipe,
     upstream,
 )
+from finetune.autoconfig_precision import Launch
 from finetune.errors import UserError
-from finetune.hardware import Hardware, Launch
+from finetune.hardware_device import Hardware
 from finetune.receipts import Ledger
 from finetune.sections import Data, Model, Speed
 
@@ -179,11 +183,11 @@ def test_a_sliding_window_is_not_cut(window: int | None, launched, tmp_path) -> 
     )
     config.save_pretrained(tmp_path)
     loaded = recipe.load(QUICKSTART, [f"model.name={tmp_path}", "model.attention=sdpa"])
-    check.against_launch(loaded)
+    launch_conflicts.against_launch(loaded)
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="2")
     refused = pytest.raises(UserError, match="cuts through a sliding window")
     with refused if window else contextlib.nullcontext():
-        check.against_launch(loaded)
+        launch_conflicts.against_launch(loaded)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,7 @@ def test_optimizers_that_take_tensors_whole(
     split: dict[str, str], optim: str, refused: bool, launched, monkeypatch
 ) -> None:
     launched(**split)
-    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
     asked: dict[str, Any] = {"attention": "sdpa", "base": "bf16", "adapter_type": "lora"}
     setup = hardware.choose(**asked, against_fp8=lambda: "")
     train = recipe.load(QUICKSTART, [f"train.optim={optim}"]).train
@@ -247,7 +251,7 @@ def test_a_batch_is_not_searched_where_weights_are_split(launched) -> None:
     launched(**FSDP)
     given = ["train.per_device_train_batch_size=auto"]
     with pytest.raises(UserError, match="FSDP of the accelerate config splits the weights") as raised:
-        check.against_launch(recipe.load(QUICKSTART, given))
+        launch_conflicts.against_launch(recipe.load(QUICKSTART, given))
     assert raised.value.code == 2
 
 
@@ -259,7 +263,7 @@ def test_more_processes_than_gpus(launched) -> None:
 
 
 def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkeypatch) -> None:
-    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
     launched(ACCELERATE_MIXED_PRECISION="fp8")
     asked: dict[str, Any] = {"attention": "sdpa", "base": "auto"}
     setup = hardware.choose(**asked, adapter_type="dora", against_fp8=lambda: "too narrow")
@@ -271,7 +275,7 @@ def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkey
     assert (setup.launch.precision, setup.storage.value) == ("fp8", "fp32") and problems("full") == ""
     for machine in (T4, CPU):  # Accelerate would take fp16 with a warning
         with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
-            hardware.launch(machine)
+            autoconfig_precision.launch(machine)
         assert raised.value.code == 3
 
 
@@ -288,12 +292,12 @@ def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkey
 def test_an_fp8_launch_refuses_what_an_fp8_base_is_refused_for(
     given: tuple[str, ...], launched, monkeypatch
 ) -> None:
-    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
     loaded = recipe.load(QUICKSTART, given)
-    check.against_launch(loaded)
+    launch_conflicts.against_launch(loaded)
     launched(ACCELERATE_MIXED_PRECISION="fp8")
     with pytest.raises(UserError) as raised:
-        check.setup_of(loaded)
+        preflight_choice_checks.setup_of(loaded)
     assert raised.value.code == 2 and "accelerate config" in raised.value.problems[0].what
     with pytest.raises(UserError) as said:  # the recipe itself
         recipe.load(QUICKSTART, [*given, "speed.base=fp8"])

@@ -18,7 +18,8 @@ from conftest import ROOT
 
 from finetune import cli, launch, launch_config, plan_launch
 from finetune.errors import UserError
-from finetune.hardware import Hardware, Start
+from finetune.hardware_device import Hardware
+from finetune.launch import Start
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:

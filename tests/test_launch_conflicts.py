@@ -6,7 +6,7 @@ import pytest
 from conftest import QUICKSTART
 from test_launch import FSDP, H100, PARALLEL, ZERO
 
-from finetune import check, hardware, launch_conflicts, recipe
+from finetune import hardware, hardware_device, launch_conflicts, recipe, training_resume_facts
 from finetune.errors import Exit, UserError
 from finetune.sections import Data, Model, Speed
 
@@ -98,17 +98,17 @@ def test_where_fp8_s_package_is_missing_the_other_is_advised(backend: str, other
 )
 def test_machines_that_are_launched_otherwise_are_told(launch, name, values, monkeypatch) -> None:
     """By what they compare at the start: their exchanges would not meet, or mean another thing."""
-    monkeypatch.setattr(hardware, "detect", lambda: H100)
+    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
     for variable, value in {"ACCELERATE_MIXED_PRECISION": "bf16", **launch}.items():
         monkeypatch.setenv(variable, value)
     held, loaded = [], recipe.load(QUICKSTART)
     for value in values:
         monkeypatch.setenv(name, value)
         setup = hardware.choose(attention="sdpa", base="bf16", adapter_type="lora", against_fp8=lambda: "")
-        held.append(check.facts(loaded, setup))
+        held.append(training_resume_facts.facts(loaded, setup))
     assert held[0] != held[1]
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/scratch")
-    assert check.facts(loaded, setup) == held[1]
+    assert training_resume_facts.facts(loaded, setup) == held[1]
 
 
 def test_deepspeed_may_say_what_the_recipe_says(monkeypatch) -> None:
@@ -118,10 +118,10 @@ def test_deepspeed_may_say_what_the_recipe_says(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     for clipping in ("auto", "1.0"):
         monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", clipping)
-        check.against_launch(loaded)
+        launch_conflicts.against_launch(loaded)
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
     with pytest.raises(UserError, match=r"max_grad_norm decides.*\n.*0.5\n.*expected: +1\n"):
-        check.against_launch(loaded)
+        launch_conflicts.against_launch(loaded)
 
 
 def test_vllm_is_not_started_by_each_process(monkeypatch) -> None:
@@ -134,5 +134,5 @@ def test_vllm_is_not_started_by_each_process(monkeypatch) -> None:
         monkeypatch.setenv(name, value)
     loaded = recipe.load(QUICKSTART, ["eval.engine=vllm", "eval.tasks=[arc_easy]"])
     with pytest.raises(UserError, match="a launch of 2 would start it in each") as raised:
-        check.against_launch(loaded)
+        launch_conflicts.against_launch(loaded)
     assert raised.value.code == 2

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from conftest import DATA, QUICKSTART, metrics
 
-from finetune import recipe, train
+from finetune import recipe, training_training_data
 from finetune.data.audit import Report
 from finetune.receipts import Ledger
 
@@ -15,7 +15,7 @@ def test_the_receipt_allows_what_the_audit_allows() -> None:
     ledger, loaded = Ledger(), recipe.load(QUICKSTART, ["data.expect.no_end_of_turn=0.7"])
     for without in (7, 8):
         report = Report(kept=10, counts={"no_end_of_turn": without})
-        train.add_data_receipts(
+        training_training_data.add_data_receipts(
             loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), ledger
         )
     assert [(one["got"], one["ok"]) for one in ledger.as_json()] == [("3 rows", True), ("2 rows", False)]

@@ -23,7 +23,7 @@ from finetune.data import load
 from finetune.data.prepare import prepare
 from finetune.data.rows import BadRow, Row
 from finetune.errors import UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.sections import Data, Model, Source
 
 VALUES = [{"prompt": f"{n}", "completion": "é \n 🦙"} for n in range(5)]

@@ -12,7 +12,19 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
-from finetune import adapters, callbacks, hardware, model, recipe, train
+from finetune import (
+    adapters,
+    adapters_trainable_parameters,
+    estimate,
+    hardware,
+    model,
+    models_tokenizer,
+    recipe,
+    training_first_step,
+    training_training_arguments,
+    training_training_data,
+)
+from finetune import batch as finetune_batch
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.speed import head, loss
@@ -140,8 +152,12 @@ def test_what_backward_holds_is_the_gradient_and_no_logits() -> None:
 
 
 def test_chunks_are_few_even_and_within_their_budget() -> None:
-    assert loss.chunk_rows(16380, 2093) == 2048 and loss.chunk_rows(4100, 4096) == 2304
-    assert loss.chunk_rows(0, 4096) == 1 and loss.chunk_rows(7, 4096) == 7 and loss.chunk_rows(600, 0) == 256
+    assert estimate.chunk_rows(16380, 2093) == 2048 and estimate.chunk_rows(4100, 4096) == 2304
+    assert (
+        estimate.chunk_rows(0, 4096) == 1
+        and estimate.chunk_rows(7, 4096) == 7
+        and estimate.chunk_rows(600, 0) == 256
+    )
 
 
 def given(family: str) -> dict[str, Any]:
@@ -256,11 +272,11 @@ def opened(base: Path, *overrides: str):
     loaded = recipe.load(QUICKSTART, [*short, *overrides])
     kind = loaded.adapter.type
     setup = hardware.choose(attention=loaded.model.attention, base="auto", adapter_type=kind)
-    batch = train.split_batch(loaded.train, 1)
-    arguments = train.training_arguments(loaded.train, loaded.data, setup, batch)
+    batch = finetune_batch.split_batch(loaded.train, 1)
+    arguments = training_training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
     loaded_base = model.load(loaded.model, setup, str(arguments.device))
     set_seed(loaded.train.seed)
-    added = model.added_tokens(loaded.model, model.load_tokenizer(loaded.model))
+    added = models_tokenizer.added_tokens(loaded.model, models_tokenizer.load_tokenizer(loaded.model))
     adapted = adapters.attach(loaded_base, loaded.adapter, arguments.max_steps, Ledger(), added=added)
     return adapted, arguments, loaded, setup
 
@@ -303,8 +319,8 @@ def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     """The trainer of a run on 96 rows, not yet trained."""
     adapted, arguments, loaded, setup = opened(base, "data.validation=null", *overrides)
     arguments.output_dir = str(folder)
-    tokenizer, prepared = train.prepare_in_turn(loaded, setup)
-    first = callbacks.FirstStep(Ledger(), setup, steps=arguments.max_steps, batch=8)
+    tokenizer, prepared = training_training_data.prepare_in_turn(loaded, setup)
+    first = training_first_step.FirstStep(Ledger(), setup, steps=arguments.max_steps, batch=8)
     sections = loaded.adapter, loaded.speed
     trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, [first])
     trainer.install_loss(chosen, compiled=False)
@@ -329,7 +345,14 @@ def test_a_run_is_what_it_was_with_trl_s(case: str, small, two_layers, tmp_path)
         trainer = trainer_of(two_layers, tmp_path / chosen, chosen, small[0], *steps, *CASES[case])
         trainer.train()
         logs.append([line for line in trainer.state.log_history if "loss" in line])
-        weights.append(torch.cat([p.detach().flatten() for p in adapters.trainable(trainer.model).values()]))
+        weights.append(
+            torch.cat(
+                [
+                    p.detach().flatten()
+                    for p in adapters_trainable_parameters.trainable(trainer.model).values()
+                ]
+            )
+        )
         if trainer.chunked:
             assert trainer.chunked.computed < trainer.chunked.rows or case == "full rows"
     before, after = logs

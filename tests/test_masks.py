@@ -16,7 +16,7 @@ from finetune.data.formats import convert
 from finetune.data.prepare import prepare
 from finetune.data.rows import BadRow, Example, Row
 from finetune.errors import UserError
-from finetune.model import declared_ends, foreign_template, load_tokenizer
+from finetune.models_tokenizer import declared_ends, foreign_template, load_tokenizer
 from finetune.sections import Data, Model
 
 TURNS: list[dict[str, Any]] = [

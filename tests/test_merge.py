@@ -9,8 +9,17 @@ import torch
 from conftest import MODEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import cli, evaluate, hardware, model, modules, publish, quantize, recipe
-from finetune import merge as merge_module
+from finetune import (
+    cli,
+    evaluation_reopen,
+    hardware,
+    model,
+    models_quantization_checks,
+    publish,
+    quantize,
+    recipe,
+)
+from finetune import merge as finetune_merge
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
@@ -154,7 +163,7 @@ def test_a_4_bit_run_is_merged_onto_what_training_saw(precision: str, run, monke
     report = merge(folder, "--dtype", "float32")["merged"]
     assert report["merged_onto"] == "nf4"
     merged = torch.stack(in_fp32(plain(folder.path / "merged"), IDS.tolist()))
-    live = torch.stack(in_fp32(evaluate.reopen(folder, recipe.load(folder.recipe)), IDS.tolist()))
+    live = torch.stack(in_fp32(evaluation_reopen.reopen(folder, recipe.load(folder.recipe)), IDS.tolist()))
     assert away(merged, live) < 1e-4
     assert away(merged, tuned(folder)) > 1e-2, "the base as it was before it was quantised is another model"
 
@@ -249,7 +258,7 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
 
 def test_a_base_that_is_none_of_codes_is_no_quantised_one(two_layers) -> None:
     plain = AutoModelForCausalLM.from_pretrained(two_layers)
-    modules.add_coded_receipt(plain, "nf4", ledger := Ledger())
+    models_quantization_checks.add_coded_receipt(plain, "nf4", ledger := Ledger())
     with pytest.raises(UserError, match="asked for one thing, got another") as raised:
         ledger.check()
     assert raised.value.code == 3 and "0 of 14 linear layers" in str(raised.value)
@@ -268,7 +277,7 @@ def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:
 
 
 def test_without_torchao_the_pip_line(run, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.quantize.installed", lambda name: name != "torchao")
+    monkeypatch.setattr("finetune.core_packages.installed", lambda name: name != "torchao")
     folder = run("lora")
     merge(folder, "--quantize", "int8", code=3)
     assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err
@@ -316,7 +325,7 @@ def test_what_is_merged_elsewhere_is_not_what_the_run_folder_holds(tmp_path, mon
     (tmp_path / "staged").mkdir()
     folder.write("merge.json", {"merged": {"dtype": "bfloat16"}})
     monkeypatch.chdir(tmp_path)
-    merge_module.publish(tmp_path / "staged", Path("merged"), folder, {"dtype": "float32"})
+    finetune_merge.publish(tmp_path / "staged", Path("merged"), folder, {"dtype": "float32"})
     for place, dtype in ((folder.path, "bfloat16"), (tmp_path, "float32")):
         _, weights = publish.find_weights(folder, merged=True)
         assert weights == place / "merged" and publish.merge_report(folder, weights) == {"dtype": dtype}

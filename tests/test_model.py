@@ -10,10 +10,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from finetune import hardware, model, zero
+from finetune import (
+    autoconfig_base_quantization,
+    autoconfig_precision,
+    hardware,
+    model,
+    models_generation_config,
+    models_tokenizer,
+    zero,
+)
 from finetune.errors import Exit, UserError
-from finetune.hardware import Hardware
-from finetune.model import fingerprint
+from finetune.hardware_device import Hardware
+from finetune.models_fingerprint import fingerprint
 from finetune.receipts import Ledger
 from finetune.sections import Model
 
@@ -52,13 +60,13 @@ def test_a_new_token_is_seen_wherever_it_stands(tmp_path) -> None:
     backend = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
-    tokenizer = model.load_tokenizer(Model(name=str(tmp_path), add_tokens=["<tool>", "<tool>e"]))
+    tokenizer = models_tokenizer.load_tokenizer(Model(name=str(tmp_path), add_tokens=["<tool>", "<tool>e"]))
     assert [tokenizer.tokenize(f"use{token}us")[4] for token in ("<tool>", "<tool>e")] == [
         "<tool>",
         "<tool>e",
     ]
     with pytest.raises(UserError, match=r"model.add_tokens: .* does not see it(.|\n)*''"):
-        model.load_tokenizer(Model(name=str(tmp_path), add_tokens=[""]))
+        models_tokenizer.load_tokenizer(Model(name=str(tmp_path), add_tokens=[""]))
 
 
 def test_a_tokenizer_cuts_and_pads_nothing_by_itself(weightless: Path) -> None:
@@ -69,7 +77,7 @@ def test_a_tokenizer_cuts_and_pads_nothing_by_itself(weightless: Path) -> None:
     pads |= {"pad_type_id": 0, "pad_token": "<pad>"}
     content = json.loads(path.read_text()) | {"truncation": cuts, "padding": pads}
     path.write_text(json.dumps(content))
-    tokenizer: Any = model.load_tokenizer(Model(name=str(weightless)))
+    tokenizer: Any = models_tokenizer.load_tokenizer(Model(name=str(weightless)))
     backend = tokenizer.backend_tokenizer
     assert (backend.truncation, backend.padding) == (None, None)
 
@@ -89,20 +97,20 @@ def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
 @pytest.mark.parametrize(("machine", "precision"), [(CPU, "no"), (H100, "bf16"), (T4, "fp16")])
 def test_precision_without_a_launcher(machine: Hardware, precision: str, monkeypatch) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    launch = hardware.launch(machine)
+    launch = autoconfig_precision.launch(machine)
     assert (launch.precision, launch.precision_by) == (precision, "hardware")
 
 
 def test_the_launch_owns_precision(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert hardware.launch(H100).precision == "no"
+    assert autoconfig_precision.launch(H100).precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(UserError, match="no bf16") as raised:
-        hardware.launch(T4)
+        autoconfig_precision.launch(T4)
     assert raised.value.code == 3
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
-        hardware.launch(T4)
+        autoconfig_precision.launch(T4)
     assert raised.value.code == 3
 
 
@@ -118,7 +126,7 @@ def test_the_launch_owns_precision(monkeypatch) -> None:
     ],
 )
 def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str) -> None:
-    choice = hardware.choose_base(asked, kind, precision, H100)
+    choice = autoconfig_base_quantization.choose_base(asked, kind, precision, H100)
     assert choice.value == stored and choice.reason
 
 
@@ -253,7 +261,7 @@ def test_a_generation_config_that_opens_is_saved_as_far_as_it_is_valid(base, sav
     """transformers does not save all that it opens: with it, trained weights were lost."""
     (tmp_path / "generation_config.json").write_text(json.dumps(base))
     generation = GenerationConfig.from_pretrained(tmp_path)
-    notes = model.settle_generation(generation, [])
+    notes = models_generation_config.settle_generation(generation, [])
     assert len(notes) == len(said) and all(text in note for text, note in zip(said, notes, strict=True))
     generation.save_pretrained(tmp_path)
     again = GenerationConfig.from_pretrained(tmp_path)

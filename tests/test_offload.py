@@ -10,9 +10,9 @@ import two_ranks
 from conftest import MODEL, QUICKSTART
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from finetune import cli, estimate
-from finetune.hardware import Choice, Hardware
-from finetune.receipts import Ledger
+from finetune import autoconfig_compilation, cli
+from finetune.hardware_device import Hardware
+from finetune.receipts import Choice, Ledger
 from finetune.sections import Speed
 from finetune.speed import apply, offload
 
@@ -102,7 +102,7 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
     model = model_of("lora")
     asked = Speed(fused=True, recompute="int8", offload="activations:1")
     cpu = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
-    chosen = apply.apply(model, asked, estimate.Work(64, 1e9), cpu, ledger := Ledger())
+    chosen = apply.apply(model, asked, autoconfig_compilation.Work(64, 1e9), cpu, ledger := Ledger())
     made = offload.of(model)
     assert made and made.layers == apply.decoder_layers(model)[:1] and chosen["speed.offload"].value
     order = list[str]()
@@ -171,7 +171,7 @@ def chosen(gpus: list[Hardware], rooms: list[float]) -> None:
     from accelerate import PartialState
 
     rank = PartialState(cpu=True).process_index
-    work = estimate.Work(4096, 3e16, host=(8.0, 2.0)[rank])
+    work = autoconfig_compilation.Work(4096, 3e16, host=(8.0, 2.0)[rank])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(apply, "free_gib", lambda _: rooms[rank])
         made = apply.apply(model_of("lora"), Speed(fused=False), work, gpus[rank], Ledger())
@@ -292,7 +292,9 @@ def test_cuda_graphs_are_refused_where_they_can_t_be(tmp_path, capsys) -> None:
     assert cli.main(["check", *words, "speed.recompute=mlp"]) == 0
     assert cli.main(["check", *words, "speed.offload=activations"]) == 2
     assert "activations leave the GPU" in capsys.readouterr().err
-    assert estimate.against_graphs("max-autotune", "none", "none", "FSDP")
-    assert estimate.against_graphs("max-autotune", "int8", "activations:4")  # as `auto` may have it
-    assert not estimate.against_graphs("max-autotune", "int8", "optimizer")
-    assert not estimate.against_graphs("auto", "all", "all")
+    assert autoconfig_compilation.against_graphs("max-autotune", "none", "none", "FSDP")
+    assert autoconfig_compilation.against_graphs(
+        "max-autotune", "int8", "activations:4"
+    )  # as `auto` may have it
+    assert not autoconfig_compilation.against_graphs("max-autotune", "int8", "optimizer")
+    assert not autoconfig_compilation.against_graphs("auto", "all", "all")

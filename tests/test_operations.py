@@ -10,13 +10,7 @@ from test_profile import GPU
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from finetune import (
-    levers,
-    operations,
-    plan,
-    profile,
-    recipe,
-)
+from finetune import levers, operations, plan, profile, recipe
 
 SCORES, QUERIES, HIDDEN = [2, 32, 2048, 2048], [2, 32, 2048, 64], [4096, 2048]
 

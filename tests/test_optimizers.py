@@ -6,7 +6,7 @@ from conftest import MODEL, QUICKSTART, metrics, receipts
 from safetensors.torch import load_file
 from test_offload import batches, model_of
 
-from finetune import cli, optimizers
+from finetune import cli, loraplus, optimizers
 from finetune.receipts import Ledger
 from finetune.sections import Speed
 
@@ -29,7 +29,7 @@ def moved(kind: str, optim: str, steps: int = 20):
     model = model_of(kind)
     rate = 1e-4 if "lion" in optim else 1e-3
     arguments = SFTConfig(optim=optim, learning_rate=rate, use_cpu=True, bf16=False)
-    made, options = optimizers.kind_and_options(arguments, model, Speed())
+    made, options = loraplus.kind_and_options(arguments, model, Speed())
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten() for p in parameters])
     optimizer = made(parameters, **options)
@@ -38,7 +38,7 @@ def moved(kind: str, optim: str, steps: int = 20):
         optimizer.step()
         optimizer.zero_grad()
     ledger = Ledger()
-    optimizers.add_receipt(optimizer, optim, made, ledger)
+    loraplus.add_receipt(optimizer, optim, made, ledger)
     return before, torch.cat([p.detach().flatten() for p in parameters]), ledger.receipts[0]
 
 
@@ -69,9 +69,9 @@ def test_an_optimizer_with_all_its_bits_is_not_taken_for_one_in_eight() -> None:
     ids = batches(model, 1)[0]
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    optimizers.add_receipt(optimizer, "adamw_8bit", torch.optim.AdamW, ledger)
+    loraplus.add_receipt(optimizer, "adamw_8bit", torch.optim.AdamW, ledger)
     assert not ledger.receipts[0].ok and "28 tensors in float32" in ledger.receipts[0].got
-    optimizers.add_receipt(optimizer, "sgd", torch.optim.SGD, ledger)
+    loraplus.add_receipt(optimizer, "sgd", torch.optim.SGD, ledger)
     assert not ledger.receipts[1].ok and "torch's AdamW" in ledger.receipts[1].got
 
 

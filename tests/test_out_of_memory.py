@@ -10,7 +10,17 @@ import torch
 from conftest import QUICKSTART, metrics
 from test_faults import FEW, same, weights
 
-from finetune import batch_search, check, checkpoint, faults, hardware, plan, recipe, rescue
+from finetune import (
+    autoconfig_precision,
+    batch_search,
+    checkpoint,
+    faults,
+    hardware_device,
+    plan,
+    preflight_choice_checks,
+    recipe,
+    rescue,
+)
 from finetune.sections import Speed
 
 
@@ -103,7 +113,7 @@ TE = {
 }
 
 
-H100 = hardware.Hardware("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 79.6, 16)
+H100 = hardware_device.Hardware("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 79.6, 16)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +138,9 @@ def test_advice_is_what_the_run_would_not_refuse(given, launched, processes, fir
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     made = recipe.load(QUICKSTART, [*given, "data.max_length=256"])
-    launch = hardware.Launch("here", processes, 0, "bf16", "hardware", "")
+    launch = autoconfig_precision.Launch("here", processes, 0, "bf16", "hardware", "")
     setup = SimpleNamespace(hardware=H100, launch=launch)
-    allowed = partial(check.allows, made, setup)
+    allowed = partial(preflight_choice_checks.allows, made, setup)
     found = rescue.fixes(made.speed, made.adapter.type, made.data.max_length, allowed)
     assert all(text.startswith(start) for text, start in zip(found, first, strict=False)), found
 

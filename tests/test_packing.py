@@ -14,8 +14,9 @@ from finetune.batch import Batch
 from finetune.data.pack import best_fit
 from finetune.errors import UserError
 from finetune.receipts import Ledger
-from finetune.speed.attention import Leak, fixed_shape, leaks, prove_apart, tokens_of
+from finetune.speed.attention import Leak, leaks, prove_apart
 from finetune.speed.attention_kernels import without_mask
+from finetune.speed_static_shapes import fixed_shape, tokens_of
 from finetune.stages import one_shape
 
 APART = Leak(0.0, 0.0)

@@ -15,11 +15,11 @@ from conftest import MODEL, QUICKSTART, ROOT, in_four_bits, module_of, planned
 from finetune import (
     adapters,
     architecture,
-    check,
     cli,
     estimate,
     gpus,
     hardware,
+    hardware_device,
     model,
     optimizers,
     plan,
@@ -28,6 +28,8 @@ from finetune import (
     plan_launch,
     plan_memory,
     plan_time,
+    planning_plan_report,
+    preflight_choice_checks,
     recipe,
     stages,
 )
@@ -77,7 +79,7 @@ def test_what_trains_is_counted_as_the_real_model_has_it(overrides: tuple[str, .
     assert counted.trained == sum(parameter.numel() for parameter in trains)
     frozen = [p for name, p in real.named_parameters() if not p.requires_grad and "ranknum" not in name]
     base = sum(p.nbytes for p in (frozen if counted.names else trains))
-    assert plan_memory.weights(found, "fp32", "no") == base
+    assert architecture.weights(found, "fp32", "no") == base
 
 
 def test_the_state_of_the_optimizer_is_what_adamw_keeps() -> None:
@@ -108,12 +110,12 @@ def test_quantised_weights_are_counted_as_they_are_stored() -> None:
     states = [weight.quant_state for weight in held]
     scales = [t for s in states for t in (s.absmax, s.code, s.state2.absmax, s.state2.code)]
     real = sum(p.nbytes for p in base.parameters()) + sum(t.nbytes for t in scales)
-    assert plan_memory.weights(found, "nf4", "bf16") == pytest.approx(real, rel=0.01)
+    assert architecture.weights(found, "nf4", "bf16") == pytest.approx(real, rel=0.01)
     setup = hardware.choose(attention="auto", base="fp8", adapter_type="lora")
     coded = model.load(Model(name=str(MODEL)), setup, "cpu")
     buffers = {name: buffer.nbytes for name, buffer in coded.named_buffers() if "inv_freq" not in name}
     real = sum(p.nbytes for p in coded.parameters()) + sum(buffers.values())
-    assert plan_memory.weights(found, "fp8", "no") == real
+    assert architecture.weights(found, "fp8", "no") == real
 
 
 def test_a_plan_asks_what_a_run_asks() -> None:
@@ -122,7 +124,7 @@ def test_a_plan_asks_what_a_run_asks() -> None:
 
     for kind in ("lora", "dora", "ia3", "full"):
         real, counted, found = adapted(f"adapter.type={kind}", "train.learning_rate=1e-3")
-        live = apply.memory(real, 4096, hardware.detect(), fused=False, compiled=False)
+        live = apply.memory(real, 4096, hardware_device.detect(), fused=False, compiled=False)
         how = {"full": kind == "full", "fused": False, "compiled": False, "storage": "fp32"}
         kept = plan_memory.keeps(found, counted, **how, attention="sdpa")
         without = estimate.activations(
@@ -248,7 +250,7 @@ def test_compiling_is_planned_for_the_tokens_that_rows_have(large) -> None:
     assert planned(large, *given, gpu="h200").choices["compile"].value == "off"
     rows.write_text("\n".join(json.dumps({"text": " ".join([words] * 100)}) for _ in range(100)) + "\n")
     assert planned(large, *given, gpu="h200").choices["compile"].value == "on"
-    setup, report = check.setup_of(recipe.load(QUICKSTART)), Report(tokens=500, kept=10)
+    setup, report = preflight_choice_checks.setup_of(recipe.load(QUICKSTART)), Report(tokens=500, kept=10)
     for packing, tokens in (("false", 50), ("true", 256)):
         loaded = recipe.load(QUICKSTART, [f"data.packing={packing}"])
         assert stages.tokens_of(loaded, setup, Batch(16, 4, 4), report) == (4 * 256, 4 * 4 * tokens)
@@ -337,7 +339,7 @@ def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
 
 
 def test_durations_read_well() -> None:
-    assert [plan_changes.duration(s) for s in (90, 750, 12_000)] == [
+    assert [planning_plan_report.duration(s) for s in (90, 750, 12_000)] == [
         "90 s",
         "12 min",
         "3 h 20 min",

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from finetune import (
     architecture,
+    autoconfig_precision,
     estimate,
     hardware,
+    hardware_device,
     plan,
     plan_changes,
     plan_launch,
@@ -25,7 +27,7 @@ from finetune import (
     zero,
 )
 from finetune.errors import UserError
-from finetune.hardware import Hardware
+from finetune.hardware_device import Hardware
 from finetune.sections import Model
 
 SPLIT = ("train.effective_batch_size=8", "train.per_device_train_batch_size=4", "data.too_long=split")
@@ -294,8 +296,8 @@ def test_auto_stores_no_codes_where_the_launch_wants_weights(split: str, large, 
     assert made.choices["base"].value == "bf16"
     launched = plan_launch.launched(by, 8, "bf16")
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.1, 64)
-    monkeypatch.setattr(hardware, "detect", lambda: machine)
-    monkeypatch.setattr(hardware, "launch", lambda machine: launched)
+    monkeypatch.setattr(hardware_device, "detect", lambda: machine)
+    monkeypatch.setattr(autoconfig_precision, "launch", lambda machine: launched)
     asked: dict[str, Any] = {"attention": "sdpa", "base": "auto", "adapter_type": "lora", "against_fp8": str}
     assert hardware.choose(**asked).storage.value == "bf16"
     launched = plan_launch.launched(plan_launch.DDP, 8, "bf16")

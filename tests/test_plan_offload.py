@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from conftest import planned
 
-from finetune import plan, plan_changes, plan_memory, plan_time, recipe
+from finetune import plan, plan_changes, plan_memory, plan_time, planning_plan_report, recipe
 
 FULL = ("adapter.type=full", "train.learning_rate=1e-5", "data.max_length=2048", "data.too_long=split")
 
@@ -61,6 +61,6 @@ def test_activations_go_to_the_cpu_as_far_as_it_has_room(large) -> None:
     assert unknown.host == much.host == pytest.approx(18, rel=0.1)  # measured: 18 GiB
     assert little.choices["recompute"].value == "32 of 32" and little.host == pytest.approx(4)
     assert much.fits and little.fits and not none.fits
-    assert "4.0 of 2.0 GiB of the CPU's memory" in plan_changes.headline(offloaded, none)
+    assert "4.0 of 2.0 GiB of the CPU's memory" in planning_plan_report.headline(offloaded, none)
     assert any("64 GiB of it may be taken" in note for note in much.notes)
     assert any("which of another machine is not known" in note for note in unknown.notes)

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from conftest import MODEL, QUICKSTART, planned
 
-from finetune import check, plan_changes, plan_rows, plan_tokens, recipe
+from finetune import (
+    plan_changes,
+    plan_rows,
+    plan_tokens,
+    planning_plan_report,
+    recipe,
+    training_training_data,
+)
 from finetune.sections import Data, Model
 
 
@@ -36,7 +43,7 @@ def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
     assert offered and ("data.max_length=2048",) not in offered
     made = planned(large, *slow, "data.max_length=2048")
     assert made.refused and "100% of the rows are longer than data.max_length (2048)" in made.refused
-    assert plan_changes.headline(loaded, made).count("a run would refuse its rows") == 1
+    assert planning_plan_report.headline(loaded, made).count("a run would refuse its rows") == 1
     assert not now.refused
 
 
@@ -55,7 +62,7 @@ def test_rows_that_are_too_few_for_a_step_are_refused(large, text: str, said: st
     (large.parent / "rows.jsonl").write_text(text)
     made, loaded = planned(large), recipe.load(large)
     assert made.refused.startswith(said) and bool(made.refused) is bool(said)
-    assert ("a run would refuse its rows" in plan_changes.headline(loaded, made)) is bool(said)
+    assert ("a run would refuse its rows" in planning_plan_report.headline(loaded, made)) is bool(said)
     assert not [note for note in made.notes if "not in local jsonl files" in note]
     assert not said or made.refused in made.notes
     counted = plan_rows.rows_of(loaded.data, loaded.model, 1)
@@ -119,7 +126,7 @@ def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
     """The quickstart's chats: 118 tokens, 59 by characters."""
     loaded = recipe.load(QUICKSTART)
     found = plan_rows.rows_of(loaded.data, loaded.model, 1)
-    report = check.prepare_data(loaded)[1].report["train"]
+    report = training_training_data.prepare_data(loaded)[1].report["train"]
     assert found and found.number == report.kept
     assert found.tokens == pytest.approx(report.tokens / report.kept, rel=0.01)
     assert any(
@@ -137,7 +144,7 @@ def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
     loaded = recipe.load(
         QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
     )
-    rows = check.prepare_data(loaded)[1].train
+    rows = training_training_data.prepare_data(loaded)[1].train
     assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how
     with path.open("a") as file:
         file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")

@@ -15,9 +15,8 @@ from finetune import (
     architecture,
     batch,
     batch_search,
-    check,
     cli,
-    hardware,
+    hardware_device,
     model,
     plan,
     plan_adapter,
@@ -25,6 +24,9 @@ from finetune import (
     plan_choices,
     plan_launch,
     plan_memory,
+    planning_plan_report,
+    preflight_choice_checks,
+    receipts,
     recipe,
     stages,
 )
@@ -95,11 +97,13 @@ def test_no_batch_is_searched_where_weights_are_split(large) -> None:
 def test_evaluation_that_does_not_fit_is_in_the_first_line(large) -> None:
     given = ["eval.batch_size=64", "speed.compile=true", "data.validation_fraction=0.2"]
     made, loaded = planned(large, *given, gpu="rtx4090"), recipe.load(large, given)
-    assert made.fits and ": training fits, evaluation does not, " in plan_changes.headline(loaded, made)
+    assert made.fits and ": training fits, evaluation does not, " in planning_plan_report.headline(
+        loaded, made
+    )
     auto = planned(large, *given, "eval.batch_size=auto", gpu="rtx4090")
-    assert ": fits, " in plan_changes.headline(loaded, auto)
+    assert ": fits, " in planning_plan_report.headline(loaded, auto)
     none = recipe.load(large, ["eval.batch_size=64", "eval.general=false"])
-    assert ": fits, " in plan_changes.headline(none, made)  # nothing is evaluated
+    assert ": fits, " in planning_plan_report.headline(none, made)  # nothing is evaluated
 
 
 def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
@@ -113,7 +117,7 @@ def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
 
 
 def test_what_the_time_leaves_out_is_said(large) -> None:
-    rows = dict(plan_changes.times(planned(large), 2.0))
+    rows = dict(planning_plan_report.times(planned(large), 2.0))
     assert "without evaluation and saving, as energy and cost" in rows["training"]
 
 
@@ -141,7 +145,7 @@ def test_a_cpu_is_not_told_what_was_measured_slower_there() -> None:
     """benchmarks/ladder.json: packing 0.69, one row at once 0.53 of the tokens/s."""
     ladder = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())
     assert "packing" in json.dumps(ladder) and "accumulation" in json.dumps(ladder)
-    here = hardware.Hardware("cpu", "CPU", 1, (0, 0), 64.0, 2)
+    here = hardware_device.Hardware("cpu", "CPU", 1, (0, 0), 64.0, 2)
     loaded = recipe.load(QUICKSTART, ["train.per_device_train_batch_size=4"])
     made = plan.make(loaded, here, 1, cpu_rate=1e10)
     given = [text for change, _ in plan_changes.candidates(loaded, made) for text in change]
@@ -204,7 +208,7 @@ def test_bytes_of_what_trains_are_those_of_the_run() -> None:
     """DDP's copy of gradients and AdaLoRA's averages are held beside moments."""
     for kind, gpus, each in (("lora", 1, 12), ("lora", 2, 16), ("adalora", 1, 24), ("adalora", 2, 28)):
         loaded = recipe.load(QUICKSTART, [f"adapter.type={kind}"])
-        setup = check.setup_of(loaded)
+        setup = preflight_choice_checks.setup_of(loaded)
         launch = replace(setup.launch, processes=gpus)
         real = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger())
         assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
@@ -218,7 +222,11 @@ def test_bytes_of_what_trains_are_those_of_the_run() -> None:
 
 def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
     loaded = recipe.load(QUICKSTART, ["adapter.type=adalora"])
-    setup, split, chosen = check.setup_of(loaded), batch.Batch(4, 2, 2), hardware.Choice("trl", "")
+    setup, split, chosen = (
+        preflight_choice_checks.setup_of(loaded),
+        batch.Batch(4, 2, 2),
+        receipts.Choice("trl", ""),
+    )
     setup = replace(setup, launch=replace(setup.launch, processes=2))
     fast = dict.fromkeys(("speed.loss", "speed.compile", "CUDA graphs"), chosen)
     seen: list[Any] = []
@@ -253,7 +261,7 @@ def test_the_cost_of_steps_that_are_not_known_is_of_a_billion_tokens(large) -> N
     given = ("train.max_steps=null", "train.num_train_epochs=1", "train.effective_batch_size=16")
     made = replace(planned(large, *given, count=8), steps=None)
     hours = 1e9 / (made.tokens_per_second or 0) / 3600 * 8
-    cost = dict(plan_changes.times(made, 2.5))["cost"]
+    cost = dict(planning_plan_report.times(made, 2.5))["cost"]
     assert cost.startswith(f"{hours * 2.5:,.2f} for a billion tokens") and f"{hours:,.2f} hours" in cost
-    assert dict(plan_changes.times(replace(made, parts={}), 2.5))["cost"] == "not known"
-    assert "cost" not in dict(plan_changes.times(made, None))
+    assert dict(planning_plan_report.times(replace(made, parts={}), 2.5))["cost"] == "not known"
+    assert "cost" not in dict(planning_plan_report.times(made, None))

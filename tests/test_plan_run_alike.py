@@ -14,15 +14,18 @@ from transformers import AutoConfig
 
 from finetune import (
     adapters,
+    adapters_trainable_parameters,
     architecture,
     cli,
     doctor,
     estimate,
+    hardware_device,
     plan,
     plan_adapter,
     plan_changes,
     plan_launch,
     plan_memory,
+    planning_plan_report,
     recipe,
 )
 from finetune.errors import Exit, UserError
@@ -100,7 +103,7 @@ def test_what_trains_of_experts_is_counted(family: str, targets: str, tmp_path: 
     except UserError:
         pytest.skip("not the names of this family")
     has = plan_adapter.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 100)
-    assert has.trained == sum(p.numel() for p in adapters.trainable(adapted).values())
+    assert has.trained == sum(p.numel() for p in adapters_trainable_parameters.trainable(adapted).values())
     wrapped = getattr(adapted, "targeted_parameter_names", ())
     assert bool(has.experts) == bool(wrapped) == bool(apply.breaking(adapted)) and not has.fusable
     said = [receipt for receipt in ledger.receipts if receipt.option == "adapter.target_parameters"]
@@ -177,7 +180,7 @@ def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
     assert fuse.obstacle(layer) == has.obstacle == "DoRA with dropout drops the base's input too"
     speed = loaded.speed.model_copy(update={"compile": True})
     with pytest.raises(UserError, match=r"speed\.compile: PEFT's forward of DoRA breaks the graph"):
-        apply.apply(adapted, speed, SimpleNamespace(sharded="", eager=""), plan.hardware.detect(), Ledger())
+        apply.apply(adapted, speed, SimpleNamespace(sharded="", eager=""), hardware_device.detect(), Ledger())
 
 
 def test_saved_modules_are_no_thin_products(large: Path) -> None:
@@ -256,7 +259,7 @@ def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:
     (large.parent / "rows.jsonl").write_text(f"{json.dumps({'text': 'w' * 4 * 4096})}\n" * 9)
     monkeypatch.chdir(large.parent)
     made = planned(large, "model.name=8b", gpu="rtx4090", count=2)
-    said = plan_changes.headline(recipe.load(large, ["model.name=8b"]), made)
+    said = planning_plan_report.headline(recipe.load(large, ["model.name=8b"]), made)
     said = said.replace("on 8b,", "on models/8b,")
     assert said in (ROOT / "README.md").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import LLAMA_8B, planned
 
-from finetune import adapters, architecture, estimate, plan_memory, shapes
+from finetune import adapters_trainable_parameters, architecture, estimate, shapes
 from finetune.errors import Exit, UserError
 from finetune.sections import Model
 
@@ -29,7 +29,7 @@ def test_shapes_from_a_config_are_those_of_the_model(family: str) -> None:
         real = AutoModelForCausalLM.from_config(config)
     ours = shapes.of(architecture.as_config(config.to_diff_dict()))
     assert ours == {name: tuple(parameter.shape) for name, parameter in real.named_parameters()}
-    linear = {name for name, _ in adapters.linear_layers(real).items()}
+    linear = {name for name, _ in adapters_trainable_parameters.linear_layers(real).items()}
     assert set(architecture.Architecture(None, ours, "").linear) == linear
 
 
@@ -138,7 +138,7 @@ def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:
     apart = architecture.read(Model(name=str(tmp_path)))
     assert apart.source == "headers of its files" and apart.parameters == whole.parameters
     assert apart.linear == whole.linear and not [name for name in apart.linear if "experts" in name]
-    found = [plan_memory.weights(one, "fp8", "bf16") for one in (whole, apart)]
+    found = [architecture.weights(one, "fp8", "bf16") for one in (whole, apart)]
     linear = sum(outputs * inputs - 4 * outputs for outputs, inputs in apart.linear.values())
     assert found[0] == found[1] == 2 * whole.parameters - linear
 

@@ -16,7 +16,7 @@ from finetune.data.bundled import read_template
 from finetune.data.prepare import prepare
 from finetune.data.rows import Row
 from finetune.errors import UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.sections import Data, Model, Source
 
 ASSETS = Path(os.environ.get("FINETUNE_TEST_ASSETS", ROOT.parent / "shared" / "assets"))

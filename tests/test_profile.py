@@ -16,7 +16,7 @@ from finetune import (
     callbacks,
     check,
     cli,
-    hardware,
+    hardware_device,
     levers,
     measured,
     operations,
@@ -24,6 +24,7 @@ from finetune import (
     profile,
     prove,
     recipe,
+    sections,
     state,
     train,
 )
@@ -31,8 +32,8 @@ from finetune.batch import split_batch
 from finetune.errors import Problem, UserError
 from finetune.measured import saves
 
-CPU = hardware.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
-GPU = hardware.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 140.0, 16)
+CPU = hardware_device.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+GPU = hardware_device.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 140.0, 16)
 
 
 class SlowLoader(TrainerCallback):
@@ -88,7 +89,7 @@ def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkey
     whole += ["adapter.orth_reg_every=20", "train.max_steps=100", "train.save_steps=2"]
     runs = []
 
-    def fail(short: recipe.Recipe, **_: Any) -> None:
+    def fail(short: sections.Recipe, **_: Any) -> None:
         check.run(short)
         runs.append(short)
         raise MemoryError
@@ -220,7 +221,7 @@ def test_a_lever_is_not_what_is_so_already() -> None:
     data, gaps = gaps | {"data wait": 0.4, "launch gaps": 0.0}, gaps | {"data wait": 0.0, "launch gaps": 0.4}
 
     def lever(
-        found: dict[str, float], *more: str, machine: hardware.Hardware = GPU, padding: float = 0
+        found: dict[str, float], *more: str, machine: hardware_device.Hardware = GPU, padding: float = 0
     ) -> str:
         whole = recipe.load(QUICKSTART, list(more))
         said = levers.judge(found, padding, "flash_attention_4", whole, plan.make(whole, machine, 1))[1]

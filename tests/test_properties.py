@@ -28,7 +28,7 @@ from finetune.data.formats import convert, detect
 from finetune.data.pack import best_fit
 from finetune.data.rows import BadRow, Example, Row
 from finetune.data.table import Documents
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.sections import Data, Model, Source
 
 END = "<|im_end|>"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import MODEL, QUICKSTART, metrics
 
-from finetune import cli, evaluate, qat, recipe
+from finetune import cli, evaluation_reopen, qat, recipe, recipe_qat_rules
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
@@ -146,7 +146,7 @@ def test_a_run_rounds_every_layer_and_reopens_as_it_was(kind: str, run, two_laye
         plain = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
         opened = PeftModel.from_pretrained(plain, folder.adapter)
     assert qat.rounding(opened) == {}
-    reopened = evaluate.reopen(folder, recipe.load(folder.recipe))
+    reopened = evaluation_reopen.reopen(folder, recipe.load(folder.recipe))
     assert len(qat.rounding(reopened)) == 14
     assert 0.01 < (logits(reopened) - logits(opened)).norm() / logits(opened).norm() < 0.5
 
@@ -202,7 +202,7 @@ def test_what_does_not_go_together_is_said(overrides: list[str], said: list[str]
 
 
 def test_without_torchao_the_pip_line(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.qat.upstream.installed", lambda name: name != "torchao")
+    monkeypatch.setattr("finetune.upstream.installed", lambda name: name != "torchao")
     assert cli.main(["check", str(QUICKSTART), INTX]) == 3
     assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err
     with pytest.raises(UserError) as raised:
@@ -244,22 +244,22 @@ def test_our_words_for_torchao_s_configs_are_torchao_s() -> None:
     here = {name for name, kind in classes.items() if kind.__module__ == quant_api.__name__}
     real = {name for name in here if issubclass(classes[name], AOBaseConfig)} - {"ModuleFqnToConfig"}
     assert {*QAT_CONFIGS} <= real
-    assert real - {*QAT_CONFIGS, "FqnToConfig"} == qat.REFUSED.keys() - {
+    assert real - {*QAT_CONFIGS, "FqnToConfig"} == recipe_qat_rules.REFUSED.keys() - {
         "Int8DynamicActivationInt4WeightConfig"
     }
     schema = json.loads(Path("finetune/recipe.schema.json").read_text())
     assert schema["$defs"]["Qat"]["properties"]["config"]["enum"] == [*QAT_CONFIGS]
 
 
-@pytest.mark.parametrize("name", sorted(qat.REFUSED))
+@pytest.mark.parametrize("name", sorted(recipe_qat_rules.REFUSED))
 def test_what_is_refused_can_t_be_had(name: str) -> None:
     from torchao import quantization
     from torchao.quantization.qat import QATConfig
 
     if not hasattr(quantization, name):
-        assert "no more" in qat.REFUSED[name]
+        assert "no more" in recipe_qat_rules.REFUSED[name]
         return
-    trains = "trains it" in qat.REFUSED[name]
+    trains = "trains it" in recipe_qat_rules.REFUSED[name]
     layer = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False))
     config = getattr(quantization, name)()
     try:
@@ -274,11 +274,13 @@ def test_what_is_refused_can_t_be_had(name: str) -> None:
 
 
 def test_doctor_says_what_becomes_of_it() -> None:
-    from finetune import doctor, hardware
+    from finetune import doctor, hardware_device
 
     def row(*overrides: str) -> doctor.Optimisation:
         asked = recipe.load(QUICKSTART, overrides)
-        (found,) = (o for o in doctor.optimisations(asked, hardware.detect()) if o.where == "speed.qat")
+        (found,) = (
+            o for o in doctor.optimisations(asked, hardware_device.detect()) if o.where == "speed.qat"
+        )
         return found
 
     assert row().state == "off" and row(INTX).state == "active" and "int4 in groups of 32" in row(INTX).why

@@ -350,16 +350,18 @@ def prepares_for_long() -> None:
     """On one of two ranks, of which the first takes longer than all wait for each other."""
     from accelerate import PartialState
 
-    from finetune import check, train
+    from finetune import training_resume_facts, training_training_data
 
     os.environ[launch_env.TIMEOUT] = "3"
     recipe: Any = SimpleNamespace(data=SimpleNamespace(streaming=False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "facts", lambda *_: {})
+        patch.setattr(training_resume_facts, "facts", lambda *_: {})
         ranks.start("cpu")
         slow = 6 * PartialState().is_main_process
-        patch.setattr(check, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow))
-        print("prepared:", train.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore[reportArgumentType]  (a stand-in)
+        patch.setattr(
+            training_training_data, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow)
+        )
+        print("prepared:", training_training_data.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore[reportArgumentType]  (a stand-in)
 
 
 def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:

@@ -4,8 +4,7 @@ import pytest
 from conftest import QUICKSTART
 from transformers import TrainerCallback
 
-from finetune import cli, recipe, report
-from finetune import train as training
+from finetune import cli, recipe, report, reporting_run_files, train
 
 
 class Crashes(TrainerCallback):
@@ -20,7 +19,7 @@ def test_a_crash_is_told_from_a_run_that_goes_on(small, two_layers, tmp_path, ca
     options = ["train.max_steps=4", "train.warmup_steps=0", "train.effective_batch_size=8", *small]
     options += [f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}"]
     with pytest.raises(RuntimeError, match="a kernel"):
-        training.run(recipe.load(QUICKSTART, options), quiet=True, watchers=[Crashes()])
+        train.run(recipe.load(QUICKSTART, options), quiet=True, watchers=[Crashes()])
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "\nerror: RuntimeError: a kernel of **** is gone\n" in log
     capsys.readouterr()
@@ -42,9 +41,9 @@ def test_a_failed_run_that_has_a_checkpoint(tmp_path) -> None:
     (tmp_path / "checkpoints" / "step-8").mkdir(parents=True)
     (tmp_path / "receipts.json").write_text("[]")
     (tmp_path / "log.txt").write_text("begun\nerror: the loss is not finite\n")
-    verdict = report.judge(report.read(tmp_path))
+    verdict = report.judge(reporting_run_files.read(tmp_path))
     assert verdict.title == "It failed: only a checkpoint was saved" and verdict.kind == "bad"
     assert "Step 8 is saved" in verdict.why and verdict.why.endswith("error: the loss is not finite")
     log = tmp_path / "log.txt"
     log.write_text(f"{log.read_text()}resumed\nstep 9/20  loss 1.0\n")
-    assert report.judge(report.read(tmp_path)).title == "It did not finish, or is still running"
+    assert report.judge(reporting_run_files.read(tmp_path)).title == "It did not finish, or is still running"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import DATA, ROOT, metrics, receipts
 
-from finetune import checkpoint, cli, nested, prove, resume, state
+from finetune import checkpoint, checkpointing_resume_contract, cli, nested, prove, resume, state
 from finetune.errors import UserError
 from finetune.run_folder import RunFolder
 
@@ -304,7 +304,7 @@ def test_no_difference_is_silent(straight) -> None:
             for other in (f"not {value}", None):  # another value; a key that is there in one of them alone
                 now = {**kept, part: {**kept[part], key: other}}
                 try:
-                    (said,) = resume.compare(kept, now, Path("step-3"))
+                    (said,) = checkpointing_resume_contract.compare(kept, now, Path("step-3"))
                     named.add(key)
                 except UserError as error:
                     said = str(error)
@@ -346,7 +346,9 @@ def test_another_base_is_refused_before_anything_is_changed(
 
 def test_a_base_that_was_decomposed_is_not_said_to_be_another_model() -> None:
     with pytest.raises(UserError, match="OMP_NUM_THREADS"):
-        resume.check_base({"base": "a", "recipe": {}}, "b", Path("step-3"), decomposed=True)
+        checkpointing_resume_contract.check_base(
+            {"base": "a", "recipe": {}}, "b", Path("step-3"), decomposed=True
+        )
 
 
 def test_memory_is_the_container_s(tmp_path) -> None:

@@ -10,12 +10,12 @@ import pytest
 from conftest import MODEL
 from transformers import GenerationConfig
 
-from finetune import scoring, tasks
+from finetune import estimate, scoring, tasks
 from finetune.data import bundled, chat
 from finetune.data.formats import convert
 from finetune.data.prepare import HeldOut
 from finetune.data.rows import Row
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.sections import Data, Model
 
 USER = {"role": "user", "content": "Hi there"}
@@ -97,5 +97,5 @@ def test_batches_hold_each_row_once_and_stay_small() -> None:
     batches = list(scoring.batches(lengths, 2))
     assert sorted(index for batch in batches for index in batch) == list(range(6))
     assert all(
-        len(b) * max(lengths[i] for i in b) <= scoring.EVALUATED_TOKENS or len(b) == 1 for b in batches
+        len(b) * max(lengths[i] for i in b) <= estimate.EVALUATED_TOKENS or len(b) == 1 for b in batches
     )

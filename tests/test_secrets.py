@@ -10,7 +10,7 @@ import pytest
 from conftest import QUICKSTART, ROOT, receipts
 from hub_server import TOKEN, Hub, serve
 
-from finetune import privacy, untrusted, upstream
+from finetune import core_packages, privacy, untrusted
 from finetune.errors import Problem, UserError
 from finetune.recipe import load
 from finetune.run_folder import RunFolder
@@ -87,7 +87,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
             "HF_HOME": str(tmp_path / "hf"),
             "TMPDIR": str(tmp_path / "tmp"),
         }
-        tracker = "tensorboard" if upstream.installed("tensorboard") else "none"
+        tracker = "tensorboard" if core_packages.installed("tensorboard") else "none"
         hub.fail("/me/other/commit/", 403, times=9)
         short = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=4"]
         command = ["train", str(QUICKSTART), *short, *small, "publish.repo=me/notes", "eval.max_new_tokens=2"]

@@ -10,11 +10,22 @@ import torch
 import yaml
 from conftest import QUICKSTART, ROOT, planned
 
-from finetune import cli, doctor, hardware, launch, launch_config, prove, recipe, train
-from finetune.arguments import ACCELERATE
+from finetune import (
+    autoconfig_precision,
+    cli,
+    doctor,
+    hardware,
+    launch,
+    launch_config,
+    prove,
+    receipts,
+    recipe,
+    training_training_arguments,
+)
 from finetune.batch import most_processes, split_batch
 from finetune.errors import UserError
-from finetune.hardware import Hardware
+from finetune.hardware_device import Hardware
+from finetune.launch_env import ACCELERATE
 from finetune.sections import Train
 
 if TYPE_CHECKING:
@@ -176,7 +187,7 @@ def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatc
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     train(code=3)
     with pytest.raises(UserError, match="fp16 can't be trained in on the CPU") as raised:
-        hardware.launch(CPU)
+        autoconfig_precision.launch(CPU)
     assert raised.value.code == 3 and 'mixed_precision: "no" or bf16' in raised.value.problems[0].fix
     AcceleratorState._reset_state(reset_partial_state=True)  # another test of this process may have left one
     made = Accelerator(cpu=True, mixed_precision="fp16")
@@ -196,16 +207,18 @@ def test_a_batch_that_can_t_be_split_starts_on_one_gpu(on, capsys) -> None:
 
 def test_one_process_computes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched for one GPU where three are visible, it would be spread over them (DataParallel)."""
-    loaded, none = recipe.load(str(QUICKSTART), []), hardware.Choice("", "")
-    launched = hardware.launch(CPU)
+    loaded, none = recipe.load(str(QUICKSTART), []), receipts.Choice("", "")
+    launched = autoconfig_precision.launch(CPU)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     setup, batch = hardware.Setup(gpus(3), launched, none, none), split_batch(loaded.train, 1)
-    assert train.training_arguments(loaded.train, loaded.data, setup, batch).n_gpu == 1
+    assert training_training_arguments.training_arguments(loaded.train, loaded.data, setup, batch).n_gpu == 1
 
 
 def test_a_gpu_without_workers_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is decided of workers would be refused, and the recipe has not asked for it."""
-    loaded, none = recipe.load(str(QUICKSTART), ["train.dataloader_num_workers=0"]), hardware.Choice("", "")
-    setup = hardware.Setup(gpus(1), hardware.launch(CPU), none, none)
-    made = train.training_arguments(loaded.train, loaded.data, setup, split_batch(loaded.train, 1))
+    loaded, none = recipe.load(str(QUICKSTART), ["train.dataloader_num_workers=0"]), receipts.Choice("", "")
+    setup = hardware.Setup(gpus(1), autoconfig_precision.launch(CPU), none, none)
+    made = training_training_arguments.training_arguments(
+        loaded.train, loaded.data, setup, split_batch(loaded.train, 1)
+    )
     assert (made.dataloader_num_workers, made.dataloader_persistent_workers) == (0, False)

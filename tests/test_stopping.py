@@ -21,10 +21,12 @@ from transformers import TrainerCallback
 
 from finetune import (
     arguments,
+    autoconfig_precision,
     checkpoint,
     claim,
     cli,
-    hardware,
+    cli_train,
+    hardware_device,
     profile,
     prove,
     publish,
@@ -34,7 +36,7 @@ from finetune import (
     state,
     stopping,
 )
-from finetune import train as train_module
+from finetune import train as finetune_train
 from finetune.errors import Stopped, UserError
 from finetune.run_folder import RunFolder
 from finetune.sections import Train
@@ -128,7 +130,7 @@ def test_what_saves_where_this_run_can_not(keeper: str, said: str) -> None:
 
 
 def test_what_deepspeed_keeps_apart_is_told_by_the_launch(monkeypatch) -> None:
-    machine = hardware.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)
+    machine = hardware_device.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)
     for given, said in (
         ({}, "DeepSpeed"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "DeepSpeed in fp16"),
@@ -137,7 +139,7 @@ def test_what_deepspeed_keeps_apart_is_told_by_the_launch(monkeypatch) -> None:
         with monkeypatch.context() as launch:
             for name, value in ({"ACCELERATE_USE_DEEPSPEED": "true"} | given).items():
                 launch.setenv(name, value)
-            assert hardware.launch(machine).keeper == said
+            assert autoconfig_precision.launch(machine).keeper == said
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
@@ -179,12 +181,12 @@ def test_until_is_a_step_or_a_time(train, monkeypatch) -> None:
     train(*SHORT, "--resume", "--until=0.001s", code=75)  # no step fits, but one is always made
     assert checkpoint.published(run.checkpoints)[0].name == "step-3"
     now = time.time()
-    assert 0 < (arguments.until("06:30").time or 0) - now <= 86400
-    assert abs((arguments.until("1h30m").time or 0) - now - 5400) < 5
-    assert arguments.until("2100-01-01T06:30").time == time.mktime((2100, 1, 1, 6, 30, 0, 0, 1, -1))
+    assert 0 < (cli_train.until("06:30").time or 0) - now <= 86400
+    assert abs((cli_train.until("1h30m").time or 0) - now - 5400) < 5
+    assert cli_train.until("2100-01-01T06:30").time == time.mktime((2100, 1, 1, 6, 30, 0, 0, 1, -1))
     for wrong in ("soon", "25:00", "0"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected a step"):
-            arguments.until(wrong)
+            cli_train.until(wrong)
 
 
 def test_checkpoints_by_share_epoch_and_time(train, monkeypatch, tmp_path) -> None:
@@ -396,13 +398,13 @@ def test_a_loader_s_worker_outlives_signals_but_not_its_run(tmp_path) -> None:
 def test_a_loader_s_workers_end_with_the_training(train, monkeypatch) -> None:
     """Of a loader that garbage collection finds, queues are closed first: torch then waits 20 s."""
     left: list[Any] = []
-    clear = train_module.clear_device_cache
+    clear = finetune_train.clear_device_cache
 
     def watched(**given: bool) -> None:
         left.append(multiprocessing.active_children())
         clear(**given)
 
-    monkeypatch.setattr(train_module, "clear_device_cache", watched)
+    monkeypatch.setattr(finetune_train, "clear_device_cache", watched)
     train("train.dataloader_num_workers=1", "train.dataloader_persistent_workers=true", "eval.samples=0")
     assert left and not any(left)
 

@@ -17,7 +17,7 @@ from finetune import cli
 from finetune.data import bad_rows, stream
 from finetune.data.rows import Row
 from finetune.errors import Problem, UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.run_folder import RunFolder
 from finetune.sections import Data, Expect, Model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import hardware, stopping, te
+from finetune import autoconfig_precision, hardware_device, stopping, te
 from finetune.errors import UserError
 from finetune.sections import Train
 
@@ -58,8 +58,10 @@ def test_without_such_a_launch_nothing_is_kept() -> None:
 
 @pytest.mark.usefixtures("launched")
 def test_no_checkpoint_leaves_out_what_its_layers_remember(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "fp8_missing", lambda *_: "")
-    keeper = hardware.launch(hardware.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)).keeper
+    monkeypatch.setattr(autoconfig_precision, "fp8_missing", lambda *_: "")
+    keeper = autoconfig_precision.launch(
+        hardware_device.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)
+    ).keeper
     stopping.check(Train(), None, keeper)
     with pytest.raises(UserError, match="state that TransformerEngine keeps") as raised:
         stopping.check(Train(save_strategy="steps"), None, keeper)

@@ -21,7 +21,7 @@ from finetune.data import bundled, chat
 from finetune.data.formats import convert
 from finetune.data.rows import Row
 from finetune.errors import UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.sections import Data, Model
 
 GOLDEN = Path(__file__).parent / "golden" / "templates.json"

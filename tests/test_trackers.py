@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import QUICKSTART, metrics
 
-from finetune import cli, upstream
+from finetune import cli, core_packages, upstream
 
 
 def test_nothing_is_reported_unless_asked(train) -> None:
@@ -25,7 +25,7 @@ def test_nothing_is_reported_unless_asked(train) -> None:
     ],
 )
 def test_what_can_t_be_reported_to_is_said_at_once(asked: str, code: int, said: str, capsys) -> None:
-    assert not any(upstream.installed(name) for name in ("comet_ml", "swanlab", "clearml"))
+    assert not any(core_packages.installed(name) for name in ("comet_ml", "swanlab", "clearml"))
     for command in ("check", "train"):
         assert cli.main([command, str(QUICKSTART), f"train.report_to={asked}"]) == code
         error = capsys.readouterr().err

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from test_loss import trainer_of
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from finetune import cli, evaluate, recipe
-from finetune import train as train_module
+from finetune import cli, models_tokenizer, recipe, train
 from finetune.errors import Problem, UserError
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
 from finetune.screen import Screen
@@ -172,7 +171,7 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
 ) -> None:
     """All of it: what looks on must not hold its layers."""
     modules, left = list[Any](), list[Any]()
-    clear, recompute = train_module.clear_device_cache, apply.add_recompute
+    clear, recompute = train.clear_device_cache, apply.add_recompute
 
     class Look(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -186,13 +185,13 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
         recompute(model, layers, *given, **named)
         offload.Activations(layers, torch.device("cpu"))  # which the recipe has on GPUs alone
 
-    monkeypatch.setattr(train_module, "clear_device_cache", watched)
+    monkeypatch.setattr(train, "clear_device_cache", watched)
     if kind == "offloaded":
         monkeypatch.setattr(apply, "add_recompute", offloaded)
     given = [*small, f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
     more = {"offloaded": ["speed.recompute=all"], "qat": ["speed.qat.config=IntxWeightOnly"]}
     given += ["eval.general=false", "eval.max_new_tokens=1", *more.get(kind, [])]
-    train_module.run(recipe.load(str(QUICKSTART), given), quiet=True, watchers=[Look()])
+    train.run(recipe.load(str(QUICKSTART), given), quiet=True, watchers=[Look()])
     assert len(modules) > 40 and left[0] == []
 
 
@@ -240,7 +239,7 @@ def test_held_out_loss_is_that_of_a_plain_loop(train, two_layers) -> None:
 
     run = train()
     loaded = recipe.load(run.recipe)
-    rows = held_out(loaded.data, evaluate.model.load_tokenizer(loaded.model), 0)
+    rows = held_out(loaded.data, models_tokenizer.load_tokenizer(loaded.model), 0)
     assert len(rows) == 6
     model = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
     total = count = 0.0
@@ -310,7 +309,7 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
     tuned.generation_config.temperature = 0.9  # and it does not sample
     tuned.generation_config.eos_token_id = 1
     run = RunFolder(tmp_path)
-    train_module.save(tuned, tokenizer, run, tmp_path, Screen())
+    train.save(tuned, tokenizer, run, tmp_path, Screen())
     said = " ".join(capsys.readouterr().out.split())
     assert "do_sample: true, which the base's temperature 0.9 asks for" in said
     assert "eos_token_id [1, 3], not the base's 1" in said
@@ -324,9 +323,9 @@ def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
         (tmp_path / name).symlink_to("/dev/full")
     setup: Any = SimpleNamespace(launch=SimpleNamespace(main=True))
     given = Screen(quiet=True), Ledger(), RunFolder(tmp_path), setup, None
-    with pytest.raises(UserError, match="no checkpoint"), train_module.recording(*given):
+    with pytest.raises(UserError, match="no checkpoint"), train.recording(*given):
         raise UserError(Problem("no checkpoint"))
-    with pytest.raises(OSError, match="No space left"), train_module.recording(*given):
+    with pytest.raises(OSError, match="No space left"), train.recording(*given):
         pass
 
 

@@ -10,7 +10,7 @@ import torch
 from conftest import QUICKSTART, receipts
 from transformers.optimization import get_scheduler
 
-from finetune import batch, cli, nested, optimizers, recipe, train_conflicts, upstream
+from finetune import batch, cli, loraplus, nested, optimizers, recipe, train_conflicts, upstream
 from finetune.errors import UserError
 
 STREAMED = ["data.streaming=true", "train.max_steps=4"]
@@ -81,7 +81,7 @@ def test_what_is_let_through_can_be_made(name: str) -> None:
             get_scheduler(name, optimizer, **made)
             asked: Any = SimpleNamespace(learning_rate=0.1, lr_scheduler_type=name, lr_scheduler_kwargs=given)
             asked.get_warmup_steps = lambda steps: 1
-            optimizers.check_schedule(asked, 8)
+            loraplus.check_schedule(asked, 8)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_a_schedule_is_followed_to_its_end_before_anything_loads(name: str, give
     asked: Any = SimpleNamespace(learning_rate=1e-3, lr_scheduler_type=name, lr_scheduler_kwargs=given)
     asked.get_warmup_steps = lambda steps: 1
     with pytest.raises(UserError, match=f"lr_scheduler_kwargs: {name} can't be followed"):
-        optimizers.check_schedule(asked, 8)
+        loraplus.check_schedule(asked, 8)
 
 
 def test_a_schedule_without_options_is_blamed_itself() -> None:
     asked: Any = SimpleNamespace(learning_rate=1e-8, lr_scheduler_type="polynomial", lr_scheduler_kwargs=None)
     asked.get_warmup_steps = lambda steps: 1
     with pytest.raises(UserError, match="lr_scheduler_type: polynomial can't be followed"):
-        optimizers.check_schedule(asked, 8)
+        loraplus.check_schedule(asked, 8)
 
 
 def test_an_option_that_a_schedule_has_not_is_no_end_either() -> None:
@@ -139,7 +139,7 @@ def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
 def test_an_optimizer_is_held_to_its_own_name(train) -> None:
     """Not to what transformers' enum is as a text, in which no 8 bits are found."""
     receipt = receipts(train("train.max_steps=1", "train.warmup_steps=0"))["train.optim"]
-    assert receipt["asked"] == optimizers.DEFAULT and receipt["ok"]
+    assert receipt["asked"] == train_conflicts.DEFAULT and receipt["ok"]
 
 
 def test_a_warm_up_that_its_schedule_has_not_is_said() -> None:

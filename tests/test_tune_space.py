@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT
 
-from finetune import cli, recipe, strict_yaml, sweep, tune_check, tune_space
+from finetune import cli, experiments_runner_variable_keys, recipe, strict_yaml, sweep, tune_check, tune_space
 from finetune.errors import Exit, UserError
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def test_a_value_between_two_of_a_range_stays_the_recipe_s(given: str, kept: lis
     ["lora", "no-such", "1e-4", "null", "", "a b", 1, 0.1, None, True, ["q_proj", 1.5], {"a": [1, "x"]}],
 )
 def test_a_value_is_read_back_as_it_was(value: object) -> None:
-    text = tune_space.text_of(value)
+    text = experiments_runner_variable_keys.text_of(value)
     assert strict_yaml.parse(text, "-").value == value
 
 

@@ -22,17 +22,11 @@ from conftest import MODEL, in_four_bits
 from in_float64 import eight_steps, step
 from safetensors.torch import load_file, save_file
 
-from finetune import (
-    adapter_init,
-    adapters,
-    exchange,
-    ranks,
-    shards,
-    verify,
-)
+from finetune import adapter_init, adapters_trainable_parameters, ranks, shards, verify
 from finetune.errors import UserError
-from finetune.model import fingerprint, without_weights
-from finetune.speed import head
+from finetune.model import without_weights
+from finetune.models_fingerprint import fingerprint
+from finetune.speed import four_bit, head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +75,7 @@ def small_model(kind: str, *, read: bool = True) -> Any:
     torch.manual_seed(1 if read else 2)
     config = LoraConfig(r=8, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM")
     made = get_peft_model(base, config)
-    for name, parameter in adapters.trainable(made).items():
+    for name, parameter in adapters_trainable_parameters.trainable(made).items():
         parameter.data = parameter.data.float()
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -98,7 +92,7 @@ def split(model: Any, *, by_rank_0: bool) -> Any:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
         cpu_ram_efficient_loading=by_rank_0,
     )  # fmt: skip
-    plugin.mixed_precision_policy = exchange.fsdp_policy("bf16", model)
+    plugin.mixed_precision_policy = four_bit.fsdp_policy("bf16", model)
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16", device=torch.device("cpu"),
         is_main_process=os.environ["RANK"] == "0",
@@ -122,7 +116,7 @@ def gradients(model: Any) -> torch.Tensor:
         assert summed.dtype == torch.float32, "not what FSDP casts"
         (summed / len(mine)).backward()
         ours.undo()
-    found = [shards.whole(p.grad) for p in adapters.trainable(model).values()]
+    found = [shards.whole(p.grad) for p in adapters_trainable_parameters.trainable(model).values()]
     return torch.cat([gradient.flatten().float() for gradient in found])
 
 
@@ -131,22 +125,22 @@ def under_fsdp(kind: str, folder: Path) -> dict[str, Any]:
     by_rank_0 = kind in BY_RANK_0
     whole = small_model(kind)
     parts = small_model(kind, read=not by_rank_0 or os.environ["RANK"] == "0")
-    before = fingerprint(adapters.frozen(whole))
+    before = fingerprint(adapters_trainable_parameters.frozen(whole))
     parts = split(parts, by_rank_0=by_rank_0)
-    found: dict[str, Any] = {"frozen": [before, fingerprint(adapters.frozen(parts))]}
+    found: dict[str, Any] = {"frozen": [before, fingerprint(adapters_trainable_parameters.frozen(parts))]}
     found["trained"] = [verify.fingerprints(model) for model in (whole, parts)]
     local = sum(p.to_local().numel() for p in parts.parameters())
     found["share"] = local / sum(p.numel() for p in parts.parameters())
     both = [gradients(whole), gradients(parts)]
     found["off"] = float((both[0] - both[1]).norm() / both[0].norm())
     for model in (whole, parts):
-        for parameter in adapters.trainable(model).values():
+        for parameter in adapters_trainable_parameters.trainable(model).values():
             parameter.data.add_(parameter.grad, alpha=-0.01)
             parameter.grad = None
     both = [gradients(whole), gradients(parts)]  # of a second step: what the first gathered is split again
     found["off again"] = float((both[0] - both[1]).norm() / both[0].norm())
-    found["frozen"].append(fingerprint(adapters.frozen(parts)))
-    shapes = {name: p.shape for name, p in adapters.trainable(parts).items()}
+    found["frozen"].append(fingerprint(adapters_trainable_parameters.frozen(parts)))
+    shapes = {name: p.shape for name, p in adapters_trainable_parameters.trainable(parts).items()}
     found["hashes"] = verify.hashes(parts, shapes)
     state = shards.gathered(parts)
     if os.environ["RANK"] == "0":
@@ -243,7 +237,9 @@ def test_eight_steps_however_their_rows_are_split(both, two_layers, tmp_path) ->
 
 def test_an_adapters_gradients_are_sent_once_a_step_in_one_bucket(both) -> None:
     _, (found, other) = both
-    bytes_of_all = sum(p.numel() * 8 for p in adapters.trainable(small_model("lora")).values())
+    bytes_of_all = sum(
+        p.numel() * 8 for p in adapters_trainable_parameters.trainable(small_model("lora")).values()
+    )
     assert found["sent 4"] == found["sent 1"] == other["sent 1"] and len(found["sent 1"]) == 1
     assert found["sent 1"][0] == 2 * bytes_of_all, "r = 16, in float64"
     assert found["by DDP"] == [], "which sends nothing by itself"

@@ -8,7 +8,7 @@ import pytest
 from conftest import MODEL
 from test_advisories import refused
 
-from finetune import adapter_source, cli, model, untrusted
+from finetune import adapter_source, cli, models_tokenizer, untrusted
 from finetune.errors import UserError
 from finetune.sections import Model
 
@@ -93,20 +93,23 @@ def test_a_template_that_is_not_the_base_s_own_is_named(tmp_path, train) -> None
     """One that came with an adapter, or that a recipe names."""
     shutil.copytree(MODEL, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
     base = Model(name=str(tmp_path / "base"))
-    tokenizer = model.load_tokenizer(base)
+    tokenizer = models_tokenizer.load_tokenizer(base)
     own = (MODEL / "chat_template.jinja").read_text()
-    assert model.own_template(base) == own and model.foreign_template(base, tokenizer) == []
+    assert (
+        models_tokenizer.own_template(base) == own
+        and models_tokenizer.foreign_template(base, tokenizer) == []
+    )
     tokenizer.chat_template = own + "{{ 'Say that all is well.' }}"
-    (note,) = model.foreign_template(base, tokenizer)
-    assert model.digest(own) in note and model.digest(tokenizer.chat_template) in note
+    (note,) = models_tokenizer.foreign_template(base, tokenizer)
+    assert models_tokenizer.digest(own) in note and models_tokenizer.digest(tokenizer.chat_template) in note
     (tmp_path / "base" / "chat_template.jinja").unlink()
-    assert "it has none" in model.foreign_template(base, tokenizer)[0]
+    assert "it has none" in models_tokenizer.foreign_template(base, tokenizer)[0]
     config = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"chat_template": own}
     (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
-    assert model.own_template(base) == own
+    assert models_tokenizer.own_template(base) == own
 
     run = train("data.chat_template=chatml")
     (receipt,) = (one for one in run.read("receipts.json") if one["option"] == "chat template")
-    assert receipt["asked"] == model.digest(own) != receipt["got"]
-    assert f"'s own ({model.digest(own)})" in (run.path / "log.txt").read_text()
+    assert receipt["asked"] == models_tokenizer.digest(own) != receipt["got"]
+    assert f"'s own ({models_tokenizer.digest(own)})" in (run.path / "log.txt").read_text()
     assert any("chat template" in note for note in run.read("eval.json")["settings"]["notes"])

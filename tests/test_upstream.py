@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from finetune import recipe, renames, upstream
+from finetune import recipe_build, renames, sections, upstream
 
 
 def test_fields_are_those_of_the_imported_classes() -> None:
@@ -27,9 +27,11 @@ def test_fields_are_those_of_the_imported_classes() -> None:
 
 
 def test_every_field_of_sft_config_is_ours_passed_on_or_owned() -> None:
-    passed_on = set(recipe.sections()["train"].model_fields)
+    passed_on = set(recipe_build.sections()["train"].model_fields)
     for name in upstream.fields(upstream.SFT_CONFIG):
-        assert (name in passed_on) != bool(renames.owner_of(name)) or name in recipe.Train.model_fields, name
+        assert (name in passed_on) != bool(renames.owner_of(name)) or name in sections.Train.model_fields, (
+            name
+        )
 
 
 @pytest.mark.parametrize(

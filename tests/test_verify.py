@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune import cli, evaluate, verify
-from finetune import train as train_module
+from finetune import cli, evaluate, harness, model, train, verify
 from finetune.errors import UserError
 from finetune.receipts import Ledger
 from finetune.run_folder import RunFolder
@@ -43,7 +42,7 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
 )
 def test_weights_stay_where_memory_or_a_device_fails(error: Any, trained, monkeypatch) -> None:
     run = trained()
-    monkeypatch.setattr(evaluate.model, "load", Mock(side_effect=error))
+    monkeypatch.setattr(model, "load", Mock(side_effect=error))
     with pytest.raises(RuntimeError):
         verify.evaluated(cast("Any", None), run, Ledger())
     assert run.finished
@@ -57,7 +56,7 @@ def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained,
         config = run.adapter / "adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
     else:
-        monkeypatch.setattr(evaluate.harness, "check", Mock(side_effect=UserError("no such task")))
+        monkeypatch.setattr(harness, "check", Mock(side_effect=UserError("no such task")))
     with pytest.raises(UserError) as raised:
         verify.evaluated(cast("Any", None), run, Ledger())
     assert raised.value.code == code and run.finished is (wrong == "task file")
@@ -77,5 +76,5 @@ def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) ->
     best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
     given: Any = (folder, None, [best], ledger, None, setup)
     with pytest.raises(UserError, match="best weights kept"):
-        train_module.reopen_and_evaluate(*given)
+        train.reopen_and_evaluate(*given)
     assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()

@@ -11,10 +11,10 @@ import pytest
 from conftest import MODEL, QUICKSTART
 from rich.console import Console
 
-from finetune import check, cli
+from finetune import cli, training_training_data
 from finetune.data import view
 from finetune.data.audit import Report
-from finetune.model import load_tokenizer
+from finetune.models_tokenizer import load_tokenizer
 from finetune.recipe import load as load_recipe
 from finetune.screen import Screen
 from finetune.sections import Model
@@ -184,7 +184,7 @@ def test_what_acts_on_a_terminal_is_shown_not_sent(data, capsys, chats) -> None:
 
 def test_with_colours_there_are_no_brackets(data, tmp_path, chats) -> None:
     recipe = load_recipe(QUICKSTART, [f"data.name={chats}", f"data.cache={tmp_path / 'cache'}"])
-    tokenizer, prepared = check.prepare_data(recipe)
+    tokenizer, prepared = training_training_data.prepare_data(recipe)
     screen = Screen()
     screen.console = Console(force_terminal=True, color_system="standard", record=True, quiet=False)
     with screen.console.capture() as captured:
@@ -241,7 +241,7 @@ def test_prepare_fills_a_folder_that_training_finds(data, tmp_path, capsys) -> N
     assert command[:3] == ["finetune", "train", str(QUICKSTART)] and command[-1] == f"data.cache={folder}"
     assert "【" not in shown
     recipe = load_recipe(command[2], command[3:])
-    _, prepared = check.prepare_data(recipe)
+    _, prepared = training_training_data.prepare_data(recipe)
     assert prepared.cached and prepared.path.parent == folder
     assert data(f"data.cache={folder}", "--show", "0") == 0
     assert "found in the cache" in capsys.readouterr().out

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import re
 
     Tools = list[dict[str, Any]] | None
+
 A_TOOL = {"name": "qzlook", "description": "qz", "parameters": {"type": "object", "properties": {}}}
 
 

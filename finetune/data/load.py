@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import hub
+from finetune.core_paths import local_path, similar_files
 from finetune.data import guess
 from finetune.data.formats import convert, detect, digest, of_another_format, unused
 from finetune.data.readers import READERS, without_nulls
 from finetune.data.rows import BadRow, Row
 from finetune.errors import Exit, Problem, UserError
-from finetune.recipe import local_path
-from finetune.recipe_errors import similar_files
 from finetune.sections import Data, Source
 
 if TYPE_CHECKING:

@@ -172,9 +172,6 @@ def _child(pid: int) -> Child:
     return Child()
 
 
-# ---- what follows runs in the child
-
-
 class _Refused(Exception):
     """What to say of a chat, as it is."""
 

@@ -14,16 +14,27 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import adapter_types, cuda_graphs, estimate, launch_env, modules, qat, ranks, shards
+from finetune import (
+    adapter_types,
+    autoconfig_compilation,
+    cuda_graphs,
+    estimate,
+    launch_env,
+    modules,
+    qat,
+    ranks,
+    shards,
+)
+from finetune.autoconfig_compilation import Work, choose_compile
 from finetune.errors import Exit, Problem, UserError
-from finetune.estimate import Keeps, Memory, Work, choose_compile
-from finetune.hardware import Choice
+from finetune.estimate import Keeps, Memory
+from finetune.receipts import Choice
 from finetune.speed.fp8 import Fp8Linear
 from finetune.speed.head import base_of
 from finetune.speed.offload import Activations
 
 if TYPE_CHECKING:
-    from finetune.hardware import Hardware
+    from finetune.hardware_device import Hardware
     from finetune.receipts import Ledger
     from finetune.sections import Speed
 
@@ -43,7 +54,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         fused, whole = add_fused(model, layers, fused, ledger)
         done = str(ledger.receipts[-1].got)
     broken = breaking(model)
-    if problem := estimate.against_breaks(speed.compile, broken):
+    if problem := autoconfig_compilation.against_breaks(speed.compile, broken):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     work = work._replace(eager=work.eager or broken)
     compile = as_rank_0(choose_compile(speed.compile, work, hardware))
@@ -54,7 +65,9 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
     plan = plan._replace(room=room, host=host, unfused=f"speed.fused: {done}")
     made = cuda_graphs.beside(graphs, speed, speed.recompute, plan, hardware)
     recompute, offload, graphs = as_rank_0(made[:3])
-    if problem := estimate.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
+    if problem := autoconfig_compilation.against_graphs(
+        speed.compile, recompute.value, offload.value, work.sharded
+    ):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if recompute.value != "none":
         count, mlps = estimate.split(recompute.value, len(layers))
@@ -75,7 +88,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: Ledg
         # be without, is 8 s of compiling (benchmarks/LOG.md), and the gradient a thousandth of a step
         base_of(model).enable_input_require_grads()
         mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
-        mode = mode or (estimate.GRAPHS[0] if graphs.value == "on" else None)
+        mode = mode or (autoconfig_compilation.GRAPHS[0] if graphs.value == "on" else None)
         for layer in layers:
             layer.compile(mode=mode)  # in place: torch.compile(layer) would rename every key
         for parameter in [p for layer in layers for p in layer.parameters() if graphs.value == "on"]:
@@ -150,7 +163,9 @@ def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str
         return Choice("off", reason if asked == "auto" else "asked for")
     adapted, rounding = hasattr(model, "peft_config"), bool(qat.rounding(model))
     dtype = str(model.dtype).removeprefix("torch.")
-    return estimate.choose_fused(asked, hardware, adapted=adapted, dtype=dtype, rounding=rounding)
+    return autoconfig_compilation.choose_fused(
+        asked, hardware, adapted=adapted, dtype=dtype, rounding=rounding
+    )
 
 
 def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: Ledger) -> tuple[Choice, bool]:

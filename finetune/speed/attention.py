@@ -7,6 +7,7 @@ cache in the wrong place, and they are one text. So one document is changed, and
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import warnings
@@ -16,14 +17,15 @@ import torch
 from accelerate.utils import send_to_device
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune import attention_choice, launch_env, shapes
-from finetune.attention_choice import IMPLEMENTATIONS
+from finetune import attention_choice, shapes
 from finetune.errors import Exit, Problem, UserError
+from finetune.kernels_kernel_limits import IMPLEMENTATIONS
 from finetune.speed.apply import decoder_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from finetune.hardware import Setup
     from finetune.receipts import Ledger
 
 # What is allowed, relative: a GPU may not add up in the same order twice, and experts, on a CPU too, take the
@@ -189,39 +191,6 @@ def masked(model: Any) -> Iterator[str]:
         model.set_attn_implementation(name)
 
 
-def tokens_of(shape: tuple[int, int, int], parts: int) -> int:
-    """Tokens of a batch of that shape that is divided in so many parts: room for a document at least, and a
-    multiple that TransformerEngine's products take, too."""
-    tokens, _, longest = shape
-    part = max(longest, math.ceil(tokens / parts))
-    return math.ceil(part / launch_env.TE_TOKENS) * launch_env.TE_TOKENS
-
-
-def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: int) -> dict[str, Any]:
-    """A flattened batch filled up to `tokens` tokens by more documents, which carry no loss.
-
-    So that compiled code sees one shape: the borders are `documents` + 1 in number, whatever the batch holds,
-    and the longest document is said to be `longest`. No filler is longer: kernels for documents look no
-    further, and leave what stands there as they found it, in gradients too.
-    """
-    given = inputs["input_ids"].shape[1]
-    missing, borders = tokens - given, inputs["cu_seq_lens_q"]
-    pad = torch.nn.functional.pad
-    filled = dict(inputs)
-    filled["input_ids"] = pad(inputs["input_ids"], (0, missing))
-    filled["labels"] = pad(inputs["labels"], (0, missing), value=-100)
-    counted = torch.arange(missing, device=inputs["position_ids"].device)[None]
-    filled["position_ids"] = torch.cat([inputs["position_ids"], counted % longest], dim=1)
-    number = (len(borders) - 1 + counted // longest).to(inputs["seq_idx"].dtype)
-    filled["seq_idx"] = torch.cat([inputs["seq_idx"], number], dim=1)
-    starts = torch.arange(given, tokens, longest, dtype=borders.dtype, device=borders.device)
-    borders = torch.cat([borders, starts[1:]])  # the first starts where the batch ends
-    borders = pad(borders, (0, documents + 1 - len(borders)), value=tokens)  # the rest have no tokens
-    filled["cu_seq_lens_q"] = filled["cu_seq_lens_k"] = borders
-    filled["max_length_q"] = filled["max_length_k"] = longest
-    return filled
-
-
 def _second_of(model: Any, first: Any, second: Any, extra: dict[str, Any]) -> tuple[torch.Tensor, list[Any]]:
     """Logits of the second document, and the gradients its loss gives to what is trained."""
     ids = torch.cat([first, second]).tolist()
@@ -243,3 +212,22 @@ def _difference(one: tuple[torch.Tensor, list[Any]], other: tuple[torch.Tensor, 
         return float(moved / max(float(norms[0]), float(norms[1]), 1e-300))
 
     return Leak(relative([one[0]], [other[0]]), relative(one[1], other[1]))
+
+
+def twin(model: Any, setup: Setup, device: str) -> Any:
+    """Two layers of a model's architecture, whole, with random weights.
+
+    Where the model itself is in parts, what is to be proved of attention is proved on these.
+    """
+    import torch
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = copy.deepcopy(base.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = 2
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:2]
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        made = type(base)(config)
+    return made.to(getattr(torch, setup.compute_dtype))

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from finetune.attention_choice import IMPLEMENTATIONS
+from finetune.kernels_kernel_limits import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

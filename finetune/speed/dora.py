@@ -12,11 +12,15 @@ pass that finds them changed. PEFT makes B A and the norm in every pass, and an 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import TrainerCallback
 
 from finetune.speed import four_bit, fp8, ops
+
+if TYPE_CHECKING:
+    from finetune.receipts import Ledger
 
 ROWS = 4096  # of W that are in float32 at once
 
@@ -128,3 +132,26 @@ def _squares(layer: Any) -> torch.Tensor:
     sums = [part.to(exact).square().sum(1) for part in weight.split(ROWS)]
     scale = base.weight_scale.flatten() if isinstance(base, fp8.Fp8Linear) else 1.0
     return torch.cat(sums) * scale**2
+
+
+class RefreshNorms(TrainerCallback):
+    """DoRA's norms of the weights as the optimizer left them, with a receipt of the last ones."""
+
+    def __init__(self, norms: Any, ledger: Ledger) -> None:
+        self.norms, self.ledger = norms, ledger
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.norms.refresh(stepped=True)  # weights may have come from a checkpoint
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.norms.refresh(stepped=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        error, how = self.norms.error(), "||W + s B A|| after the last step against one made anew (relative)"
+        self.ledger.add("DoRA norms", "those of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
+
+
+def refreshing(model: Any, ledger: Ledger) -> list[TrainerCallback]:
+    """What makes DoRA's norms anew, where they are fused."""
+    norms = getattr(model, "finetune_norms", None)
+    return [RefreshNorms(norms, ledger)] if norms else []

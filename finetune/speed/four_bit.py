@@ -69,3 +69,28 @@ def weight(base: Any) -> torch.Tensor:
 def compute_dtype(base: Any) -> torch.dtype:
     """The dtype a layer computes in; before its first forward it may not be set, and is its weight's."""
     return base.compute_dtype or base.weight.quant_state.dtype
+
+
+def use_policy(accelerator: Any, model: torch.nn.Module) -> None:
+    """Let FSDP gather weights as `fsdp_policy` has it, add up gradients in fp32, and return what the model
+    returns.
+
+    Accelerate's own policy for bf16 casts both: the summed loss of a batch would lose all but three digits.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and accelerator.mixed_precision in ("bf16", "fp16"):
+        plugin.mixed_precision_policy = fsdp_policy(accelerator.mixed_precision, model)
+
+
+def fsdp_policy(precision: str, model: torch.nn.Module) -> Any:
+    """Weights are gathered and multiplied in 16 bits; around 4-bit codes as they are stored, for autocast to
+    cast.
+
+    Codes may be any bits. As numbers of 16 bits some are NaNs, of which CUDA's copies make one and the same
+    (pytorch #159333): logits were 4.5 % off (bitsandbytes #1945).
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    as_stored = any(is_four_bit(module) for module in model.modules())
+    return MixedPrecisionPolicy(param_dtype=None if as_stored else dtype, reduce_dtype=torch.float32)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from finetune.hardware import FP8_CAPABILITY, FP8_MULTIPLE
+from finetune.kernels_kernel_limits import FP8_CAPABILITY, FP8_MULTIPLE
 from finetune.speed.ops import E4M3, quantise_rows, transpose
 
 

@@ -8,7 +8,7 @@ memory. A checkpoint that holds e4m3 weights with a scale for each output, or on
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -20,13 +20,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from finetune import modules
 from finetune.errors import Problem, UserError
-from finetune.hardware import FP8_MULTIPLE
-from finetune.speed.fp8 import E4M3, Fp8Linear, fits, quantise_rows
-
-if TYPE_CHECKING:
-    from finetune.receipts import Ledger
+from finetune.speed.fp8 import Fp8Linear, fits
+from finetune.speed.ops import E4M3, quantise_rows
 
 METHOD = "finetune_fp8"
 SCALE = "weight_scale"
@@ -163,24 +159,6 @@ def check_checkpoint(config: Any) -> None:
                 fix="the model it was made from: it is quantised while it loads",
             )
         )
-
-
-def add_receipt(base: Any, ledger: Ledger) -> None:
-    """Layers in fp8 and what they weigh, counted on the live base, before an adapter is on it."""
-    head = base.get_output_embeddings()
-    linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    layers = [m for m in linear if isinstance(m, Fp8Linear)]
-    narrow = sum(bool(m.in_features % FP8_MULTIPLE or m.out_features % FP8_MULTIPLE) for m in linear)
-    plain = len(linear) - len(layers) - narrow
-    coded = sum(t.nbytes for m in layers for t in (*m.parameters(), *m.buffers()))
-    whole = base.get_memory_footprint()
-    got = f"{len(layers)} of {len(linear)} linear layers, {modules.size(coded)} of {modules.size(whole)}"
-    got += f"; {narrow} stay: sides not divisible by {FP8_MULTIPLE}" if narrow else ""
-    got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
-    stacked = modules.of_experts(base)
-    got += f"; {modules.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
-    how = "fp8 layers of the live model, and bytes of their weights and scales"
-    ledger.add("speed.base", "fp8", got, how, ok=bool(layers))
 
 
 def products(layers: list[Any]) -> int:

@@ -18,7 +18,7 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from finetune.estimate import MAX_RANK
+from finetune.autoconfig_compilation import MAX_RANK
 from finetune.speed import dora, four_bit, fp8
 from finetune.speed.lora import Stack, base_of, gated_mlp, project
 

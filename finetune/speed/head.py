@@ -16,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from finetune import estimate, launch_env
 from finetune.errors import Exit, Problem, UserError, first_line
-from finetune.hardware import Choice
+from finetune.receipts import Choice
 from finetune.speed.loss import IGNORED, TokenLoss, computes_all, token_loss
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,23 +194,3 @@ def of(model: torch.nn.Module) -> Activations | None:
         if isinstance(owner, Activations):
             return owner
     return None
-
-
-class SendGradients(TrainerCallback):
-    """Gradients as they are when the optimizer steps, for torchao's CPUOffloadOptimizer.
-
-    It copies each gradient to the CPU as backward makes it, which is before `max_grad_norm` clips it, and
-    would step with what was not clipped. So they are copied once more, on its stream and in its order: one
-    tensor's step on the CPU runs beside the next one's copy.
-    """
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not args.max_grad_norm:
-            return
-        wrapped = kwargs["optimizer"]
-        optimizer = getattr(wrapped, "optimizer", wrapped)
-        optimizer.stream.wait_stream(torch.cuda.current_stream())
-        for parameter in list(optimizer.queue):
-            with torch.cuda.stream(optimizer.stream):
-                optimizer.param_d2h_map[parameter].grad.copy_(parameter.grad, non_blocking=True)
-            optimizer.queue[parameter] = optimizer.stream.record_event()

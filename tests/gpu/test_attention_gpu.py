@@ -8,8 +8,9 @@ from plain_attention import batch, by_document, loss_and_gradients, tiny
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from finetune import hardware
-from finetune.attention_choice import FLASH, IMPLEMENTATIONS, _has_flash, broken, missing
+from finetune import hardware_device
+from finetune.attention_choice import _has_flash, broken, missing
+from finetune.kernels_kernel_limits import FLASH, IMPLEMENTATIONS
 from finetune.receipts import Ledger
 from finetune.speed.attention import prove_apart, prove_same
 from finetune.speed.attention_kernels import KERNELS, register, without_mask
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo looks
 ]
-HERE = [name for name in IMPLEMENTATIONS if not missing(name, hardware.detect())]
+HERE = [name for name in IMPLEMENTATIONS if not missing(name, hardware_device.detect())]
 VARLEN = [name for name in HERE if name != "cudnn"]
 ERROR = 1e-2  # ||bf16 - float32|| / ||float32||: bf16 rounds by up to 2^-9, probabilities once more
 DENSE = {"rows": 2, "tokens": 384}

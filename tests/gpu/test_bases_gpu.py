@@ -5,7 +5,15 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from conftest import MODEL, QUICKSTART, receipts
 
-from finetune import adapter_types, adapters, evaluate, hardware, merge, recipe
+from finetune import (
+    adapter_types,
+    adapters,
+    adapters_trainable_parameters,
+    evaluation_reopen,
+    hardware,
+    merge,
+    recipe,
+)
 from finetune.receipts import Ledger
 
 pytestmark = [
@@ -37,20 +45,24 @@ def test_a_quantised_base_is_its_dequantised_self_and_passes_gradients_on(storag
     setup = hardware.choose(attention="auto", base=storage, adapter_type=kind)
     plain = merge.plain_base(loaded, setup).bfloat16()
     found = []
-    for base in (evaluate.open_base(loaded), plain):
+    for base in (evaluation_reopen.open_base(loaded), plain):
         torch.manual_seed(0)
         adapted = adapters.attach(base, loaded.adapter, 20, Ledger()).train()
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in adapters.trainable(adapted).values():
+            for parameter in adapters_trainable_parameters.trainable(adapted).values():
                 parameter.add_(1e-2 * torch.randn(parameter.shape).to(parameter))
         ids = IDS.cuda()
         with torch.autocast("cuda", torch.bfloat16):
             output = adapted(input_ids=ids, labels=ids, use_cache=False)
         output.loss.backward()
         reached = {name for name, p in adapted.named_parameters() if p.grad is not None}
-        assert reached == adapters.trainable(adapted).keys(), "gradients reach the adapter alone"
-        gradient = torch.cat([p.grad.float().flatten() for p in adapters.trainable(adapted).values()])
+        assert reached == adapters_trainable_parameters.trainable(adapted).keys(), (
+            "gradients reach the adapter alone"
+        )
+        gradient = torch.cat(
+            [p.grad.float().flatten() for p in adapters_trainable_parameters.trainable(adapted).values()]
+        )
         found.append((output.logits.float().detach(), gradient))
     (logits, gradient), (wanted, right) = found
     assert torch.linalg.norm(logits - wanted) < LOGITS[storage] * torch.linalg.norm(wanted)
@@ -69,7 +81,7 @@ def test_memory_is_what_one_computes(storage: str, tmp_path) -> None:
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
     clear_device_cache(garbage_collection=True)
     before = torch.cuda.memory_allocated()
-    base = evaluate.open_base(opened(storage, name=str(tmp_path)))
+    base = evaluation_reopen.open_base(opened(storage, name=str(tmp_path)))
     clear_device_cache(garbage_collection=True)
     got = torch.cuda.memory_allocated() - before
     weights = 4 * (4 * 2048 * 2048 + 3 * 2048 * 5632)

@@ -5,9 +5,9 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from conftest import MODEL, QUICKSTART, metrics, receipts
 
-from finetune import evaluate, merge, recipe
-from finetune.hardware import FP8_CAPABILITY
-from finetune.speed import fp8
+from finetune import evaluation_reopen, merge, recipe
+from finetune.kernels_kernel_limits import FP8_CAPABILITY
+from finetune.speed import fp8, ops
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="no GPU with fp8 GEMMs")]
@@ -34,11 +34,11 @@ def test_fp8_gemms_give_what_the_emulation_gives(rows: int, out: int, width: int
     g = torch.randn(rows, out, device="cuda", dtype=torch.bfloat16)
     y = quantised(x)
     (gradient,) = torch.autograd.grad(y, x, g)
-    codes, scale = fp8.quantise_rows(x.detach())
+    codes, scale = ops.quantise_rows(x.detach())
     wanted = (codes.double() * scale) @ quantised.dequantize().double().T + quantised.bias
     assert y.dtype == gradient.dtype == torch.bfloat16
     assert error(y, wanted) < 5e-3
-    codes, scale = fp8.quantise_rows(g.float() * quantised.weight_scale.T)
+    codes, scale = ops.quantise_rows(g.float() * quantised.weight_scale.T)
     assert error(gradient, (codes.double() * scale) @ quantised.weight.double()) < 5e-3
 
 
@@ -46,7 +46,7 @@ def test_a_gpu_quantises_as_the_cpu_does() -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 512) * torch.logspace(-20, 20, 256)[:, None]
     x[0], x[1, 3], x[2, 3] = 0, float("nan"), float("inf")
-    (here, scale), (there, right) = fp8.quantise_rows(x.cuda()), fp8.quantise_rows(x)
+    (here, scale), (there, right) = ops.quantise_rows(x.cuda()), ops.quantise_rows(x)
     assert torch.allclose(scale.cpu()[2:], right[2:], rtol=1e-6, atol=0)
     assert (here.cpu().float() == there.float())[3:].float().mean() > 0.999
     assert here[0].float().eq(0).all() and (here.float() * scale)[1:3].isnan().any(dim=1).all()
@@ -54,9 +54,9 @@ def test_a_gpu_quantises_as_the_cpu_does() -> None:
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 80), (100, 37), (1024, 4096), (14336, 4096)])
 def test_the_transposition_is_eager_s(shape: tuple[int, int]) -> None:
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda").view(fp8.E4M3)
-    got = fp8.transpose(codes)
-    assert got.is_contiguous() and got.dtype == fp8.E4M3
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda").view(ops.E4M3)
+    got = ops.transpose(codes)
+    assert got.is_contiguous() and got.dtype == ops.E4M3
     assert torch.equal(got.view(torch.uint8), codes.view(torch.uint8).t())
 
 
@@ -89,7 +89,7 @@ def test_loading_takes_the_memory_of_the_codes(tmp_path) -> None:
     clear_device_cache(garbage_collection=True)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    base = evaluate.open_base(recipe.load(QUICKSTART, ["speed.base=fp8", f"model.name={tmp_path}"]))
+    base = evaluation_reopen.open_base(recipe.load(QUICKSTART, ["speed.base=fp8", f"model.name={tmp_path}"]))
     peak, got = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated() - before
     weights = 8 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
     scales = 8 * (6 * 2048 + 2 * 5632) * 4

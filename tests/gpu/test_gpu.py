@@ -80,8 +80,9 @@ def test_cuda_graphs_follow_the_plain_run(recompute: str, train) -> None:
 
 def packing() -> list[str]:
     """What keeps documents apart here without a mask."""
-    from finetune.attention_choice import IMPLEMENTATIONS, missing
-    from finetune.hardware import detect
+    from finetune.attention_choice import missing
+    from finetune.hardware_device import detect
+    from finetune.kernels_kernel_limits import IMPLEMENTATIONS
 
     return [name for name in IMPLEMENTATIONS if name != "cudnn" and not missing(name, detect())]
 
@@ -142,7 +143,7 @@ def test_eager_attention_is_what_was_asked(train) -> None:
 def test_documents_do_not_see_each_other(attention: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
-    from finetune.attention_choice import IMPLEMENTATIONS
+    from finetune.kernels_kernel_limits import IMPLEMENTATIONS
     from finetune.receipts import Ledger
     from finetune.speed.attention import leaks, prove_apart
     from finetune.speed.attention_kernels import register

@@ -6,6 +6,7 @@ from conftest import metrics, receipts
 from test_loss import trainer_of
 from torch.nn.functional import cross_entropy, linear
 
+from finetune import estimate
 from finetune.speed import loss
 
 pytestmark = [
@@ -106,7 +107,9 @@ def test_it_holds_chunks_and_the_gradient_of_hidden_states() -> None:
     found = loss.token_loss(hidden, weight, labels, num_labels=rows)
     peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     gradient = rows * hidden_size * 2
-    assert kept < 1.1 * gradient + 2**20 and peak < loss.CHUNK_BYTES + gradient + 0.3 * loss.CHUNK_BYTES
+    assert (
+        kept < 1.1 * gradient + 2**20 and peak < estimate.CHUNK_BYTES + gradient + 0.3 * estimate.CHUNK_BYTES
+    )
     found.nll.backward()
 
 

@@ -11,7 +11,7 @@ from conftest import metrics, receipts
 from test_offload import assert_same, batches, gradients, model_of
 from test_optimizers import distance
 
-from finetune import optimizers
+from finetune import loraplus
 from finetune.receipts import Ledger
 from finetune.sections import Speed
 from finetune.speed import apply, offload
@@ -119,7 +119,7 @@ def optimizer_of(model, where: str, epsilon: float = 1e-8):
     from trl.trainer.sft_config import SFTConfig
 
     arguments = SFTConfig(learning_rate=1e-3, adam_epsilon=epsilon, bf16=True)
-    kind, options = optimizers.kind_and_options(arguments, model, Speed(offload=where))
+    kind, options = loraplus.kind_and_options(arguments, model, Speed(offload=where))
     return kind([p for p in model.parameters() if p.requires_grad], weight_decay=0.01, **options)
 
 
@@ -131,7 +131,7 @@ def step(model, optimizer, ids: torch.Tensor, clip: float = 0.0) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     if hasattr(optimizer, "param_d2h_map"):
         arguments = SimpleNamespace(max_grad_norm=clip)
-        offload.SendGradients().on_pre_optimizer_step(arguments, None, None, optimizer=optimizer)
+        loraplus.SendGradients().on_pre_optimizer_step(arguments, None, None, optimizer=optimizer)
     optimizer.step()
     model.zero_grad()
 

@@ -1,0 +1,29 @@
+"""`finetune merge`: merge an adapter into its base model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from finetune.given import opened
+
+MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--dtype",
+        {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
+    ),
+    ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
+    ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
+)
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Merge a run's adapter into its base, prove that nothing was lost, and quantise it if asked."""
+    from finetune.screen import Screen, quieten_libraries
+
+    run = opened(options)
+    quieten_libraries()
+    from finetune import merge as finetune_merge
+
+    given = {"dtype": options.dtype, "quantized": options.quantize, "output": options.output}
+    finetune_merge.show(Screen(quiet=options.quiet), finetune_merge.run(run.path, options.overrides, **given))

@@ -1,0 +1,36 @@
+"""What each attention and fp8 kernel needs. This module does not import torch."""
+
+from __future__ import annotations
+
+# What we hand to transformers under a name of ours, of kernels that take no mask: speed/attention_kernels.py.
+# transformers' own flash_attention_* ask the device for the documents' borders in each layer, which breaks
+# the compiled graph, and without the package they fetch a kernel from the Hub.
+IMPLEMENTATIONS = {
+    "flash_attention_4": "finetune_fa4",
+    "flash_attention_3": "finetune_fa3",
+    "flash_attention_2": "finetune_fa2",
+    "cudnn": "finetune_cudnn",
+    "varlen": "finetune_varlen",
+}
+# flash-attention: distribution (2 and 4 share an import name) and pip line
+FLASH = {
+    "flash_attention_2": ("flash-attn", "pip install 'finetune-toolkit[flash]' --no-build-isolation"),
+    "flash_attention_3": ("flash-attn-3", "build it from flash-attention's hopper/ folder"),
+    "flash_attention_4": ("flash-attn-4", "pip install 'finetune-toolkit[kernels]'"),
+}
+FLASH_MODULES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn.cute.interface",
+}
+# Lowest compute capability; the largest head size forward and backward
+LIMITS = {
+    "flash_attention_4": ((9, 0), 256),
+    "flash_attention_3": ((9, 0), 256),
+    "flash_attention_2": ((8, 0), 256),
+    "cudnn": ((8, 0), 128),
+    "varlen": ((8, 0), 256),
+}
+
+FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
+FP8_MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it

@@ -1,0 +1,52 @@
+"""Read and repair a model's generation config."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def declared_stops(generation: Any) -> set[int]:
+    """Token ids at which a model ends an answer by its own generation config."""
+    ids = generation.eos_token_id
+    return set(ids if isinstance(ids, list) else [ids]) - {None}
+
+
+def settle_generation(generation: Any, stops: list[int]) -> list[str]:
+    """Make a base's generation config that of what is saved; returns what was changed.
+
+    Args:
+        stops: token ids that end an answer: `scoring.stop_ids`.
+    """
+    notes = []
+    if declared_stops(generation) != set(stops):
+        other = f"{stops}, not the base's {generation.eos_token_id}: so the run's answers end"
+        notes.append(f"generation_config.json is saved with eos_token_id {other}")
+        generation.eos_token_id = stops
+    return notes + _storable(generation)
+
+
+def _storable(generation: Any) -> list[str]:
+    """Make it one that can be saved: transformers opens one that samples without `do_sample`, and won't."""
+    refused, sampling = _refused(generation), generation.do_sample
+    if not refused:
+        return []
+    generation.do_sample = True
+    left = _refused(generation)
+    if left == refused:
+        generation.do_sample = sampling
+    mended = ", ".join(f"{name} {getattr(generation, name)}" for name in refused if name not in left)
+    notes = [f"generation_config.json is saved with do_sample: true, which the base's {mended} asks for"]
+    for name in left:
+        notes.append(f"generation_config.json is saved without the base's {name} {getattr(generation, name)}")
+        setattr(generation, name, None)
+    return notes if mended else notes[1:]
+
+
+def _refused(generation: Any) -> list[str]:
+    """The values for which transformers does not save a generation config."""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        return re.findall(r"^- `(\w+)`", str(error), re.MULTILINE)
+    return []
