@@ -161,7 +161,7 @@ def run(cell: Cell, large: Path | None, short: list[str]) -> dict[str, Any]:
     """Train one cell by the command, in this process; an error is a result too."""
     import torch
 
-    from finetune import cli
+    from finetune.cli import main as cli_main
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -174,7 +174,7 @@ def run(cell: Cell, large: Path | None, short: list[str]) -> dict[str, Any]:
         command = ["train", *recipe, *overrides(cell, large), *short, f"train.output_dir={place}", "--quiet"]
         try:
             with contextlib.redirect_stderr(said):
-                code = cli.main(command)
+                code = cli_main.main(command)
         except Exception as error:  # a bug of ours or of a library: the row says which
             code = f"{type(error).__name__}: {error}"
         row = cell._asdict() | ({"overrides": short} if short else {})

@@ -86,12 +86,12 @@ def measured(name: str, kernel: Callable[..., Any]) -> dict[str, Any]:
 
 def here() -> dict[str, Callable[..., Any]]:
     """Every kernel that this machine has, and FlashAttention 3's fp8 forward."""
-    from finetune import hardware_device
-    from finetune.attention_choice import missing
-    from finetune.kernels_kernel_limits import IMPLEMENTATIONS
-    from finetune.speed.attention_kernels import KERNELS
+    from finetune.autoconfig.attention_choice import missing
+    from finetune.hardware import detection
+    from finetune.kernels.attention_functions import KERNELS
+    from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 
-    machine = hardware_device.detect()
+    machine = detection.detect()
     names = [name for name in IMPLEMENTATIONS if not missing(name, machine)]
     made = {name: KERNELS[name]() for name in names}
     return {**made, FP8: fp8_forward} if "flash_attention_3" in made else made
@@ -187,9 +187,9 @@ def losses(options: Any) -> dict[str, Any]:
     """Held-out losses of loss_parity.py's run in bf16, with FlashAttention 3's forward in bf16 and in fp8."""
     import loss_parity
 
-    from finetune.speed import attention_kernels
+    from finetune.kernels import attention_functions
 
-    plain, found = attention_kernels.KERNELS["flash_attention_3"], {}
+    plain, found = attention_functions.KERNELS["flash_attention_3"], {}
     given = ["model.attention=flash_attention_3", "data.padding_free=false", "speed.compile=false"]
 
     def rounded(*tensors: Any, **settings: Any) -> Any:
@@ -199,7 +199,7 @@ def losses(options: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         files = loss_parity.write_data("questions", options.assets, Path(folder))
         for name, kernel in (("bf16", plain), ("fp8", lambda: rounded)):
-            attention_kernels.KERNELS["flash_attention_3"] = kernel  # in this process alone
+            attention_functions.KERNELS["flash_attention_3"] = kernel  # in this process alone
             run = loss_parity.train("bf16", files, options, Path(folder), *given)
             found[name] = {key: run[key] for key in ("before", "after", "held_out")}
     return found

@@ -46,8 +46,8 @@ def rows(assets: Path) -> list[Row]:
 
 
 def ours(file: Path, tokenizer: Any, folder: Path) -> Row:
-    from finetune.data.prepare import prepare
-    from finetune.sections import Data, Expect
+    from finetune.data.preparation import prepare
+    from finetune.recipe.schema import Data, Expect
 
     data = Data(
         name=str(file), packing=True, max_length=BUDGET, cache=str(folder), expect=Expect(duplicates=1)
@@ -96,10 +96,10 @@ def trl(file: Path, tokenizer: Any, folder: Path) -> Row:
 
 
 def measure(assets: Path, times: int) -> Row:
-    from finetune.data.bundled import bundled
-    from finetune.models_tokenizer import load_tokenizer
-    from finetune.screen import quieten_libraries
-    from finetune.sections import Model
+    from finetune.core.console import quieten_libraries
+    from finetune.data.chat_templates import bundled
+    from finetune.models.tokenizer_setup import load_tokenizer
+    from finetune.recipe.schema import Model
 
     quieten_libraries()
     tokenizer = load_tokenizer(Model(name=str(assets / "tokenizer-qwen2")), bundled()["qwen2_5"])

@@ -37,10 +37,10 @@ HELD_OUT = 5  # every fifth commonsense row is not trained on
 
 def command(*arguments: str) -> None:
     """One `finetune` command in this process; its failure ends the benchmark."""
-    from finetune import cli
+    from finetune.cli import main as cli_main
 
     print("finetune", *arguments, flush=True)
-    if code := cli.main([*arguments, "--quiet"]):
+    if code := cli_main.main([*arguments, "--quiet"]):
         sys.exit(f"exit {code}")
 
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from finetune import adapter_types, recipe, recipe_build, run_folder, sections
-from finetune.errors import UserError
+from finetune.core.errors import UserError
+from finetune.recipe import adapter_types, build, loader, schema
+from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -72,7 +73,7 @@ def outcome(seed: int, path: Path) -> Outcome:
     started = time.monotonic()
     took = 0.0
     try:
-        loaded = recipe.load(path, overrides)
+        loaded = loader.load(path, overrides)
         took = time.monotonic() - started
         said = "valid" if again(loaded, path) else "valid, and another one when written and read again"
     except UserError as error:
@@ -84,16 +85,16 @@ def outcome(seed: int, path: Path) -> Outcome:
     return Outcome(seed, said if took < SLOWEST else f"took {took:.1f} s", took, text)
 
 
-def again(loaded: sections.Recipe, path: Path) -> bool:
+def again(loaded: schema.Recipe, path: Path) -> bool:
     """Whether a recipe that is written as a run folder has it is the same one."""
     written = path.with_name(f"{path.stem}.resolved.yaml")
     written.write_text(run_folder.resolved_yaml(loaded, {}), encoding="utf-8")
-    return recipe.load(written).model_dump() == loaded.model_dump()
+    return loader.load(written).model_dump() == loaded.model_dump()
 
 
 def run(seeds: Iterable[int], folder: Path) -> list[Outcome]:
     """Each case; the first load of a process, which reads the libraries' sources, is not timed."""
-    recipe.load(ROOT / "recipes" / "quickstart.yaml")
+    loader.load(ROOT / "recipes" / "quickstart.yaml")
     adapter_types.all_types()
     return [outcome(seed, folder / "fuzzed.yaml") for seed in seeds]
 
@@ -189,7 +190,7 @@ def _switch(content: Any, draw: random.Random) -> None:
 @cache
 def _names() -> list[str]:
     """Every key there is."""
-    return sorted(key for keys in recipe_build.known_keys().values() for key in keys)
+    return sorted(key for keys in build.known_keys().values() for key in keys)
 
 
 def _dump(content: Any, draw: random.Random) -> str:

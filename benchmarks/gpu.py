@@ -255,7 +255,7 @@ def ours(job: Job) -> dict[str, Any]:
     """`finetune train`, in this process, and what its metrics say."""
     import torch
 
-    from finetune import cli
+    from finetune.cli import main as cli_main
 
     if job.row.cap_gib and torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(0).total_memory
@@ -269,7 +269,7 @@ def ours(job: Job) -> dict[str, Any]:
         given += job.row.changes
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        if code := cli.main(["train", *given]):
+        if code := cli_main.main(["train", *given]):
             sys.exit(code)
     finally:
         for big in ("adapter", "model", "checkpoints"):

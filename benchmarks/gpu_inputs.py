@@ -84,7 +84,7 @@ def _layer(config: LlamaConfig, layer: int, stored: str) -> dict[str, torch.Tens
     for name, size in linear.items():
         weight = _random(*size)
         if stored == "fp8":
-            from finetune.speed.ops import quantise_rows
+            from finetune.kernels.ops import quantise_rows
 
             made[f"{name}.weight"], made[f"{name}.weight_scale"] = quantise_rows(weight)
         elif stored == "nf4":

@@ -25,8 +25,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a checkout need not be installed
 
-from finetune import ablate, strict_yaml
-from finetune.shipped import folder
+from finetune.core import strict_yaml
+from finetune.core.shipped_files import folder
+from finetune.experiments.ablation import ablation
 
 HERE = Path(__file__).parent
 RECIPE = """
@@ -56,7 +57,7 @@ def main() -> None:
         recipe = str(prepare(options.shape, options.layers, options.work, options.rows))
     measure = {"steps": options.steps, "repeats": options.repeats}
     steps = changed(options.ladder, options.work, options.without.split(","), measure)
-    made = ablate.run(ablate.Asked(recipe, [], steps, options.out))
+    made = ablation.run(ablation.Asked(recipe, [], steps, options.out))
     command = shlex.join(["python", "benchmarks/ladder.py", *sys.argv[1:]])
     publish(made, options.out / Path(recipe).stem, command if options.shape else made["command"])
     shutil.copy(options.out / Path(recipe).stem / "ladder.html", options.out)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from finetune import checkpoint, faults, prove
+from finetune.checkpointing import checkpoints
+from finetune.core import fault_injection
+from finetune.experiments.runner import verify_resume
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
@@ -40,7 +42,7 @@ def launch(where: Path, fault: str) -> int:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
     launcher += ["--monitor-interval=0.2", "-m", "finetune"]
     given = [QUICKSTART, *WORDS, f"train.output_dir={where}", "--resume=auto", "--quiet"]
-    environment = {**os.environ, faults.VARIABLE: fault, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, fault_injection.VARIABLE: fault, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [sys.executable, *launcher, "train", *given]
     return subprocess.run(command, env=environment, capture_output=True, check=False, cwd=ROOT).returncode
 
@@ -59,9 +61,9 @@ def rank_kills(folder: Path, count: int, seed: int) -> dict[str, Any]:
             made.append(f"step:{draw.randint(2, STEPS)}:rank:{draw.randint(0, 1)}:life:1:kill")
         where = folder / f"ranks-{number}"
         finished += launch(where, ",".join(made)) == 0
-        newest = checkpoint.published(where / "checkpoints")
-        there = newest and checkpoint.step_of(newest[0]) == STEPS
-        parts = prove.compare(straight, where, STEPS) if there else []
+        newest = checkpoints.published(where / "checkpoints")
+        there = newest and checkpoints.step_of(newest[0]) == STEPS
+        parts = verify_resume.compare(straight, where, STEPS) if there else []
         equal += bool(parts) and not any(part.differing for part in parts)
         faults_made.append(",".join(made))
         print(number, made, finished, equal, flush=True)

@@ -93,7 +93,7 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes
     """One run: its losses by step, those of the held-out rows, and that of what was saved."""
     import torch
 
-    from finetune import cli
+    from finetune.cli import main as cli_main
 
     run, recipe = folder / base, folder / f"{base}.yaml"
     shutil.rmtree(run, ignore_errors=True)
@@ -101,7 +101,7 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes
     stored, _, recompute = base.partition("-")
     settings |= {"base": stored, "recompute": recompute or "auto"}
     recipe.write_text(RECIPE.format(folder=run, **settings, **files))
-    if code := cli.main(["train", str(recipe), *changes, "--quiet"]):
+    if code := cli_main.main(["train", str(recipe), *changes, "--quiet"]):
         sys.exit(f"{base}: exit {code}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "eval.json").read_text())
@@ -128,7 +128,7 @@ def compared(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def drawn(result: dict[str, Any]) -> str:
     """Both curves, of training and of the held-out rows, as an SVG."""
-    from finetune.plots import Curve, curves, smoothed
+    from finetune.reporting.plots import Curve, curves, smoothed
 
     lines = []
     for base, run in result["runs"].items():

@@ -20,7 +20,9 @@ import gpu
 import multi_gpu
 from gpu_inputs import SHAPES, document_lengths
 
-from finetune import gpus, plan, plan_choices, plan_launch, plan_tokens, recipe
+from finetune.hardware import gpus
+from finetune.planning import dataset_estimate, planned_choices, planner, sharding_cost
+from finetune.recipe import loader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +58,7 @@ def compare() -> dict[str, dict[str, Any]]:
         place = Path(folder)
         (place / "rows.jsonl").write_text(json.dumps({"text": "word " * 2**19}) + "\n")
         lengths = document_lengths(10**6, random.Random(0))
-        lines = [json.dumps({"text": "w" * plan_tokens.CHARACTERS * length}) for length in lengths]
+        lines = [json.dumps({"text": "w" * dataset_estimate.CHARACTERS * length}) for length in lengths]
         (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
         for name, row in measured.items():
             if name not in ours or "failed" in row:
@@ -83,7 +85,9 @@ def compare() -> dict[str, dict[str, Any]]:
     return made
 
 
-def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Sequence[str] = ()) -> plan.Plan:
+def planned_row(
+    name: str, measured: dict[str, Any], place: Path, changes: Sequence[str] = ()
+) -> planner.Plan:
     """The plan of a row of gpu.py, on as many layers as it was measured with; `changes`: more overrides."""
     row = (gpu.ROWS | gpu.RECIPES)[name]
     shape, stored = row.model.split("-")
@@ -95,15 +99,15 @@ def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Seque
         job = gpu.Job(name, model, data, row.length, row.batch, 10, row, place)
         own = HERE.parent / "recipes" / "gpus" / row.recipe
         given = [*gpu.of_recipe(job, place / "run"), *row.changes, *changes]
-        return make(recipe.load(own, given), measured["gpu"], row.cap_gib)
+        return make(loader.load(own, given), measured["gpu"], row.cap_gib)
     sizes = {"length": row.length, "batch": row.batch, "steps": max(14, row.steps)}
     text = gpu.RECIPE.format(model=model, data=data, folder=place / "run", **sizes)
     path = place / f"{name}.yaml"
     path.write_text(text)
-    return make(recipe.load(path, [*row.changes, *changes]), measured["gpu"], row.cap_gib)
+    return make(loader.load(path, [*row.changes, *changes]), measured["gpu"], row.cap_gib)
 
 
-def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
+def planned_launch(name: str, measured: dict[str, Any], place: Path) -> planner.Plan:
     """The plan of a row of multi_gpu.py, under its launch."""
     kind, count = name.rpartition(" x")[0], measured["gpus"]
     row = multi_gpu.ROWS[kind]
@@ -116,17 +120,17 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Pla
     path.write_text(gpu.RECIPE.format(model=model, data=place / "rows.jsonl", folder=place / "run", **sizes))
     rows = row.batch * (1 if row.shared else count)
     given = [f"train.effective_batch_size={rows}", *row.changes, *AS_MEASURED.get(name, ())]
-    by, _ = plan_launch.of_config(HERE.parent / "accelerate_configs" / f"{row.config}.yaml")
+    by, _ = sharding_cost.of_config(HERE.parent / "accelerate_configs" / f"{row.config}.yaml")
     by = by._replace(sharing=count) if row.shared else by  # as multi_gpu.command writes its config
     if count == 1:  # in place, as multi_gpu.command has it
         given += ["speed.base=fp8"] * (row.config == "8xh100_fp8")
     if row.recipe:
         job = multi_gpu.Job(name, count, model, place / "rows.jsonl", row.length, row, 10, place)
         path, given = HERE.parent / "recipes" / row.recipe, gpu.of_recipe(job, place / "run")
-    return make(recipe.load(path, given), measured["gpu"], None, count, by if count > 1 else None)
+    return make(loader.load(path, given), measured["gpu"], None, count, by if count > 1 else None)
 
 
-def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
+def planned_shape(row: dict[str, Any], place: Path) -> planner.Plan:
     """The plan of a row of adapters.py on the 1.1B shape."""
     model, rows = write_config(place / "1.1b", LARGE, tied=True), int(row["task"].split()[0])
     given = [f"adapter.type={row['type']}", f"model.name={model}", f"data.max_length={LARGE_LENGTH}"]
@@ -136,7 +140,7 @@ def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
     given += ["speed.base=auto" if row["type"][0] == "q" or row["type"] == "full" else "speed.base=bf16"]
     given = [text for text in given if row["type"] != "full" or not text.startswith("speed.fused")]
     own = HERE.parent / "recipes" / "adapters" / f"{row['type']}.yaml"
-    return make(recipe.load(own if own.exists() else QUICKSTART, given), row["device"], None)
+    return make(loader.load(own if own.exists() else QUICKSTART, given), row["device"], None)
 
 
 def make(
@@ -144,15 +148,15 @@ def make(
     device: str,
     cap_gib: float | None,
     count: int = 1,
-    by: plan_launch.Sharding | None = None,
-) -> plan.Plan:
+    by: sharding_cost.Sharding | None = None,
+) -> planner.Plan:
     known = next(name for name, kind in gpus.GPUS.items() if kind is gpus.of_device(device))
-    machine, processes = plan.planned_machine(known, count)
+    machine, processes = planner.planned_machine(known, count)
     if cap_gib:
         machine = replace(
-            machine, memory_gib=cap_gib + plan_choices.CONTEXT_GIB
+            machine, memory_gib=cap_gib + planned_choices.CONTEXT_GIB
         )  # a cap of the allocator's own
-    return plan.make(loaded, machine, processes, by=by)
+    return planner.make(loaded, machine, processes, by=by)
 
 
 def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
@@ -165,7 +169,7 @@ def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
     return folder
 
 
-def compared(made: plan.Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
+def compared(made: planner.Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
     """A row of plan.json; `None`: not measured yet."""
     assert made.step_seconds is not None
     return {

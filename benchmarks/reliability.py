@@ -14,7 +14,7 @@ What is not asked for stays in the results as it was.
 
 Each process is forked from one that has imported the libraries, so that a run begins in a second; it is
 killed by a real kill -9 (or told to stop by a real SIGTERM) at a random time. What the last of them leaves is
-compared with a run that went straight through, part by part (`finetune.prove`).
+compared with a run that went straight through, part by part (`finetune/experiments/runner/verify_resume.py`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ import resume_matrix
 import seeded_bugs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from finetune import checkpoint, cli, launch, launch_env, prove
-from finetune import train as _imported  # noqa: F401 (once, before any fork)
+from finetune.checkpointing import checkpoints
+from finetune.cli import main as cli_main
+from finetune.distributed import launch_environment
+from finetune.experiments.runner import verify_resume
+from finetune.launch import launcher
+from finetune.training import pipeline as _imported  # noqa: F401 (once, before any fork)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "reliability.json"
@@ -88,7 +92,7 @@ def start(words: list[str], **environment: str) -> int:
         os.environ.update(environment)
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, 1)
-        os._exit(cli.main(["train", *words, "--quiet"]))
+        os._exit(cli_main.main(["train", *words, "--quiet"]))
     return child
 
 
@@ -99,7 +103,11 @@ def launch_of(words: list[str], ranks: int, folder: Path) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    given |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no", launch_env.TIMEOUT: "60"}
+    given |= {
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        launch_environment.TIMEOUT: "60",
+    }
     given |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     children = []
     for rank in range(ranks):
@@ -130,7 +138,7 @@ def wait(children: list[int], folder: Path, seconds: float | None = None) -> int
         for rank, code in codes.items()
         if code
     }
-    return launch.first(failures)[1].exitcode if failures else 0
+    return launcher.first(failures)[1].exitcode if failures else 0
 
 
 def send(children: list[int], storm: Storm, draw: random.Random) -> None:
@@ -150,7 +158,7 @@ def run_storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
     ended: dict[str, int] = {}
     unverified = resumed = 0
     began, children = time.monotonic(), launch_of([*words, "--resume=auto"], storm.ranks, folder)
-    while not checkpoint.published(where / "checkpoints"):
+    while not checkpoints.published(where / "checkpoints"):
         time.sleep(0.01)
     usual = time.monotonic() - began  # until the first checkpoint
     for child in children:
@@ -158,27 +166,27 @@ def run_storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
     for child in children:
         os.waitpid(child, 0)
     for _ in range(count):
-        before = len(checkpoint.published(where / "checkpoints"))
+        before = len(checkpoints.published(where / "checkpoints"))
         children = launch_of([*words, "--resume=auto"], storm.ranks, folder)
         code = wait(children, folder, draw.uniform(0.1, 2.0) * usual)
         if code is None:
             send(children, storm, draw)
             code = wait(children, folder)
         ended[str(code)] = ended.get(str(code), 0) + 1
-        published = checkpoint.published(where / "checkpoints")
+        published = checkpoints.published(where / "checkpoints")
         resumed += before > 0 and len(published) > 0
         for path in published:
             try:
-                checkpoint.verify(path)
-            except checkpoint.Damaged:
+                checkpoints.verify(path)
+            except checkpoints.Damaged:
                 unverified += 1
-    newest = checkpoint.published(where / "checkpoints")
-    step = min(STEPS, (checkpoint.step_of(newest[0]) if newest else 0) + 2)
+    newest = checkpoints.published(where / "checkpoints")
+    step = min(STEPS, (checkpoints.step_of(newest[0]) if newest else 0) + 2)
     straight = folder / f"straight-{where.name}"
     until = f"--until={step}"
     ends = [*words, "--resume=auto", until], [*words, f"train.output_dir={straight}", until]
     codes = [wait(launch_of(one, storm.ranks, folder), folder) for one in ends]
-    parts = prove.compare(straight, where, step)
+    parts = verify_resume.compare(straight, where, step)
     return {
         "ended": ended,
         "count": count,

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import prove
+from finetune.experiments.runner import verify_resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ def cell(words: list[str], folder: Path, start: Callable[[list[str]], int]) -> d
         shutil.copytree(straight / "checkpoints" / f"step-{step}", resumed / "checkpoints" / f"step-{step}")
         shutil.copy(straight / "metrics.jsonl", resumed)
         wait(start([*words, f"train.save_steps={STEPS}", f"train.output_dir={resumed}", "--resume"]))
-        parts = prove.compare(straight, resumed, STEPS)
+        parts = verify_resume.compare(straight, resumed, STEPS)
         tensors = sum(part.tensors for part in parts)
         if wrong := [part.name for part in parts if part.differing]:
             differing[str(step)] = wrong

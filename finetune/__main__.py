@@ -1,10 +1,8 @@
 """`python -m finetune`, and so `accelerate launch -m finetune train RECIPE`."""
 
-from __future__ import annotations
-
 import sys
 
-from finetune import launch_env
-from finetune.cli import main
+from finetune.cli.main import main
+from finetune.distributed import launch_environment
 
-sys.exit(launch_env.leave(main()))
+sys.exit(launch_environment.leave(main()))

@@ -2,6 +2,6 @@
 
 import sys
 
-from finetune.cli import main
+from finetune.cli.main import main
 
 sys.exit(main(["evaluate", *sys.argv[1:]]))

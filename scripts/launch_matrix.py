@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch, patch_environment
 
-from finetune import autoconfig_base_quantization, autoconfig_precision, launch_config, launch_conflicts
-from finetune.errors import UserError
-from finetune.hardware_device import Hardware
-from finetune.sections import Data, Model, Speed
+from finetune.autoconfig import base_quantization, mixed_precision
+from finetune.core.errors import UserError
+from finetune.hardware.detection import Hardware
+from finetune.launch import accelerate_config
+from finetune.preflight import launch_conflicts
+from finetune.recipe.schema import Data, Model, Speed
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -74,7 +76,7 @@ def environment(config: Path) -> dict[str, str]:
 
 def launched(config: Path) -> AbstractContextManager[None]:
     """As in a process of that launch."""
-    processes = {"WORLD_SIZE": launch_config.read(config)["num_processes"]}
+    processes = {"WORLD_SIZE": accelerate_config.read(config)["num_processes"]}
     return patch_environment(**{**environment(config), **processes})
 
 
@@ -91,8 +93,8 @@ def cell(config: Path, kind: str, base: str) -> str:
                 machine, kind, model, data, Speed.model_validate({"base": base})
             )
             if not found:
-                started = autoconfig_precision.launch(machine)
-                autoconfig_base_quantization.choose_base(
+                started = mixed_precision.launch(machine)
+                base_quantization.choose_base(
                     base, kind, started.precision, machine, lambda: "the column says which"
                 )
     except UserError as error:
@@ -108,7 +110,7 @@ def refused() -> dict[str, str]:
         with patch_environment(**asked):
             (problem,) = launch_conflicts.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
         made[f"parallelism_config_{kind.lower()}_size: 2"] = problem.what
-    (problem,) = launch_config.problems({"distributed_type": "MEGATRON_LM"}, "")
+    (problem,) = accelerate_config.problems({"distributed_type": "MEGATRON_LM"}, "")
     return {**made, "distributed_type: MEGATRON_LM": problem.what}
 
 

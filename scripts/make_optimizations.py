@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import ladder, measured
+from finetune.experiments.ablation import optimizations
+from finetune.experiments.runner import measured_run
 
 if TYPE_CHECKING:
-    from finetune.ladder import Rung
+    from finetune.experiments.ablation.optimizations import Rung
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "optimizations.md"
@@ -50,13 +51,13 @@ On lists of optimisations, and nothing to switch here:
 
 def page() -> str:
     """The content of docs/optimizations.md."""
-    rungs = ladder.read(ROOT / "recipes" / "ladder.yaml").rungs
+    rungs = optimizations.read(ROOT / "recipes" / "ladder.yaml").rungs
     cpu = json.loads((ROOT / "benchmarks" / "ladder.json").read_text(encoding="utf-8"))
     gpu = json.loads((ROOT / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
     climbed = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text(encoding="utf-8"))
     on_each = [{row["name"]: row for row in found["rungs"]} for found in (cpu, climbed)]
     said = [f"{one['machine']['hardware']}, {one['date']}" for one in (cpu, climbed)]
-    unit, noise = measured.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
+    unit, noise = measured_run.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
     device, layers = gpu["lora-bf16"]["gpu"], Path(climbed["recipe"]).stem.split("_")[1]
     text = HEAD.format(cpu=said[0], gpu=said[1], unit=unit, noise=noise, device=device, layers=layers)
     for rung in rungs:

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.recipe_build import json_schema
-from finetune.sections import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS, Train
-from finetune.shipped import SCHEMA
+from finetune.core.shipped_files import SCHEMA
+from finetune.recipe.build import json_schema
+from finetune.recipe.schema import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS, Train
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipe.md"
 HEAD = """\
@@ -21,7 +21,7 @@ Made by `scripts/make_schema.py` (`make schema`) from what the program reads. `m
 `finetune check RECIPE` names every mistake in a recipe and in the first rows of its data;
 `recipe.resolved.yaml` in the run folder has each value that was used.
 An editor completes and checks a recipe whose first line is a comment,
-`yaml-language-server: $schema=` and the path to [the schema](../finetune/recipe.schema.json).
+`yaml-language-server: $schema=` and the path to [the schema](../finetune/recipe/recipe.schema.json).
 
 Of the environment: `FINETUNE_CACHE` is the folder of prepared data and of what `finetune doctor --measure`
 found (else `~/.cache/finetune`), `HF_TOKEN` the Hub's token, `FINETUNE_STORAGE` the storage of

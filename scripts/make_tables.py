@@ -15,7 +15,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from finetune import ablate_table
+from finetune.experiments.ablation import ablation_report
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -70,7 +70,7 @@ def pages() -> dict[str, str]:
     made = tables(measured)
     found = {page: written((ROOT / page).read_text(encoding="utf-8"), made) for page in PAGES}
     for name in [name for name in measured if name.startswith("ladder")]:
-        text = ablate_table.markdown(measured[name])
+        text = ablation_report.markdown(measured[name])
         found[f"benchmarks/{name}.md"] = text.replace("(ladder.svg)", f"({name}.svg)")
     return found | {"benchmarks/reliability.md": made["reliability"]}
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from finetune.cli import main
+from finetune.cli.main import main
 
 sys.exit(main(["publish", *sys.argv[1:]]))

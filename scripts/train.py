@@ -2,7 +2,7 @@
 
 import sys
 
-from finetune import launch_env
-from finetune.cli import main
+from finetune.cli.main import main
+from finetune.distributed import launch_environment
 
-sys.exit(launch_env.leave(main(["train", *sys.argv[1:]])))
+sys.exit(launch_environment.leave(main(["train", *sys.argv[1:]])))

@@ -18,10 +18,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from finetune import ab_test
-from finetune.arguments import at_least_one, at_least_zero
-from finetune.cli import guarded
-from finetune.screen import Screen
+from finetune.cli.arguments import at_least_one, at_least_zero
+from finetune.cli.main import guarded
+from finetune.core.console import Console
+from finetune.experiments.ablation import ab_test
 
 
 def loss_delta(text: str) -> tuple[float, bool]:
@@ -37,7 +37,7 @@ def validate(options: argparse.Namespace) -> None:
         options.baseline, options.optimized, options.overrides, launches, Path(options.output),
         options.steps, options.warm_up, options.repeats, options.price_per_hour,
     )  # fmt: skip
-    ab_test.run(asked, limits, Screen(quiet=options.quiet))
+    ab_test.run(asked, limits, Console(quiet=options.quiet))
 
 
 def main(given: list[str] | None = None) -> int:

@@ -25,8 +25,10 @@ if os.environ.get("FINETUNE_CACHE_OF") != os.environ.get("PYTEST_XDIST_WORKER", 
     os.environ["FINETUNE_CACHE_OF"] = os.environ.get("PYTEST_XDIST_WORKER", "all")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
-from finetune import cli, plan, recipe
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.planning import planner
+from finetune.recipe import loader
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -128,7 +130,7 @@ def train(tmp_path: Path, small: tuple[str, str], two_layers: Path) -> Callable[
         ]
         given = {override.partition("=")[0] for override in overrides}
         defaults = [override for override in short if override.partition("=")[0] not in given]
-        assert cli.main(["train", str(recipe), *defaults, *overrides, "--quiet"]) == code
+        assert main.main(["train", str(recipe), *defaults, *overrides, "--quiet"]) == code
         keep_what_is_imported()
         return RunFolder(folder)
 
@@ -180,7 +182,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
     """A Hub on localhost that huggingface_hub talks to here, as HF_ENDPOINT makes it in a new process."""
     from huggingface_hub.utils import close_session
 
-    from finetune import hub as finetune_hub
+    from finetune.hub import client
 
     with hub_server.serve() as server:
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -195,8 +197,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.endpoint)  # made when imported
         monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # kept since it was first asked for
         monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
-        monkeypatch.setattr("finetune.hub.PAUSES", (0.01, 0.01, 0.01))
-        monkeypatch.setenv(finetune_hub.COMMITS, "{}")  # of another test's Hub
+        monkeypatch.setattr("finetune.hub.client.PAUSES", (0.01, 0.01, 0.01))
+        monkeypatch.setenv(client.COMMITS, "{}")  # of another test's Hub
         yield server
         close_session()
 
@@ -294,6 +296,6 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "large.yaml"
 
 
-def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> plan.Plan:
+def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> planner.Plan:
     """The plan of a recipe for GPUs of the table."""
-    return plan.make(recipe.load(path, overrides), *plan.planned_machine(gpu, count))
+    return planner.make(loader.load(path, overrides), *planner.planned_machine(gpu, count))

@@ -12,9 +12,11 @@ import torch
 from conftest import MODEL, QUICKSTART
 from transformers import TrainerCallback
 
-from finetune import adapters, adapters_trainable_parameters, faults, nonfinite
-from finetune.screen import Screen
-from finetune.trainer import build
+from finetune.adapters import attach, trainable_parameters
+from finetune.core import fault_injection
+from finetune.core.console import Console
+from finetune.training import nan_detection
+from finetune.training.trainer import build
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +30,7 @@ class Keep(TrainerCallback):
     sent: list[int]
     by_ddp: list[int]
     weights: dict[str, torch.Tensor]
-    stops: nonfinite.NonFinite
+    stops: nan_detection.NonFinite
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -67,39 +69,35 @@ def step(
     """
     from transformers import set_seed
 
-    from finetune import (
-        hardware,
-        model,
-        recipe,
-        training_first_step,
-        training_training_arguments,
-        training_training_data,
-    )
-    from finetune.batch import split_batch
-    from finetune.receipts import Ledger
+    from finetune.autoconfig import machine_setup
+    from finetune.autoconfig.batch_size import split_batch
+    from finetune.core.run_checks import RunChecks
+    from finetune.models import loading
+    from finetune.recipe import loader
+    from finetune.training import first_step_checks, training_arguments, training_data
 
     given = [f"model.name={base}", data, "data.validation=null", "train.effective_batch_size=8"]
     given += ["train.warmup_steps=0", "train.max_grad_norm=0", "train.logging_steps=1"]
     given += [f"train.per_device_train_batch_size={rows}", *(more or ["train.max_steps=1"])]
-    loaded = recipe.load(QUICKSTART, given)
-    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="lora")
+    loaded = loader.load(QUICKSTART, given)
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="lora")
     batch = split_batch(loaded.train, setup.launch.processes)
-    arguments = training_training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
+    arguments = training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
     arguments.output_dir = str(folder)
     set_seed(loaded.train.seed)
-    tokenizer, prepared = training_training_data.prepare_data(loaded)
-    adapted: Any = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 1, Ledger())
+    tokenizer, prepared = training_data.prepare_data(loaded)
+    adapted: Any = attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 1, RunChecks())
     for module in adapted.modules():  # so that every gradient is something
         if "default" in getattr(module, "lora_B", {}):
             torch.nn.init.normal_(module.lora_B["default"].weight, std=0.02)
     in_double(adapted)
     first, keep = (
-        training_first_step.FirstStep(Ledger(), setup, steps=loaded.train.max_steps or 0, batch=8),
+        first_step_checks.FirstStep(RunChecks(), setup, steps=loaded.train.max_steps or 0, batch=8),
         Keep(),
     )
     first.dtype, keep.spoils = "float64", spoils
     made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
-    keep.stops = stops = nonfinite.NonFinite(allowed, folder, Screen(quiet=True))
+    keep.stops = stops = nan_detection.NonFinite(allowed, folder, Console(quiet=True))
     trainer = build(*made[:-1], [*made[-1], stops])
     trainer.schedule = cast("Any", SimpleNamespace(sharded=""))
     trainer.install_loss("chunked", compiled=False)
@@ -111,11 +109,11 @@ def step(
 
     trainer.compute_loss = compute_loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, fault)
+        patch.setenv(fault_injection.VARIABLE, fault)
         trainer.train()
     counted = batch.accumulation * trainer.micro_batches.parts  # not those of an attempt that was given up
     keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses[-counted:]]).sum()
-    keep.weights = {name: p.detach() for name, p in adapters_trainable_parameters.trainable(adapted).items()}
+    keep.weights = {name: p.detach() for name, p in trainable_parameters.trainable(adapted).items()}
     return keep
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune.speed.attention_kernels import without_mask
+from finetune.kernels.attention_functions import without_mask
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 256}

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from conftest import QUICKSTART, ROOT
 
-from finetune import ablate, ablate_judge, hardware_device, ladder, measured
-from finetune.ladder import Rung, Variant
-from finetune.screen import Screen
+from finetune.core.console import Console
+from finetune.experiments.ablation import ablation, optimizations
+from finetune.experiments.ablation import verdict as ablation_verdict
+from finetune.experiments.ablation.optimizations import Rung, Variant
+from finetune.experiments.runner import measured_run
+from finetune.hardware import detection
 
-SHIPPED = ladder.read(ROOT / "recipes" / "ladder.yaml")
+SHIPPED = optimizations.read(ROOT / "recipes" / "ladder.yaml")
 
 
 def runs(rate: float, *, loss: float = 1.0, memory: float = 1.0, held_out: float | None = 1.0) -> list[Any]:
@@ -23,17 +26,17 @@ def runs(rate: float, *, loss: float = 1.0, memory: float = 1.0, held_out: float
     return [one | {"tokens_per_second": value, "tokens_per_cpu_second": 50.0} for value in rates]
 
 
-def bench(**groups: list[Any]) -> ablate.Bench:
-    asked = ablate.Asked(str(QUICKSTART), [], Path("ladder.yaml"), Path("results"))
-    made = ablate.Bench(asked, SHIPPED, hardware_device.detect(), Screen(quiet=True))
-    made.groups = {ablate.key(Variant(None, {"is": name})): group for name, group in groups.items()}
+def bench(**groups: list[Any]) -> ablation.Bench:
+    asked = ablation.Asked(str(QUICKSTART), [], Path("ladder.yaml"), Path("results"))
+    made = ablation.Bench(asked, SHIPPED, detection.detect(), Console(quiet=True))
+    made.groups = {ablation.key(Variant(None, {"is": name})): group for name, group in groups.items()}
     return made
 
 
 def judged(after: list[Any], **rung: Any) -> dict[str, Any]:
     made = Rung.model_validate({"name": "it", "kind": "it", "what": "it", **rung})
     before = runs(100)
-    return ablate_judge.judge(bench(before=before, after=after).scale, made, after, before, before)
+    return ablation_verdict.judge(bench(before=before, after=after).scale, made, after, before, before)
 
 
 def test_what_noise_explains_is_no_gain() -> None:
@@ -53,7 +56,7 @@ def test_what_gains_nothing_is_kept_for_what_made_more_on_it() -> None:
         rows = [{"name": "it", "on": []}, {"name": "more", "on": ["it"], "status": "", "alone": alone, **row}]
         after = runs(of)
         scale = bench(before=before, after=after).scale
-        found = ablate_judge.judge(scale, made, after, before, before, rows)
+        found = ablation_verdict.judge(scale, made, after, before, before, rows)
         return found["verdict"], found["why"]
 
     assert said(150) == ("kept", "-2.0% tokens/s (noise 2.8%), but more on it made more alone")
@@ -111,7 +114,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, fails: str = "none") -> dict[Path, 
     """Runs that are not made: the rates they will have, each 1 % below the last; one of them fails."""
     made, losses = dict[Path, float](), dict[Path, float]()
 
-    def make(job: measured.Job, *, cpu: bool) -> bool:
+    def make(job: measured_run.Job, *, cpu: bool) -> bool:
         keys = {text.partition("=")[0] for text in job.overrides if not text.endswith("=false")}
         gains = [gain for key, gain in GAINS.items() if set(key.split("+")) <= keys]
         made[job.folder] = 100 * 0.99 ** len(made) * math.prod(gains)
@@ -119,14 +122,14 @@ def made_up(monkeypatch: pytest.MonkeyPatch, fails: str = "none") -> dict[Path, 
         return True
 
     def figures(folder: Path, warm_up: int) -> dict[str, Any]:
-        one, here = runs(1.0, loss=losses[folder])[0], f"1 x {hardware_device.detect().name}"
+        one, here = runs(1.0, loss=losses[folder])[0], f"1 x {detection.detect().name}"
         if fails in f"{folder.parent.name} {folder.name}":
             return {"failed": "out of memory", "seconds": 1.0, "date": "2026-01-01"}
         one |= {"tokens_per_second": made[folder], "tokens_per_cpu_second": None, "tokens": 1000.0}
         return one | {"machine": {"hardware": here}, "seconds": 1.0, "date": "2026-01-01"}
 
-    monkeypatch.setattr(measured, "make", make)
-    monkeypatch.setattr(measured, "figures", figures)
+    monkeypatch.setattr(measured_run, "make", make)
+    monkeypatch.setattr(measured_run, "figures", figures)
     return made
 
 
@@ -146,10 +149,10 @@ def test_a_repeat_that_fails_leaves_a_ladder(fails: str, status: list[str], tmp_
     one = bench()
     one.asked = one.asked._replace(folder=tmp_path)
     (tmp_path / "quickstart").mkdir()
-    one.ladder = ladder.read(tmp_path / "ladder.yaml")
-    rows = ablate.begin(one)
-    ablate.alone(one, rows)
-    found = ablate.collect(one, rows, *ablate.stack(one, rows), 1.0)
+    one.ladder = optimizations.read(tmp_path / "ladder.yaml")
+    rows = ablation.begin(one)
+    ablation.alone(one, rows)
+    found = ablation.collect(one, rows, *ablation.stack(one, rows), 1.0)
     assert [row["status"] for row in rows] == status
     assert next(row["why"] for row in rows if row["status"] == "error").endswith("out of memory")
     assert found["speedup"] >= 1 and (tmp_path / "quickstart" / "ladder.json").exists()
@@ -160,9 +163,9 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
     made = made_up(monkeypatch)
     (tmp_path / "ladder.yaml").write_text(LADDER)
     one = bench()
-    one.ladder = ladder.read(tmp_path / "ladder.yaml")
-    rows = ablate.begin(one)
-    ablate.alone(one, rows)
+    one.ladder = optimizations.read(tmp_path / "ladder.yaml")
+    rows = ablation.begin(one)
+    ablation.alone(one, rows)
     first = [folder.name.removeprefix("quickstart-") for folder in made]
     once = [
         "baseline-1",
@@ -176,7 +179,7 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
     assert (
         rows[6]["alone"]["verdict"] == "kept"
     )  # its losses are those of what it stands on, not the baseline's
-    kept = ablate.stack(one, rows)[1]
+    kept = ablation.stack(one, rows)[1]
     names = [f"{folder.parent.name} {folder.name.removeprefix('quickstart-')}" for folder in made]
     turns = ["a again-2", "b stacked-2", "b stacked-3", "a again-3", "b again-4", "c stacked-1"]
     turns += ["b again-5", "d stacked-1", "d stacked-2", "b again-6", "d again-3", "e stacked-1"]
@@ -209,14 +212,14 @@ def test_what_hurt_is_switched_off_in_the_best_recipe(
     text = LADDER.replace("adamw_torch}", "adamw_torch, speed.fused: false}")
     (tmp_path / "ladder.yaml").write_text(text.replace("{speed.fused: true}", "{speed.fused: true}" + on))
     one = bench()
-    one.ladder = ladder.read(tmp_path / "ladder.yaml")
-    rows = ablate.begin(one)
-    ablate.alone(one, rows)
-    variant, names = ablate.stack(one, rows)
+    one.ladder = optimizations.read(tmp_path / "ladder.yaml")
+    rows = ablation.begin(one)
+    ablation.alone(one, rows)
+    variant, names = ablation.stack(one, rows)
     assert ("e" in names) == kept and ("stacked" in rows[4]) != bool(on)
-    assert ablate.best_values(one, rows, variant).get("speed.fused") is expected
+    assert ablation.best_values(one, rows, variant).get("speed.fused") is expected
 
 
 def test_noise_is_pooled_over_repeats() -> None:
-    assert measured.noise([[100.0], [5.0]]) is None
-    assert measured.noise([[99.0, 101.0], [990.0, 1010.0]]) == pytest.approx(0.01 * 2**0.5)
+    assert measured_run.noise([[100.0], [5.0]]) is None
+    assert measured_run.noise([[99.0, 101.0], [990.0, 1010.0]]) == pytest.approx(0.01 * 2**0.5)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from conftest import QUICKSTART, ROOT
 
-from finetune import cli
+from finetune.cli import main
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_ladder_that_is_told_to_stop_ends_its_run_and_says_how_to_go_on(
 
     teller = threading.Thread(target=stop)
     teller.start()
-    assert cli.main(endless) == 75
+    assert main.main(endless) == 75
     teller.join()
     said = capsys.readouterr().err
     assert "stopped by SIGTERM" in said and "the same command again goes on" in said

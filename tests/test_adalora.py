@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from finetune import adalora, faults
-from finetune.errors import Exit, UserError
-from finetune.trainer import build
+from finetune.adapters import adalora
+from finetune.core import fault_injection
+from finetune.core.errors import Exit, UserError
+from finetune.training.trainer import build
 
 STEPS = 12
 
@@ -145,7 +146,7 @@ def test_a_budget_that_is_missed_ends_the_run() -> None:
 
 def test_the_last_allocation_is_made_at_a_step_that_is_left_out(train, monkeypatch) -> None:
     """It takes no gradients, and no later one takes its place; a run that is resumed there knows of it."""
-    monkeypatch.setenv(faults.VARIABLE, "step:4:nan")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step:4:nan")
     given = ["adapter.type=adalora", "adapter.r=4", "adapter.tinit=1", "adapter.tfinal=2"]
     given += ["train.max_steps=6", "train.skip_nonfinite=2"]
     straight = train(*given, name="straight")
@@ -269,37 +270,32 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     """The quickstart's trainer with AdaLoRA, trained -> the model; `keep` gets each step's gradients."""
     from transformers import set_seed
 
-    from finetune import (
-        adapters,
-        callbacks,
-        hardware,
-        model,
-        recipe,
-        training_first_step,
-        training_training_arguments,
-        training_training_data,
-    )
-    from finetune.batch import split_batch
-    from finetune.receipts import Ledger
-    from finetune.run_folder import RunFolder
-    from finetune.screen import Screen
+    from finetune.adapters import attach
+    from finetune.autoconfig import machine_setup
+    from finetune.autoconfig.batch_size import split_batch
+    from finetune.core.console import Console
+    from finetune.core.run_checks import RunChecks
+    from finetune.models import loading
+    from finetune.recipe import loader
+    from finetune.run_folder.run_folder import RunFolder
+    from finetune.training import first_step_checks, step_metrics, training_arguments, training_data
 
     given = ["adapter.type=adalora", "adapter.r=4", "train.effective_batch_size=8", "train.max_grad_norm=1e9"]
     given += ["train.max_steps=6", "train.warmup_steps=0", "data.validation=null", *overrides]
     given += [f"adapter.orth_reg_every={every}"]
-    loaded = recipe.load(QUICKSTART, given)
-    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="adalora")
+    loaded = loader.load(QUICKSTART, given)
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="adalora")
     batch = split_batch(loaded.train, setup.launch.processes)
-    arguments = training_training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
+    arguments = training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
     arguments.output_dir = str(folder)
     set_seed(loaded.train.seed)
-    tokenizer, prepared = training_training_data.prepare_data(loaded)
-    base = model.load(loaded.model, setup, str(arguments.device))
-    adapted = adapters.attach(base, loaded.adapter, arguments.max_steps, Ledger())
+    tokenizer, prepared = training_data.prepare_data(loaded)
+    base = loading.load(loaded.model, setup, str(arguments.device))
+    adapted = attach.attach(base, loaded.adapter, arguments.max_steps, RunChecks())
     steps, size = arguments.max_steps, batch.effective
-    first = training_first_step.FirstStep(Ledger(), setup, steps=steps, batch=size)
-    screen = Screen(quiet=True)
-    metrics = callbacks.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
+    first = first_step_checks.FirstStep(RunChecks(), setup, steps=steps, batch=size)
+    screen = Console(quiet=True)
+    metrics = step_metrics.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
     watching = [first, metrics]
     sections = loaded.adapter, loaded.speed
     trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, watching)

@@ -6,21 +6,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import (
-    adapter_conflicts,
-    adapter_types,
-    adapters,
-    adapters_trainable_parameters,
-    cli,
-    evaluation_reopen,
-    hardware,
-    merge,
-    model,
-    recipe,
-)
-from finetune.errors import Exit, UserError
-from finetune.receipts import Ledger
-from finetune.sections import Model
+from finetune.adapters import attach, trainable_parameters
+from finetune.autoconfig import machine_setup
+from finetune.cli import main
+from finetune.core.errors import Exit, UserError
+from finetune.core.run_checks import RunChecks
+from finetune.evaluation import reopen
+from finetune.export import merging
+from finetune.models import loading
+from finetune.recipe import adapter_rules, adapter_types, loader
+from finetune.recipe.schema import Model
 
 STORAGES = [name for name in adapter_types.QUANTISED if name != "fp8"]  # test_fp8.py
 # LLM.int8() rounds activations too, in forward only; the others compute with the dequantised weights
@@ -40,17 +35,15 @@ IDS = torch.arange(8, 40).reshape(2, 16)
 def gradients(base, section) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Of every trained tensor, and the loss, with B and its like moved off zero by one small step."""
     torch.manual_seed(0)
-    adapted = adapters.attach(base, section, 20, Ledger()).train()
+    adapted = attach.attach(base, section, 20, RunChecks()).train()
     torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in adapters_trainable_parameters.trainable(adapted).values():
+        for parameter in trainable_parameters.trainable(adapted).values():
             parameter.add_(1e-2 * torch.randn_like(parameter))
     loss = adapted(input_ids=IDS, labels=IDS, use_cache=False).loss
     loss.backward()
     found = {
-        name: p.grad
-        for name, p in adapters_trainable_parameters.trainable(adapted).items()
-        if p.grad is not None
+        name: p.grad for name, p in trainable_parameters.trainable(adapted).items() if p.grad is not None
     }
     return found, loss.detach()
 
@@ -61,18 +54,18 @@ def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> Non
     options = [f"adapter.type={kind}", f"speed.base={storage}", f"model.name={two_layers}"]
     reason = adapter_types.obstacle(kind, storage)
     if reason:
-        assert cli.main(["check", "recipes/quickstart.yaml", *options]) == 2
+        assert main.main(["check", "recipes/quickstart.yaml", *options]) == 2
         assert reason in capsys.readouterr().err
         return
-    loaded = recipe.load("recipes/quickstart.yaml", options)
+    loaded = loader.load("recipes/quickstart.yaml", options)
     if kind == "dora" and storage == "int8":  # on a GPU: tests/gpu
         with pytest.raises(UserError, match="can't be unpacked on the CPU") as raised:
-            evaluation_reopen.open_base(loaded)
+            reopen.open_base(loaded)
         assert raised.value.code == Exit.ENVIRONMENT
         return
-    setup = hardware.choose(attention="auto", base=storage, adapter_type=kind)
-    plain = merge.plain_base(loaded, setup)
-    got, loss = gradients(evaluation_reopen.open_base(loaded), loaded.adapter)
+    setup = machine_setup.choose(attention="auto", base=storage, adapter_type=kind)
+    plain = merging.plain_base(loaded, setup)
+    got, loss = gradients(reopen.open_base(loaded), loaded.adapter)
     wanted, right = gradients(plain, loaded.adapter)
     assert got.keys() == wanted.keys() and got
     error = sum(float((got[name] - wanted[name]).square().sum()) for name in got)
@@ -101,10 +94,10 @@ def test_torchao_s_tensors_keep_their_own_products(train, two_layers, capsys) ->
 def test_what_is_not_known_to_be_codes_is_left_to_the_live_model(storage: str) -> None:
     whole = ["wte", "ln_f", "gate", "router", "conv1d", "embed_tokens", "lm_head", "norm"]
     raw = {"adapter": {"type": "lora", "modules_to_save": whole}, "speed": {"base": storage}}
-    assert not adapter_conflicts.conflicts(raw)
+    assert not adapter_rules.conflicts(raw)
     for name in ("model.layers.0.self_attn.q_proj", "c_attn", "query_key_value", "fc1"):
         raw["adapter"]["modules_to_save"] = ["norm", name]
-        assert adapter_conflicts.conflicts(raw)
+        assert adapter_rules.conflicts(raw)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -113,14 +106,14 @@ def test_layers_that_are_codes_do_not_train_whole(storage: str, tmp_path) -> Non
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", vocab_size=64, **sizes))
     made.save_pretrained(tmp_path)
-    setup = hardware.choose(attention="sdpa", base=storage, adapter_type="lora")
+    setup = machine_setup.choose(attention="sdpa", base=storage, adapter_type="lora")
 
     def attached(*names: str) -> Any:
         whole = f"adapter.modules_to_save=[{', '.join(names)}]"
-        section = recipe.load("recipes/quickstart.yaml", ["adapter.target_modules=[dense]", whole]).adapter
-        return adapters.attach(model.load(Model(name=str(tmp_path)), setup, "cpu"), section, 4, Ledger())
+        section = loader.load("recipes/quickstart.yaml", ["adapter.target_modules=[dense]", whole]).adapter
+        return attach.attach(loading.load(Model(name=str(tmp_path)), setup, "cpu"), section, 4, RunChecks())
 
-    trained = adapters_trainable_parameters.trainable(attached("embed_in", "final_layer_norm"))
+    trained = trainable_parameters.trainable(attached("embed_in", "final_layer_norm"))
     assert sum("modules_to_save" in name for name in trained) == 3
     with pytest.raises(UserError, match=f"on the {storage} base are codes") as raised:
         attached("final_layer_norm", "dense_h_to_4h")

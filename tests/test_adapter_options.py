@@ -9,8 +9,10 @@ from conftest import DATA, MODEL, QUICKSTART, receipts
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 
-from finetune import check, cli, merge
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.export import merging
+from finetune.preflight import checker
+from finetune.run_folder.run_folder import RunFolder
 
 # Said by peft 0.21.2: PiSSA and its kin change the base, and are converted here (tuners/lora/model.py); the
 # hooks of LoRA-GA sit on a model whose inputs need no gradient (tuners/lora/loraga.py); a converted CorDA has
@@ -41,7 +43,7 @@ def test_first_weights_out_of_the_base_s_are_saved_as_plain_lora(init: str, trai
     if not PLAIN:
         PLAIN.append(train(f"model.name={two_layers}", name="plain"))
     assert before == PLAIN[0].read("eval.json")["base"]["loss"], "the base is the published one"
-    assert merge.run(run.path, dtype="float32")["against_tuned"]["relative"] < 1e-3
+    assert merging.run(run.path, dtype="float32")["against_tuned"]["relative"] < 1e-3
 
 
 def test_eva_puts_ranks_where_the_inputs_vary(train, two_layers) -> None:
@@ -68,12 +70,12 @@ def test_an_initialisation_that_did_nothing_stops_the_run() -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from finetune import adapter_init
+    from finetune.adapters import initialization
 
     for init, prepared in ((True, False), ("gaussian", False), ("olora", True), ("orthogonal", True)):
         base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
         config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=init, target_modules=["q_proj"])
-        assert adapter_init._prepared(get_peft_model(base, config)) is prepared, init
+        assert initialization._prepared(get_peft_model(base, config)) is prepared, init
 
 
 def test_loraplus_teaches_b_faster(train, two_layers) -> None:
@@ -137,7 +139,7 @@ def test_new_tokens_train_their_own_rows(head: str, train, request, tmp_path) ->
     trained = [name for name in tensors if "trainable_tokens" in name]
     assert len(trained) == (1 if head == "two_layers" else 2), "the head's rows too, where it has its own"
     assert sum(tensor.numel() for tensor in tensors.values()) < 50_000, "no whole embedding is saved"
-    report = merge.run(run.path, dtype="float32")
+    report = merging.run(run.path, dtype="float32")
     assert report["against_tuned"]["largest"] < 1e-5 * report["against_tuned"]["scale"]
 
 
@@ -183,12 +185,12 @@ def test_rows_that_train_beside_a_tied_head_that_does_are_refused(rows, train, c
     """PEFT ends in a traceback where it saves them."""
     given = [str(QUICKSTART), rows, "adapter.modules_to_save=[lm_head]", f"model.name={MODEL}"]
     for command in ("check", "plan", "train"):
-        assert cli.main([command, *given]) == 2
+        assert main.main([command, *given]) == 2
         assert "[embed_tokens, lm_head]" in capsys.readouterr().err
-    assert cli.main(["check", *given[:2], "adapter.modules_to_save=[lm_head, lm_haed]", given[3]]) == 2
+    assert main.main(["check", *given[:2], "adapter.modules_to_save=[lm_head, lm_haed]", given[3]]) == 2
     said = capsys.readouterr().err
     assert "[embed_tokens, lm_head]" in said and "lm_haed" in said  # all at once
-    monkeypatch.setattr(check, "run", lambda recipe: [])  # as of a base on the Hub
+    monkeypatch.setattr(checker, "run", lambda recipe: [])  # as of a base on the Hub
     train(*given[1:], code=2)
     assert "[embed_tokens, lm_head]" in capsys.readouterr().err
 
@@ -241,14 +243,14 @@ def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path
     ],
 )
 def test_a_name_that_nothing_answers_to_is_an_error(override: str, key: str, says: str, capsys) -> None:
-    assert cli.main(["check", str(QUICKSTART), override]) == 2
+    assert main.main(["check", str(QUICKSTART), override]) == 2
     said = capsys.readouterr().err
     assert key in said and says in said
 
 
 def test_a_rank_for_a_module_without_an_adapter_is_an_error(capsys) -> None:
     given = ["adapter.rank_pattern={q_proj: 4}", "adapter.target_modules=[v_proj, o_proj]"]
-    assert cli.main(["check", str(QUICKSTART), *given]) == 2
+    assert main.main(["check", str(QUICKSTART), *given]) == 2
     said = capsys.readouterr().err
     assert "adapter.rank_pattern.q_proj: " in said and "o_proj, v_proj" in said
 
@@ -256,9 +258,9 @@ def test_a_rank_for_a_module_without_an_adapter_is_an_error(capsys) -> None:
 def test_patterns_that_overlap_in_the_order_of_the_alphabet_are_taken() -> None:
     """As PEFT saves them; and in another, with one value for what both match."""
     for pattern in ("{(layers.1.mlp.down_proj): 8, down_proj: 4}", "{mlp.*: 4, q_proj|up_proj: 8}"):
-        assert cli.main(["check", str(QUICKSTART), f"adapter.rank_pattern={pattern}"]) == 0
+        assert main.main(["check", str(QUICKSTART), f"adapter.rank_pattern={pattern}"]) == 0
     same = "adapter.rank_pattern={v_proj: 8, q_proj|v_proj: 8}"
-    assert cli.main(["check", str(QUICKSTART), same]) == 0
+    assert main.main(["check", str(QUICKSTART), same]) == 0
 
 
 @pytest.mark.parametrize("first", ["q_proj", "^model.layers.0.self_attn.q_proj", "self_attn.q_proj"])
@@ -267,10 +269,10 @@ def test_what_is_advised_of_patterns_is_taken(first: str, second: str, capsys) -
     """And is what PEFT takes first then, of both orders."""
     given = {first: 4, second: 8}
     if sorted(given)[0] != first:
-        assert cli.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 2
+        assert main.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 2
         advised = re.findall(r'try: +"(.*)" in place of', capsys.readouterr().err)[0]
         given = {advised: 4, second: 8}
-    assert cli.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 0
+    assert main.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 0
     for keys in (list(given), sorted(given)):
         assert given[get_pattern_key(keys, "model.layers.0.self_attn.q_proj")] == 4
 
@@ -291,10 +293,10 @@ def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
     for path in MODEL.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
-    assert cli.main(["check", str(QUICKSTART), f"model.name={folder}"]) == 0
+    assert main.main(["check", str(QUICKSTART), f"model.name={folder}"]) == 0
     assert "layers differ: q_proj in 5 of 6" in capsys.readouterr().out
     options = [f"model.name={folder}", f"train.output_dir={tmp_path / 'run'}"]
-    assert cli.main(["train", str(QUICKSTART), *options]) == 2
+    assert main.main(["train", str(QUICKSTART), *options]) == 2
     said = capsys.readouterr()
     assert "layers differ" in said.out, "said before it trains, too"
     assert "lack 1 of the model's weights" in said.err and "3.self_attn.q_proj" in said.err
@@ -336,7 +338,7 @@ def test_what_training_can_t_go_on_from(train, two_layers, tmp_path, capsys) -> 
         (("adapter.from=./nothing/there",), "not found"),
     ):
         capsys.readouterr()
-        assert cli.main(["check", str(QUICKSTART), *options]) == 2, options
+        assert main.main(["check", str(QUICKSTART), *options]) == 2, options
         said = capsys.readouterr().err
         assert says in said and "adapter." in said
 
@@ -387,5 +389,5 @@ def test_dora_s_dropout_is_what_we_say_of_it(two_layers, capsys) -> None:
     ratio = layer.lora_magnitude_vector["default"].weight / torch.linalg.norm(w + s * b @ a, dim=1)
     wanted = x @ w.T + (ratio - 1) * (dropped @ w.T) + ratio * (dropped @ a.T @ b.T) * s
     assert torch.allclose(got, wanted, atol=1e-5)
-    assert cli.main(["check", str(QUICKSTART), "adapter.type=dora", "adapter.lora_dropout=0.1"]) == 0
+    assert main.main(["check", str(QUICKSTART), "adapter.type=dora", "adapter.lora_dropout=0.1"]) == 0
     assert "drops inputs of the scaled base too" in capsys.readouterr().out

@@ -9,9 +9,13 @@ import torch
 from conftest import MODEL, QUICKSTART, receipts
 from safetensors.torch import load_file
 
-from finetune import adapter_source, adapters, cli, models_tokenizer, recipe, run_folder
-from finetune.errors import UserError
-from finetune.sections import Model
+from finetune.adapters import attach, init_from
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.models import tokenizer_setup
+from finetune.recipe import loader
+from finetune.recipe.schema import Model
+from finetune.run_folder import run_folder
 
 # PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings
 # (peft 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
@@ -36,7 +40,7 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
     got = receipts(run)
     assert got["saved weights"]["asked"] == "the live model's logits within 1e-06"
     assert all(receipt["ok"] for receipt in got.values())
-    assert cli.main(["merge", str(run.path), "--quiet"]) == 0
+    assert main.main(["merge", str(run.path), "--quiet"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -77,16 +81,16 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
     ],
 )
 def test_check_knows_what_can_t_work(overrides: list[str], says: str, capsys) -> None:
-    assert cli.main(["check", str(QUICKSTART), *overrides]) == 2
+    assert main.main(["check", str(QUICKSTART), *overrides]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_first_weights_out_of_the_base_s_are_for_all_linear_layers() -> None:
-    assert cli.main(["check", str(QUICKSTART), "adapter.init_lora_weights=pissa"]) == 0
+    assert main.main(["check", str(QUICKSTART), "adapter.init_lora_weights=pissa"]) == 0
 
 
 def test_a_key_of_lora_that_adalora_does_not_read_is_left_out_and_said(capsys) -> None:
-    assert cli.main(["check", str(QUICKSTART), "adapter.type=adalora", "adapter.use_rslora=true"]) == 0
+    assert main.main(["check", str(QUICKSTART), "adapter.type=adalora", "adapter.use_rslora=true"]) == 0
     assert "adapter.use_rslora: adalora has no such key" in capsys.readouterr().out
 
 
@@ -100,7 +104,7 @@ def test_what_peft_s_config_refuses_is_no_traceback(train, two_layers, capsys) -
 def test_new_tokens_under_full_fine_tuning_are_evaluated_from_what_was_saved(train, two_layers) -> None:
     run = train("adapter.type=full", "model.add_tokens=['<a>']", f"model.name={two_layers}")
     assert math.isfinite(run.read("eval.json")["tuned"]["loss"])
-    assert cli.main(["evaluate", str(run.path), "--quiet"]) == 0
+    assert main.main(["evaluate", str(run.path), "--quiet"]) == 0
 
 
 def test_rows_asked_for_and_new_ones_train_together(train, two_layers, tmp_path) -> None:
@@ -118,10 +122,10 @@ def test_rows_asked_for_and_new_ones_train_together(train, two_layers, tmp_path)
 
 def test_part_of_peft_s_own_config_survives_the_run_folder(tmp_path) -> None:
     given = ["adapter.init_lora_weights=eva", "adapter.eva_config.rho=1.5"]
-    loaded = recipe.load(QUICKSTART, given)
+    loaded = loader.load(QUICKSTART, given)
     path = tmp_path / "again.yaml"
     path.write_text(run_folder.resolved_yaml(loaded, {}))
-    assert recipe.load(path).adapter.options()["eva_config"] == {"rho": 1.5}
+    assert loader.load(path).adapter.options()["eva_config"] == {"rho": 1.5}
 
 
 def test_an_adapter_that_changed_its_base_is_not_gone_on_from(two_layers, tmp_path, capsys) -> None:
@@ -132,14 +136,14 @@ def test_an_adapter_that_changed_its_base_is_not_gone_on_from(two_layers, tmp_pa
     config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights="pissa", target_modules=["q_proj"])
     get_peft_model(base, config).save_pretrained(tmp_path / "pissa")
     options = [f"adapter.from={tmp_path / 'pissa'}", f"model.name={two_layers}"]
-    assert cli.main(["check", str(QUICKSTART), *options]) == 2
+    assert main.main(["check", str(QUICKSTART), *options]) == 2
     assert "taken out of" in capsys.readouterr().err
 
 
 def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lora, capsys) -> None:
     config = saved_lora / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "kasa_config": {"beta": 0.1}}))
-    assert cli.main(["check", str(QUICKSTART), f"adapter.from={saved_lora}", f"model.name={MODEL}"]) == 2
+    assert main.main(["check", str(QUICKSTART), f"adapter.from={saved_lora}", f"model.name={MODEL}"]) == 2
     assert "KaSA's loss" in capsys.readouterr().err
 
 
@@ -160,7 +164,7 @@ def test_the_recipe_that_made_an_adapter_goes_on_from_it(saved, given, saved_lor
     config = saved_lora / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **saved}))
     options = [f"adapter.from={saved_lora}", f"model.name={MODEL}", "adapter.r=2", "adapter.lora_alpha=8"]
-    assert cli.main(["check", str(QUICKSTART), *options, *given]) == 0, capsys.readouterr().err
+    assert main.main(["check", str(QUICKSTART), *options, *given]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -178,21 +182,21 @@ def test_an_adapter_of_more_than_the_recipe_is_not_gone_on_from(saved, given, sa
     config = saved_lora / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **TIED, **saved}))
     options = [f"adapter.from={saved_lora}", f"model.name={MODEL}", "adapter.r=2", "adapter.lora_alpha=8"]
-    assert cli.main(["check", str(QUICKSTART), *options, *TYING, f"adapter.{given}"]) == 2
+    assert main.main(["check", str(QUICKSTART), *options, *TYING, f"adapter.{given}"]) == 2
     assert f"adapter.{given.partition('=')[0]}: differs" in capsys.readouterr().err
 
 
 def test_vectors_before_the_prompt_are_not_said_to_merge(saved_lora, capsys) -> None:
     given = [f"adapter.from={saved_lora}", "adapter.type=prompt_tuning", f"model.name={MODEL}"]
-    assert cli.main(["check", str(QUICKSTART), *given]) == 2
+    assert main.main(["check", str(QUICKSTART), *given]) == 2
     said = capsys.readouterr().err
     assert "can't go on training" in said and "finetune merge" not in said
 
 
 def test_what_peft_adds_to_its_config_is_not_added_to_the_recipe() -> None:
     """As it does to modules_to_save, of what is tied to them."""
-    section = recipe.load(QUICKSTART, ["adapter.modules_to_save=[embed_tokens]"]).adapter
-    made: Any = adapters.peft_config(section, 1, {})
+    section = loader.load(QUICKSTART, ["adapter.modules_to_save=[embed_tokens]"]).adapter
+    made: Any = attach.peft_config(section, 1, {})
     made.modules_to_save.append("lm_head")
     assert section.options()["modules_to_save"] == ["embed_tokens"]
 
@@ -207,14 +211,14 @@ def test_what_peft_adds_to_its_config_is_not_added_to_the_recipe() -> None:
 )
 def test_the_tokens_of_an_adapter_that_is_gone_on_from_are_stated(rows, saved_lora) -> None:
     config = saved_lora / "adapter_config.json"
-    made_with = models_tokenizer.load_tokenizer(Model(name=str(MODEL), add_tokens=["<b>", "<a>"]))
+    made_with = tokenizer_setup.load_tokenizer(Model(name=str(MODEL), add_tokens=["<b>", "<a>"]))
     made_with.save_pretrained(saved_lora)
     config.write_text(json.dumps({**json.loads(config.read_text()), **rows}))
-    source = recipe.load(QUICKSTART, [f"adapter.from={saved_lora}"]).adapter
+    source = loader.load(QUICKSTART, [f"adapter.from={saved_lora}"]).adapter
 
     def checked(*added: str) -> None:
-        tokenizer = models_tokenizer.load_tokenizer(Model(name=str(MODEL), add_tokens=list(added)))
-        adapter_source.check_tokens(source, added, tokenizer)
+        tokenizer = tokenizer_setup.load_tokenizer(Model(name=str(MODEL), add_tokens=list(added)))
+        init_from.check_tokens(source, added, tokenizer)
 
     checked("<b>", "<a>")
     for added in ((), ("<a>", "<b>"), ("<b>",), ("<b>", "<a>", "<c>")):
@@ -272,5 +276,5 @@ def test_whole_modules_move_under_bf16_too(options, train, two_layers, in_bf16: 
 def test_a_merge_that_peft_can_t_do_is_no_traceback(train, two_layers, capsys) -> None:
     run = train("adapter.lora_bias=true", f"model.name={two_layers}", "train.max_steps=4")
     capsys.readouterr()
-    assert cli.main(["merge", str(run.path)]) == 2
+    assert main.main(["merge", str(run.path)]) == 2
     assert "PEFT can't merge" in capsys.readouterr().err

@@ -8,8 +8,10 @@ import pytest
 import torch
 from conftest import receipts
 
-from finetune import adapter_types, cli, merge
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.export import merging
+from finetune.recipe import adapter_types
+from finetune.run_folder.run_folder import RunFolder
 
 TYPES = [name for name, kind in adapter_types.all_types().items() if not kind.refused and kind.peft]
 RATES = {
@@ -55,7 +57,7 @@ def run_of(train, two_layers):
 
 @pytest.mark.parametrize("kind", [name for name in TYPES if name not in REFUSED_HERE])
 def test_a_type_trains_verifies_reopens_and_merges(kind: str, run_of, two_layers, monkeypatch) -> None:
-    monkeypatch.setattr("finetune.proof.PROBE_ROWS", 6)  # of 32, as in test_merge.py
+    monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 6)  # of 32, as in test_merge.py
     run = run_of(kind)
     got = receipts(run)
     assert all(receipt["ok"] for receipt in got.values())
@@ -70,9 +72,9 @@ def test_a_type_trains_verifies_reopens_and_merges(kind: str, run_of, two_layers
     config = json.loads((run.adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(two_layers)
     if adapter_types.unmerged(kind, {}):
-        assert cli.main(["merge", str(run.path), "--quiet"]) == 2
+        assert main.main(["merge", str(run.path), "--quiet"]) == 2
     elif adapter_types.find(kind).storage == "":  # onto a 4-bit base: test_merge.py
-        figures = merge.run(run.path, dtype="float32")["against_tuned"]
+        figures = merging.run(run.path, dtype="float32")["against_tuned"]
         assert figures["largest"] < 1e-5 * figures["scale"]
 
 
@@ -97,7 +99,7 @@ def test_trained_tokens_where_the_head_has_its_own_weights(train, untied) -> Non
 
 @pytest.mark.parametrize("kind", [n for n, k in adapter_types.all_types().items() if k.refused])
 def test_what_is_not_for_fine_tuning_is_refused_with_its_reason(kind: str, capsys) -> None:
-    assert cli.main(["check", "recipes/quickstart.yaml", f"adapter.type={kind}"]) == 2
+    assert main.main(["check", "recipes/quickstart.yaml", f"adapter.type={kind}"]) == 2
     assert adapter_types.find(kind).refused in capsys.readouterr().err
 
 

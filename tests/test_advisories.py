@@ -24,22 +24,18 @@ import torch
 from conftest import DATA, MODEL, QUICKSTART, ROOT
 from hub_server import Hub
 
-from finetune import (
-    adapter_source,
-    checkpoint,
-    cli,
-    hardware,
-    hub,
-    model,
-    models_model_files,
-    models_tokenizer,
-    run_folder,
-    untrusted,
-)
-from finetune.data import render
-from finetune.errors import UserError
-from finetune.run_folder import RunFolder
-from finetune.sections import Model
+from finetune.adapters import init_from
+from finetune.autoconfig import machine_setup
+from finetune.checkpointing import checkpoints
+from finetune.cli import main
+from finetune.core import untrusted_files
+from finetune.core.errors import UserError
+from finetune.data import template_sandbox
+from finetune.hub import client
+from finetune.models import loading, model_files, tokenizer_setup
+from finetune.recipe.schema import Model
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
 
 EVIL_KERNEL = "evil-org/evil-kernel"
 EVIL_CODE = "import pathlib; pathlib.Path({canary!r}).touch()\n"
@@ -78,7 +74,7 @@ def poison(path: Path, canary: Path) -> None:
 
 def refused(name: str | Path, capsys, *, says: tuple[str, ...], key: str = "model.name") -> None:
     """`finetune check` ends with 2 and says what and where."""
-    assert cli.main(["check", str(QUICKSTART), f"{key}={name}"]) == 2
+    assert main.main(["check", str(QUICKSTART), f"{key}={name}"]) == 2
     error = capsys.readouterr().err
     assert all(text in error for text in (key, *says)), error
 
@@ -86,8 +82,8 @@ def refused(name: str | Path, capsys, *, says: tuple[str, ...], key: str = "mode
 def opened_by_us(folder: Path) -> Any:
     """The model as a run loads it."""
     asked = Model(name=str(folder))
-    setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
-    return model.load(asked, setup, "cpu")
+    setup = machine_setup.choose(attention="auto", base="auto", adapter_type="lora")
+    return loading.load(asked, setup, "cpu")
 
 
 def test_the_poison_works(tmp_path) -> None:
@@ -117,7 +113,7 @@ def test_cve_2026_4372_a_config_names_no_kernel(entries: dict, weightless, capsy
     edit(weightless / "config.json", **entries)
     refused(weightless, capsys, says=("names a kernel", "config.json", "evil-org", "model.attention"))
     with pytest.raises(UserError, match="names a kernel"):
-        models_model_files.read_config(Model(name=str(weightless)))
+        model_files.read_config(Model(name=str(weightless)))
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
@@ -146,11 +142,11 @@ def test_cve_2026_22807_cve_2026_4944_code_of_a_repository_never_runs(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))  # transformers asks at the terminal
     asked = Model(name=str(weightless))
     if known:
-        assert models_model_files.read_config(asked).model_type == "llama"
-        assert len(models_tokenizer.load_tokenizer(asked)) > 100
+        assert model_files.read_config(asked).model_type == "llama"
+        assert len(tokenizer_setup.load_tokenizer(asked)) > 100
     else:
         with pytest.raises(UserError, match=r"code of its own|does not hold a model") as raised:
-            models_model_files.read_config(asked)
+            model_files.read_config(asked)
         assert raised.value.code == 2
     assert sys.stdin.read() == "y\n" * 9, "no question was asked"
 
@@ -165,7 +161,7 @@ def test_a_repository_on_the_hub_is_looked_at_like_a_folder(hub: Hub, canary, tm
     unknown = {**json.loads(config), "model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}
     for name, files, says in (
         ("kernel", {"config.json": evil}, "names a kernel"),
-        ("index", {"config.json": config, untrusted.INDEX: index}, "outside of its folder"),
+        ("index", {"config.json": config, untrusted_files.INDEX: index}, "outside of its folder"),
         ("adapter", {"config.json": config, "adapter_config.json": b"{}"}, "is an adapter"),
         ("code", {"config.json": json.dumps(unknown).encode(), "evil.py": b"1/0"}, "code of its own"),
         ("weights", {"config.json": config, "pytorch_model.bin": bin_file}, "only pickles"),
@@ -173,7 +169,7 @@ def test_a_repository_on_the_hub_is_looked_at_like_a_folder(hub: Hub, canary, tm
         hub.add(f"me/{name}", **files)
         asked = Model(name=f"me/{name}")
         with pytest.raises(UserError, match=says) as raised:
-            models_model_files.read_config(asked)
+            model_files.read_config(asked)
             opened_by_us(Path(asked.name))
         assert raised.value.code == 2
     assert not hub.asked("convert") and not hub.asked("discussions"), "no one is asked to convert it"
@@ -205,7 +201,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     rows = (DATA / "train.jsonl").read_text().splitlines()[:16]
     (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    assert cli.main([*command(folder), "--until=1"]) == 75
+    assert main.main([*command(folder), "--until=1"]) == 75
     return folder
 
 
@@ -220,34 +216,34 @@ def test_cve_2026_1839_no_file_of_a_checkpoint_is_unpickled(stopped, canary, tmp
     """Poison in every place where a Trainer, Accelerate, DCP, DeepSpeed or Megatron would look."""
     shutil.copytree(stopped, tmp_path / "copy")
     run = RunFolder(tmp_path / "copy" / "run")
-    (step,) = checkpoint.published(run.checkpoints)
+    (step,) = checkpoints.published(run.checkpoints)
     for names in SLOTS.values():
         for name in names:
             for place in (step, run.checkpoints, run.path, run.path / "checkpoints" / ".staging"):
                 place.mkdir(exist_ok=True)
                 poison(place / name, canary)
-    assert cli.main([*command(tmp_path / "copy"), "--resume", f"data.name={stopped / 'rows.jsonl'}"]) == 0
+    assert main.main([*command(tmp_path / "copy"), "--resume", f"data.name={stopped / 'rows.jsonl'}"]) == 0
     assert run.finished and run.read("receipts.json")
-    ours = [path for path in run.adapter.rglob("*") if path.suffix in untrusted.PICKLES]
+    ours = [path for path in run.adapter.rglob("*") if path.suffix in untrusted_files.PICKLES]
     assert not ours, "and none is written"
 
 
 @pytest.mark.parametrize("advisory", SLOTS)
 def test_cve_2026_24152_a_manifest_names_no_pickle(advisory: str, canary, tmp_path) -> None:
-    path = checkpoint.write(tmp_path, 1, {"state.json": {}}, None)
+    path = checkpoints.write(tmp_path, 1, {"state.json": {}}, None)
     for name in SLOTS[advisory]:
         poison(path / name, canary)
         name_in_manifest(path, name, path / name)
-        with pytest.raises(checkpoint.Damaged, match="no file of a checkpoint"):
-            checkpoint.verify(path)
+        with pytest.raises(checkpoints.Damaged, match="no file of a checkpoint"):
+            checkpoints.verify(path)
 
 
 def name_in_manifest(path: Path, name: str, file: Path) -> None:
     """A manifest that is whole, and names one more file of a checkpoint, with its true size and hash."""
-    said = {"bytes": file.stat().st_size, "sha256": hub.sha256(file)}
-    files = {**checkpoint.read_json(path, checkpoint.MANIFEST)["files"], name: said}
-    changed = {"format": checkpoint.FORMAT, "step": 1, "files": files}
-    (path / checkpoint.MANIFEST).write_text(checkpoint._signed(changed))
+    said = {"bytes": file.stat().st_size, "sha256": client.sha256(file)}
+    files = {**checkpoints.read_json(path, checkpoints.MANIFEST)["files"], name: said}
+    changed = {"format": checkpoints.FORMAT, "step": 1, "files": files}
+    (path / checkpoints.MANIFEST).write_text(checkpoints._signed(changed))
 
 
 def test_cve_2025_32434_cve_2026_24747_torch_is_new_enough() -> None:
@@ -311,7 +307,7 @@ def test_cve_2025_53002_a_value_head_is_not_unpickled(name: str, saved_lora, can
         (saved_lora / "adapter_model.safetensors").unlink()
         refused(saved_lora, capsys, says=("only pickles", name), key="adapter.from")
     else:
-        adapter_source.check_weights(saved_lora, str(saved_lora))
+        init_from.check_weights(saved_lora, str(saved_lora))
         from peft.utils import load_peft_weights
 
         assert load_peft_weights(str(saved_lora), device="cpu"), "the safetensors are what is read"
@@ -322,7 +318,7 @@ def test_cve_2024_52803_names_reach_no_shell(canary, capsys, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     for name in (f"$(mkdir {canary})", f"a; mkdir {canary}", f"`mkdir {canary}`", f"| mkdir {canary}"):
         for key in ("model.name", "data.name", "adapter.from", "eval.general"):
-            cli.main(["check", str(QUICKSTART), f"{key}={json.dumps(name)}"])
+            main.main(["check", str(QUICKSTART), f"{key}={json.dumps(name)}"])
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -340,7 +336,7 @@ def test_ghsa_fcm9_7xcw_g9xp_no_address_is_fetched(scheme: str, hub: Hub, capsys
         "adapter.from",
     ):
         before = len(hub.requests)
-        assert cli.main(["check", str(QUICKSTART), f"{key}={scheme.format(hub.endpoint)}"]) == 2
+        assert main.main(["check", str(QUICKSTART), f"{key}={scheme.format(hub.endpoint)}"]) == 2
         assert len(hub.requests) == before and key in capsys.readouterr().err
 
 
@@ -361,7 +357,7 @@ def test_cve_2024_34359_cve_2026_5760_a_template_is_in_a_sandbox(name: str, cana
     """Time and memory are limited too: tests/test_render.py."""
     template = TEMPLATES[name].replace("CANARY", str(canary))
     chats = [([{"role": "user", "content": "Who came?"}], None)]
-    (found,) = render.render(template, {}, "none", chats)
+    (found,) = template_sandbox.render(template, {}, "none", chats)
     assert found.error or "os" not in found.text
 
 
@@ -369,7 +365,7 @@ def test_cve_2026_31253_data_files_are_not_unpickled(canary, tmp_path, capsys) -
     for name in ("rows.pkl", "rows.pt", "rows.npy", "rows.bin", "rows.jsonl"):
         poison(tmp_path / name, canary)
         key = "data.name"
-        assert cli.main(["data", str(QUICKSTART), f"{key}={tmp_path / name}", "data.validation=null"]) == 2
+        assert main.main(["data", str(QUICKSTART), f"{key}={tmp_path / name}", "data.validation=null"]) == 2
         error = capsys.readouterr().err
         assert "can run code" in error or "rows.jsonl" in error
 
@@ -381,13 +377,13 @@ def test_cve_2026_31253_data_files_are_not_unpickled(canary, tmp_path, capsys) -
 def test_cve_2023_1177_cve_2023_2356_no_name_leads_out_of_its_folder(name: str, tmp_path) -> None:
     """MLflow's servers read any file that a model's source named by `../`. Here a checkpoint's manifest does,
     and whoever asks for a checkpoint; indices and links of models: tests/test_untrusted.py."""
-    path = checkpoint.write(tmp_path / "checkpoints", 1, {"state.json": {}}, None)
+    path = checkpoints.write(tmp_path / "checkpoints", 1, {"state.json": {}}, None)
     (tmp_path / "secret.json").write_text("{}")
     name_in_manifest(path, name, tmp_path / "secret.json")
-    with pytest.raises(checkpoint.Damaged, match="no file of a checkpoint"):
-        checkpoint.verify(path)
+    with pytest.raises(checkpoints.Damaged, match="no file of a checkpoint"):
+        checkpoints.verify(path)
     with pytest.raises(UserError, match="no such checkpoint"):
-        checkpoint.named(path.parent, f"step-1/{name}")
+        checkpoints.named(path.parent, f"step-1/{name}")
 
 
 def test_cve_2023_6730_no_vocabulary_or_index_is_unpickled(weightless, canary) -> None:
@@ -398,7 +394,7 @@ def test_cve_2023_6730_no_vocabulary_or_index_is_unpickled(weightless, canary) -
     for kind in ("transfo-xl", "rag", "llama"):
         edit(weightless / "config.json", model_type=kind)
         with contextlib.suppress(UserError):
-            models_tokenizer.load_tokenizer(Model(name=str(weightless)))
+            tokenizer_setup.load_tokenizer(Model(name=str(weightless)))
         with pytest.raises(UserError):
             opened_by_us(weightless)
 
@@ -406,7 +402,7 @@ def test_cve_2023_6730_no_vocabulary_or_index_is_unpickled(weightless, canary) -
 def test_cve_2026_2614_nothing_of_ours_listens() -> None:
     """MLflow's tracking servers gave files away. Reports are files; trackers are clients, off unless asked
     for (that no module of ours imports a server: test_house)."""
-    from finetune.recipe import load
+    from finetune.recipe.loader import load
 
     assert load(QUICKSTART).train.passed_on().get("report_to", "none") in ("none", [], None)
 
@@ -427,5 +423,5 @@ def test_trl_scripts_utils_a_recipe_sets_no_environment_and_runs_nothing(
 ) -> None:
     before = dict(os.environ)
     (tmp_path / "evil.yaml").write_text(text.replace("CANARY", str(canary)))
-    assert cli.main(["check", str(tmp_path / "evil.yaml")]) == 2
+    assert main.main(["check", str(tmp_path / "evil.yaml")]) == 2
     assert dict(os.environ) == before and "evil.yaml:" in capsys.readouterr().err

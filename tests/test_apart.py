@@ -10,30 +10,34 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from finetune import adapters_trainable_parameters, apart, evaluation_reopen, run_folder, verify
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.run_folder import RunFolder
+from finetune.adapters import trainable_parameters
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.evaluation import reopen
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training import verify_saved
 
 
-def live_of(model: Any, shapes: dict[str, Any]) -> verify.Live:
-    return verify.Live(verify.hashes(model, shapes), shapes, [], [], "", 0.0)
+def live_of(model: Any, shapes: dict[str, Any]) -> verify_saved.Live:
+    return verify_saved.Live(verify_saved.hashes(model, shapes), shapes, [], [], "", 0.0)
 
 
 def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatch) -> None:
     """What was saved is compared from the file, and the evaluation is a process outside the launch."""
     run = train("adapter.type=dora")
-    opened = evaluation_reopen.reopen(run, run_folder.recipe_of(run))
+    opened = reopen.reopen(run, run_folder.recipe_of(run))
     shapes = {name: p.shape for name, p in opened.named_parameters() if "lora_" in name}
     live = live_of(opened, shapes)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     assert (
-        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & apart.alone().keys() and "PATH" in apart.alone()
+        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & verify_saved.alone().keys()
+        and "PATH" in verify_saved.alone()
     )
-    before, ledger = run.read("eval.json"), Ledger()
+    before, ledger = run.read("eval.json"), RunChecks()
     (run.path / "eval.json").unlink()
-    made = apart.evaluate(run, live, ledger)
+    made = verify_saved.evaluate(run, live, ledger)
     assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
     assert ledger.receipts[-1].got == f"all {len(shapes)}"
     other = run_folder.RunFolder(shutil.copytree(run.path, tmp_path / "other"))
@@ -42,12 +46,12 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, path)
     with pytest.raises(UserError, match="saved tensors") as raised:
-        apart.evaluate(run, live, Ledger())
+        verify_saved.evaluate(run, live, RunChecks())
     assert raised.value.code == 4 and not run.adapter.exists()
     config = other.adapter / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 3}))
     with pytest.raises(UserError, match="does not open") as raised:
-        apart.evaluate(other, live, Ledger())
+        verify_saved.evaluate(other, live, RunChecks())
     assert raised.value.code == 4 and not other.adapter.exists()
 
 
@@ -57,12 +61,12 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     ids=["ia3", "vera", "tokens"],
 )
 def test_names_of_every_kind_are_found_in_the_file(given: list[str], train) -> None:
-    run, ledger = train(*given), Ledger()
-    opened = evaluation_reopen.reopen(run, run_folder.recipe_of(run))
+    run, ledger = train(*given), RunChecks()
+    opened = reopen.reopen(run, run_folder.recipe_of(run))
     trained = ("ia3_", "vera_lambda", "lora_", "trainable_tokens_delta")
     shapes = {name: p.shape for name, p in opened.named_parameters() if any(part in name for part in trained)}
     shapes = {name: shape for name, shape in shapes.items() if ".default" in name}
-    verify.add_saved_receipts(live_of(opened, shapes), run, ledger)
+    verify_saved.add_saved_receipts(live_of(opened, shapes), run, ledger)
     assert ledger.receipts[-1].ok and ledger.receipts[-1].got == f"all {len(shapes)}" and shapes
 
 
@@ -71,17 +75,15 @@ def test_experts_are_stored_under_other_names(tmp_path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 40, "num_local_experts": 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes))
-    run, ledger = RunFolder(tmp_path), Ledger()
+    run, ledger = RunFolder(tmp_path), RunChecks()
     model.save_pretrained(run.model)
-    live = live_of(
-        model, {name: p.shape for name, p in adapters_trainable_parameters.trainable(model).items()}
-    )
-    verify.add_saved_receipts(live, run, ledger)
+    live = live_of(model, {name: p.shape for name, p in trainable_parameters.trainable(model).items()})
+    verify_saved.add_saved_receipts(live, run, ledger)
     assert ledger.receipts[-1].ok and ledger.receipts[-1].got == f"all {len(live.tensors)}"
     path = run.model / "model.safetensors"
     tensors = load_file(path)
     assert not tensors.keys() >= live.tensors.keys()
     for name in ("model.norm.weight", next(name for name in tensors if ".experts.1." in name)):
         save_file({**tensors, name: tensors[name] + 1}, path, {"format": "pt"})
-        verify.add_saved_receipts(live, run, ledger)
+        verify_saved.add_saved_receipts(live, run, ledger)
         assert not ledger.receipts[-1].ok, name

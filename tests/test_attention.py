@@ -13,17 +13,20 @@ from plain_attention import SMALL, batch, by_document, loss_and_gradients, tiny
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from finetune import architecture, attention_choice, evaluation_reopen, hardware, recipe, scoring
-from finetune.attention_choice import FAMILIES, Attends, Rows, choose, read
-from finetune.errors import UserError
-from finetune.hardware_device import Hardware
-from finetune.kernels_kernel_limits import IMPLEMENTATIONS
-from finetune.model import load
-from finetune.receipts import Ledger
-from finetune.sections import Model
-from finetune.speed.attention import leaks, masked, prove_apart, prove_same
-from finetune.speed.attention_kernels import register, without_mask
-from finetune.training_first_step import attention_that_ran
+from finetune.autoconfig import attention_choice, machine_setup
+from finetune.autoconfig.attention_choice import FAMILIES, Attends, Rows, choose, read
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.evaluation import reopen, scoring
+from finetune.hardware.detection import Hardware
+from finetune.kernels.attention_functions import register, without_mask
+from finetune.kernels.kernel_limits import IMPLEMENTATIONS
+from finetune.models import architecture
+from finetune.models.loading import load
+from finetune.recipe import loader
+from finetune.recipe.schema import Model
+from finetune.speed.packing_isolation import leaks, masked, prove_apart, prove_same
+from finetune.training.first_step_checks import attention_that_ran
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15, 4)
@@ -266,7 +269,7 @@ def test_what_would_need_a_mask_is_refused() -> None:
 def test_documents_stay_apart_and_both_proofs_can_fail() -> None:
     model = tiny("mistral", sliding_window=8)
     model.set_attn_implementation("by_document")
-    ledger = Ledger()
+    ledger = RunChecks()
     prove_apart(model, 64, "by_document", ledger)
     same, moved = leaks(model.eval(), 64)
     assert max(*same, *moved) == 0
@@ -284,7 +287,7 @@ def test_documents_stay_apart_and_both_proofs_can_fail() -> None:
         AttentionInterface.register("finetune_varlen", without_mask(wrong))
         model.set_attn_implementation("finetune_varlen")
         with pytest.raises(UserError, match="does not compute what sdpa does") as raised:
-            prove_same(model, 64, "varlen", packed, Ledger())
+            prove_same(model, 64, "varlen", packed, RunChecks())
         assert raised.value.code == 3 and model.config._attn_implementation == "finetune_varlen"
         AttentionInterface.register("finetune_varlen", without_mask(by_document))
         prove_same(model, 64, "varlen", packed, ledger)
@@ -312,7 +315,7 @@ def test_a_model_in_training_is_evaluated_with_masks() -> None:
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_a_kernel_named_in_config_json_is_not_fetched(key: str, tmp_path) -> None:
     """A kernel's repository is refused; a name of transformers' own is not followed."""
-    setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+    setup = machine_setup.choose(attention="auto", base="auto", adapter_type="lora")
     for named in ("somebody/kernel", "eager"):
         folder = shutil.copytree(MODEL, tmp_path / f"{named.replace('/', '-')}")
         config = json.loads((folder / "config.json").read_text())
@@ -332,7 +335,7 @@ def test_nor_one_named_for_a_part_of_the_model(tmp_path) -> None:
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+    setup = machine_setup.choose(attention="auto", base="auto", adapter_type="lora")
     parts = (saved, saved["text_config"], saved["vision_config"])
     for name in ("somebody/kernel", "eager"):
         for part in parts:
@@ -350,7 +353,7 @@ def test_the_run_says_which_attention_ran_and_its_folder_reopens(train, capsys) 
     got = receipts(run)["model.attention"]
     assert got["asked"] == "sdpa" and got["got"].startswith("sdpa (flash")
     assert "attention without a mask" not in receipts(run)
-    reopened = evaluation_reopen.reopen(run, recipe.load(str(run.recipe)))
+    reopened = reopen.reopen(run, loader.load(str(run.recipe)))
     ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]])
     answer = reopened.generate(input_ids=ids, attention_mask=(ids > 0).long(), max_new_tokens=3)
     assert answer.shape == (2, 7)

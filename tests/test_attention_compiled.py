@@ -9,8 +9,7 @@ import torch
 from plain_attention import batch, loss_and_gradients, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune.speed.attention import deterministic
-from finetune.speed.attention_kernels import (
+from finetune.kernels.attention_functions import (
     flash,
     flash4_backward,
     flash4_forward,
@@ -19,6 +18,7 @@ from finetune.speed.attention_kernels import (
     varlen,
     without_mask,
 )
+from finetune.speed.packing_isolation import deterministic
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it

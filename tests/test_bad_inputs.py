@@ -19,8 +19,10 @@ import pytest
 from conftest import DATA, MODEL, ROOT
 from test_errors import ANSWER, CHAT, GOOD_ROW, LINEAR, RECIPE, USER, rows
 
-from finetune import checkpoint, claim, cli, state
-from finetune.data import render
+from finetune.checkpointing import checkpoints, training_state
+from finetune.cli import main
+from finetune.data import template_sandbox
+from finetune.run_folder import lock
 
 NUMBERS = {*range(1, 6), *range(7, 14), *range(15, 23), *range(25, 33), *range(34, 37), *range(39, 49)}
 NUMBERS |= {*range(50, 57), 58, 60, 61, 62} - {6, 14, 23, 24, 33}
@@ -145,7 +147,7 @@ def a_live_run_s_folder(world: World) -> list[str]:
     held, told = os.pipe()
     child = os.fork()
     if not child:
-        with claim.claimed(str(world.run), "run"):
+        with lock.claimed(str(world.run), "run"):
             os.write(told, b"1")
             signal.pause()
     os.read(held, 1)
@@ -191,7 +193,7 @@ def adalora(world: World, tinit: int, tfinal: int) -> list[str]:
 
 def interrupted(world: World) -> list[str]:
     """Ctrl-C in the second step."""
-    original, seen = state.digest, []
+    original, seen = training_state.digest, []
 
     def digest(so_far: Any, inputs: Any) -> Any:
         seen.append(1)
@@ -199,7 +201,7 @@ def interrupted(world: World) -> list[str]:
             os.kill(os.getpid(), signal.SIGINT)
         return original(so_far, inputs)
 
-    world.fixture("monkeypatch").setattr(state, "digest", digest)
+    world.fixture("monkeypatch").setattr(training_state, "digest", digest)
     return STOPPED
 
 
@@ -309,16 +311,18 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = RECIPE.replace("{model}", str(MODEL)).replace("{data}", str(DATA / "test.jsonl"))
     (folder / "recipe.yaml").write_text(text)
     given = [*STOPPED, f"train.output_dir={folder / 'run'}", "--until=2", "--quiet"]
-    assert cli.main(["train", str(folder / "recipe.yaml"), *given]) == 75
+    assert main.main(["train", str(folder / "recipe.yaml"), *given]) == 75
     return folder / "run"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> Iterator[None]:
     """Libraries are imported, and templates' process begun, before any time is taken."""
-    from finetune import train  # noqa: F401 (imported before time is taken)
+    from finetune.training import pipeline  # noqa: F401 (imported before time is taken)
 
-    render.render("{{ messages[0].content }}", {}, "none", [([{"role": "user", "content": "a"}], None)])
+    template_sandbox.render(
+        "{{ messages[0].content }}", {}, "none", [([{"role": "user", "content": "a"}], None)]
+    )
     yield
 
 
@@ -343,7 +347,7 @@ def test_every_bad_input(row: Row, recipe_file, tmp_path, request, capsys) -> No
     command = [row.command, *([str(path)] if row.command != "doctor" else []), *given]
     capsys.readouterr()
     started = time.monotonic()
-    assert cli.main(command) == row.code
+    assert main.main(command) == row.code
     took, said = time.monotonic() - started, capsys.readouterr()
     where = said.err if row.code else said.out
     where = where if row.number != 53 else said.out + said.err
@@ -355,7 +359,7 @@ def test_every_bad_input(row: Row, recipe_file, tmp_path, request, capsys) -> No
     if row.number == 50:
         assert [entry.name for entry in world.run.iterdir()] == ["weights.safetensors"]
     if row.number == 62:
-        assert [entry.name for entry in checkpoint.published(world.run / "checkpoints")] == [
+        assert [entry.name for entry in checkpoints.published(world.run / "checkpoints")] == [
             "step-2",
             "step-1",
         ]

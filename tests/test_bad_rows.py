@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from conftest import MODEL, QUICKSTART
 
-from finetune import cli
-from finetune.data import bad_rows
-from finetune.data.prepare import Prepared, prepare
-from finetune.errors import Problem, UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Data, Model
+from finetune.cli import main
+from finetune.core.errors import Problem, UserError
+from finetune.data import example_errors
+from finetune.data.preparation import Prepared, prepare
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Model
 
 USER, ANSWER = {"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."}
 
@@ -293,7 +293,7 @@ def test_a_packed_file_or_a_sheet_comes_with_what_to_do(tmp_path) -> None:
 
 
 def checked(rows: Path, *options: str) -> int:
-    return cli.main(["check", str(QUICKSTART), f"data.name={rows}", *options])
+    return main.main(["check", str(QUICKSTART), f"data.name={rows}", *options])
 
 
 def test_check_reads_the_first_rows(tmp_path: Path, capsys) -> None:
@@ -305,11 +305,11 @@ def test_check_reads_the_first_rows(tmp_path: Path, capsys) -> None:
     for part in (f"{rows}:4, message 1", "rows of 2 formats", f"{rows}:5", "not valid CSV", f"{held}:3"):
         assert part in said
     plan = ["plan", str(QUICKSTART), f"data.name={rows}", "data.validation=null", "--gpu", "l4"]
-    assert cli.main(plan) == 0
+    assert main.main(plan) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "a run would refuse its rows" in said and "note: no such role (" in said
     assert "`finetune check` says all" in said
-    assert cli.main([*plan, "data.expect.malformed=0.5"]) == 0
+    assert main.main([*plan, "data.expect.malformed=0.5"]) == 0
     assert "no such role" not in capsys.readouterr().out
     assert checked(rows, "data.validation=null", "data.expect.malformed=0.5") == 0
     assert "6 rows were read" in capsys.readouterr().out
@@ -321,8 +321,8 @@ def test_a_row_without_turns_lacks_those_of_its_format(tmp_path: Path) -> None:
 
 
 def test_check_reads_no_more_than_the_first_rows(tmp_path: Path, capsys) -> None:
-    write(rows := tmp_path / "rows.jsonl", [*map(chat, range(bad_rows.FIRST)), {"messages": "none"}])
+    write(rows := tmp_path / "rows.jsonl", [*map(chat, range(example_errors.FIRST)), {"messages": "none"}])
     assert checked(rows, "data.validation=null") == 0
-    assert f"{bad_rows.FIRST} rows were read; `finetune data` reads all" in capsys.readouterr().out
-    write(rows, [*map(chat, range(bad_rows.FIRST - 1)), {"messages": "none"}])
+    assert f"{example_errors.FIRST} rows were read; `finetune data` reads all" in capsys.readouterr().out
+    write(rows, [*map(chat, range(example_errors.FIRST - 1)), {"messages": "none"}])
     assert checked(rows, "data.validation=null") == 2

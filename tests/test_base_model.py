@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from finetune import base_model, recipe
+from finetune.export import base_model
+from finetune.recipe import loader
 
 
 def found(written: Path, *overrides: str, online: bool = False) -> base_model.Base:
-    loaded = recipe.load(written, overrides)
+    loaded = loader.load(written, overrides)
     return base_model.find(loaded.model, loaded.publish, {"revision": None}, online=online)
 
 

@@ -6,9 +6,10 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import base_model, card, recipe
-from finetune.data.load import hub_name
-from finetune.sections import Publish, Source
+from finetune.data.source_loading import hub_name
+from finetune.export import base_model, model_card
+from finetune.recipe import loader
+from finetune.recipe.schema import Publish, Source
 
 SETS = [
     Source(name="org/set", split="train"),
@@ -47,7 +48,7 @@ def made(recipe_file, tmp_path):
     ) -> ModelCard:
         text = f"model: {{name: '{base}', add_tokens: {json.dumps(add_tokens)}}}\n"
         text += "data: {name: '{data}'}\nadapter: {type: lora}\n"
-        loaded = recipe.load(recipe_file(text + f"publish: {json.dumps(publish)}\n"))
+        loaded = loader.load(recipe_file(text + f"publish: {json.dumps(publish)}\n"))
         staged = tmp_path / "staged"
         staged.mkdir()
         for name, content in {
@@ -59,7 +60,7 @@ def made(recipe_file, tmp_path):
             (staged / name).write_text(json.dumps(content))
         (staged / "recipe.resolved.yaml").write_text("model: {}\n")
         found = base_model.find(loaded.model, loaded.publish, config or LORA, online=False)
-        return card.make(staged, loaded, found, kind, "org/tuned", merge)
+        return model_card.make(staged, loaded, found, kind, "org/tuned", merge)
 
     return make
 
@@ -166,19 +167,21 @@ def test_an_older_evaluation_does_not_say_its_rows(made) -> None:
     ],
 )
 def test_what_vllm_does_not_serve_is_merged_first(config, why) -> None:
-    said = card.vllm(config, base_model.Base("org/base", True), "org/tuned")
+    said = model_card.vllm(config, base_model.Base("org/base", True), "org/tuned")
     assert why in said and "finetune merge" in said and "--enable-lora" not in said
 
 
 @pytest.mark.parametrize("config", [{"peft_type": "PROMPT_TUNING"}, {**LORA, "lora_bias": True}])
 def test_what_neither_vllm_serves_nor_peft_merges_is_used_with_peft(config) -> None:
-    said = card.vllm(config, base_model.Base("org/base", True), "org/tuned")
+    said = model_card.vllm(config, base_model.Base("org/base", True), "org/tuned")
     assert "use it with PEFT, which can't merge it" in said and "finetune merge" not in said
 
 
 @pytest.mark.parametrize(("rank", "most"), [(4, 8), (8, 8), (65, 128), (512, 512)])
 def test_vllm_takes_some_ranks_only(rank: int, most: int) -> None:
-    assert f"--max-lora-rank {most} " in card.vllm({**LORA, "r": rank}, base_model.Base("a/b", True), "c/d")
+    assert f"--max-lora-rank {most} " in model_card.vllm(
+        {**LORA, "r": rank}, base_model.Base("a/b", True), "c/d"
+    )
 
 
 def test_publish_is_private_unless_said() -> None:

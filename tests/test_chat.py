@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from finetune import chat, cli, scoring
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.evaluation import chat_session, scoring
+from finetune.run_folder.run_folder import RunFolder
 
 QUESTION = "12 pears for Ada Lovelace in Utrecht."
 RUNS: dict[str, Path] = {}
@@ -53,7 +54,7 @@ def talk(monkeypatch, capsys):
         typed = given[: len(given) - len(options)]
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in typed)))
         capsys.readouterr()
-        assert cli.main(["chat", str(folder.path), *options]) == code
+        assert main.main(["chat", str(folder.path), *options]) == code
         said = capsys.readouterr()
         return [part.removesuffix("\n") for part in BEGINS.split(said.err if code else said.out) if part]
 
@@ -62,15 +63,15 @@ def talk(monkeypatch, capsys):
 
 def expected(folder: RunFolder, tuned: bool, messages: list[dict[str, str]], room: int = 8) -> str:
     """The answer as evaluation gives it."""
-    from finetune import evaluation_reopen
-    from finetune.data import chat as data_chat
-    from finetune.data.rows import Example
-    from finetune.recipe import load
+    from finetune.data import encoding
+    from finetune.data.examples import Example
+    from finetune.evaluation import reopen
+    from finetune.recipe.loader import load
 
     recipe = load(folder.recipe)
-    weights = evaluation_reopen.reopen(folder, recipe) if tuned else evaluation_reopen.open_base(recipe)
-    tokenizer = evaluation_reopen.tokenizer_of(folder)
-    encoder = data_chat.make_encoder(tokenizer, recipe.data, True)
+    weights = reopen.reopen(folder, recipe) if tuned else reopen.open_base(recipe)
+    tokenizer = reopen.tokenizer_of(folder)
+    encoder = encoding.make_encoder(tokenizer, recipe.data, True)
     row = Example("x", [*messages, {"role": "assistant", "content": ""}])
     with scoring.inference(weights):
         ((text, _),) = scoring.greedy_answers(weights, tokenizer, encoder.prompts([row]), room, 1)
@@ -114,7 +115,9 @@ def test_a_system_message(run, talk) -> None:
     )
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert said[0] == "system message: Be brief." and said[2] == f"base: {expected(folder, False, asked)}"
-    assert said[3] == "no system message" and said[4] == chat.HELP and len(said) == 5, "nothing after /quit"
+    assert said[3] == "no system message" and said[4] == chat_session.HELP and len(said) == 5, (
+        "nothing after /quit"
+    )
 
 
 def test_a_base_that_training_changed_is_loaded_beside(run, talk) -> None:
@@ -152,18 +155,18 @@ def test_temperature_draws(run, talk) -> None:
 
 
 def test_mistakes(run, talk, tmp_path, capsys) -> None:
-    assert cli.main(["chat", str(tmp_path)]) == 2
+    assert main.main(["chat", str(tmp_path)]) == 2
     assert "not a finished run" in capsys.readouterr().err
     done = run()  # runs/name-<date> is meant by runs/name, and a run by the folder of its adapter
     (tmp_path / "lora-20260101-000000").symlink_to(done.path)
     for wrong, meant in ((tmp_path / "lora", "lora-20260101"), (done.adapter, str(done.path))):
-        assert cli.main(["chat", str(wrong)]) == 2
+        assert main.main(["chat", str(wrong)]) == 2
         assert (
             f"try:       {tmp_path / meant if wrong.parent == tmp_path else meant}" in capsys.readouterr().err
         )
     for wrong in (["--temperature", "-1"], ["--max-new-tokens", "0"], ["--temperature", "warm"]):
         with pytest.raises(SystemExit):
-            cli.main(["chat", "run", *wrong])
+            main.main(["chat", "run", *wrong])
 
 
 def test_at_a_terminal(run) -> None:
@@ -171,7 +174,7 @@ def test_at_a_terminal(run) -> None:
     ours, theirs = pty.openpty()
     program = (  # tests in the background of a shell inherit an interrupt that is ignored
         "import fcntl, signal, sys, termios; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "fcntl.ioctl(0, termios.TIOCSCTTY, 0); from finetune.cli import main; "
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0); from finetune.cli.main import main; "
     )
     command = [sys.executable, "-c", program + "sys.exit(main(sys.argv[1:]))", "chat", str(run().path)]
     command += ["--max-new-tokens", "2000"]

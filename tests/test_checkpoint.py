@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import checkpoint, hub, nested, run_folder, state
-from finetune.errors import UserError
+from finetune.checkpointing import checkpoints, serialization, training_state
+from finetune.core.errors import UserError
+from finetune.hub import client
+from finetune.run_folder import run_folder
 
 TREE: dict[str, Any] = {
     "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}, 1: {"empty": torch.zeros(0)}},
@@ -29,54 +31,54 @@ TREE: dict[str, Any] = {
 
 def content(step: int = 1, size: int = 8) -> dict[str, Any]:
     values = {"weights.safetensors": {"a": torch.full((size,), float(step))}, "state.json": {"step": step}}
-    return {**values, checkpoint.CONTRACT: {"recipe": {}}}
+    return {**values, checkpoints.CONTRACT: {"recipe": {}}}
 
 
 def test_all_that_a_training_holds_comes_back_as_it_was() -> None:
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(nested.flatten(TREE, tensors, "all", torch.clone))
-    back = nested.restore(json.loads(text), tensors)
+    text = json.dumps(serialization.flatten(TREE, tensors, "all", torch.clone))
+    back = serialization.restore(json.loads(text), tensors)
     assert back["state"].keys() == {0, 1} and back["groups"] == TREE["groups"]
     assert torch.equal(back["state"][0]["exp_avg"], TREE["state"][0]["exp_avg"])
     assert back["random"] == TREE["random"] and back["odd"] == TREE["odd"]
     assert back["numpy"][1].dtype == np.uint32 and (back["numpy"][1] == TREE["numpy"][1]).all()
     with pytest.raises(UserError, match=r"all\.x: a set"):
-        nested.flatten({"x": {1}}, {}, "all", torch.clone)
+        serialization.flatten({"x": {1}}, {}, "all", torch.clone)
     jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     with pytest.raises(UserError, match=r"all\.x: a NestedTensor can't be kept") as raised:  # nor made again
-        nested.flatten({"x": jagged}, {}, "all", torch.clone)
+        serialization.flatten({"x": jagged}, {}, "all", torch.clone)
     assert raised.value.code == 3
 
 
-@pytest.mark.parametrize("kind", nested.LOW_BITS)
+@pytest.mark.parametrize("kind", serialization.LOW_BITS)
 def test_moments_of_few_bits_come_back(kind: str) -> None:
     import importlib
 
-    made = getattr(importlib.import_module(nested.LOW_BITS[kind]), kind)
+    made = getattr(importlib.import_module(serialization.LOW_BITS[kind]), kind)
     moment = made.zeros((64, 128), *([] if kind == "OptimStateFp8" else [True]))
     moment.copy_(torch.randn(64, 128))
     tensors: dict[str, torch.Tensor] = {}
-    kept = json.dumps(nested.flatten({"exp_avg": moment}, tensors, "optimizer", torch.clone))
+    kept = json.dumps(serialization.flatten({"exp_avg": moment}, tensors, "optimizer", torch.clone))
     assert not any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors.values())
-    back = nested.restore(json.loads(kept), tensors)["exp_avg"]
+    back = serialization.restore(json.loads(kept), tensors)["exp_avg"]
     assert type(back) is made and torch.equal(back.codes, moment.codes)
     assert torch.equal(back.dequantize(), moment.dequantize())
 
 
 def test_only_the_newest_stay(tmp_path) -> None:
-    writer = checkpoint.Writer(tmp_path, 2)
+    writer = checkpoints.Writer(tmp_path, 2)
     for step in (1, 2, 3, 4):
         writer.start(step, content(step))
         writer.wait()
-        checkpoint.verify(tmp_path / f"step-{step}")
-    assert [path.name for path in checkpoint.published(tmp_path)] == ["step-4", "step-3"]
+        checkpoints.verify(tmp_path / f"step-{step}")
+    assert [path.name for path in checkpoints.published(tmp_path)] == ["step-4", "step-3"]
     assert not any((tmp_path / ".staging").iterdir())
     for name in ("step-9", "old-step-1", "old-aside-step-7"):  # of processes that were killed
         (tmp_path / ".staging" / name).mkdir()
-    assert checkpoint.begin(tmp_path, 3) == ["step-4: now aside-step-4"]  # its name is free, it is not gone
+    assert checkpoints.begin(tmp_path, 3) == ["step-4: now aside-step-4"]  # its name is free, it is not gone
     assert not any((tmp_path / ".staging").iterdir())
     assert (tmp_path / "aside-step-4").is_dir()
-    found = checkpoint.newest(tmp_path)
+    found = checkpoints.newest(tmp_path)
     assert found and found.step == 3 and "aside-step-4" in found.notes[0]
     writer.start(4, content(4))
     writer.wait()
@@ -94,17 +96,17 @@ def small_files() -> Iterator[None]:
 
 
 def test_a_full_disk_leaves_the_last_one_as_it_was(tmp_path, small_files) -> None:
-    writer = checkpoint.Writer(tmp_path, 1)
+    writer = checkpoints.Writer(tmp_path, 1)
     writer.start(1, content(1))
     writer.start(2, content(2, size=1 << 16))
     with pytest.raises(UserError, match="step 2 can't be written") as raised:
         writer.wait()
     assert raised.value.code == 3 and "262,144 are needed" in str(raised.value)
     assert not (tmp_path / ".staging" / "step-2").exists()
-    checkpoint.verify(tmp_path / "step-1")
+    checkpoints.verify(tmp_path / "step-1")
     writer.start(3, content(3))
     writer.wait()
-    checkpoint.verify(tmp_path / "step-3")
+    checkpoints.verify(tmp_path / "step-3")
 
 
 def test_only_a_full_disk_is_called_one(tmp_path, monkeypatch) -> None:
@@ -112,44 +114,44 @@ def test_only_a_full_disk_is_called_one(tmp_path, monkeypatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as changed:
-        changed.setattr(checkpoint, "flush", refuses)
+        changed.setattr(checkpoints, "flush", refuses)
         with pytest.raises(UserError, match="Permission denied") as raised:
-            checkpoint.write(tmp_path, 1, content(1), 1)
+            checkpoints.write(tmp_path, 1, content(1), 1)
     assert "room on the disk" not in str(raised.value) and "are needed" not in str(raised.value)
-    checkpoint.write(tmp_path, 1, content(1), 1)
-    monkeypatch.setattr(checkpoint, "rotate", lambda *given: refuses(None))
+    checkpoints.write(tmp_path, 1, content(1), 1)
+    monkeypatch.setattr(checkpoints, "rotate", lambda *given: refuses(None))
     with pytest.raises(UserError, match="step 2 is saved, but older"):
-        checkpoint.write(tmp_path, 2, content(2), 1)
-    checkpoint.verify(tmp_path / "step-2")
+        checkpoints.write(tmp_path, 2, content(2), 1)
+    checkpoints.verify(tmp_path / "step-2")
 
 
 def test_what_does_not_verify_is_never_deleted(tmp_path) -> None:
     """Passed over and out of the way, but there; again where one of that name is."""
     for _ in range(2):
         for step in (1, 2):
-            checkpoint.write(tmp_path, step, content(step), None)
+            checkpoints.write(tmp_path, step, content(step), None)
         (tmp_path / "step-2" / "state.json").write_bytes(b"")
-        assert "unverified-step-2" in checkpoint.begin(tmp_path, 1)[0]
-        checkpoint.write(tmp_path, 2, content(2), 1)
-        checkpoint.verify(tmp_path / "step-2")
+        assert "unverified-step-2" in checkpoints.begin(tmp_path, 1)[0]
+        checkpoints.write(tmp_path, 2, content(2), 1)
+        checkpoints.verify(tmp_path / "step-2")
     kept = {"unverified-step-2", "unverified-step-2-again"}
     assert {path.name for path in tmp_path.glob("unverified*")} == kept
     (tmp_path / "aside-step-backup").mkdir()
-    checkpoint.rotate(tmp_path, 1)
+    checkpoints.rotate(tmp_path, 1)
     assert (tmp_path / "aside-step-backup").is_dir()
 
 
 def test_a_newer_format_is_refused_not_passed_over(tmp_path) -> None:
     for step in (1, 2):
-        checkpoint.write(tmp_path, step, content(step), None)
-    manifest = checkpoint.read_json(tmp_path / "step-2", checkpoint.MANIFEST)
-    newer = checkpoint._signed({"format": 99, "step": 2, "files": manifest["files"]})
-    (tmp_path / "step-2" / checkpoint.MANIFEST).write_text(newer)
-    for ask in (lambda: checkpoint.newest(tmp_path), lambda: checkpoint.named(tmp_path, "step-2")):
+        checkpoints.write(tmp_path, step, content(step), None)
+    manifest = checkpoints.read_json(tmp_path / "step-2", checkpoints.MANIFEST)
+    newer = checkpoints._signed({"format": 99, "step": 2, "files": manifest["files"]})
+    (tmp_path / "step-2" / checkpoints.MANIFEST).write_text(newer)
+    for ask in (lambda: checkpoints.newest(tmp_path), lambda: checkpoints.named(tmp_path, "step-2")):
         with pytest.raises(UserError, match="newer than this program") as raised:
             ask()
         assert raised.value.code == 4
-    assert checkpoint.begin(tmp_path, 1) == ["step-2: now unverified-step-2"]
+    assert checkpoints.begin(tmp_path, 1) == ["step-2: now unverified-step-2"]
 
 
 def test_moments_that_share_memory_are_written_from_where_they_are(tmp_path) -> None:
@@ -161,24 +163,26 @@ def test_moments_that_share_memory_are_written_from_where_they_are(tmp_path) -> 
     for parameter in weights:
         parameter.grad = torch.randn(64, 64)
     optimizer.step()
-    nested.flatten(optimizer.state_dict(), tensors, "optimizer", partial(state._as_it_is, set()))
+    serialization.flatten(
+        optimizer.state_dict(), tensors, "optimizer", partial(training_state._as_it_is, set())
+    )
     assert any("qmap" in name for name in tensors)
-    checkpoint.write(tmp_path, 1, {"optimizer.safetensors": tensors}, None)
-    checkpoint.verify(tmp_path / "step-1")
+    checkpoints.write(tmp_path, 1, {"optimizer.safetensors": tensors}, None)
+    checkpoints.verify(tmp_path / "step-1")
 
 
 def test_a_file_that_can_t_be_read_is_damage(tmp_path, monkeypatch) -> None:
     for step in (1, 2):
-        checkpoint.write(tmp_path, step, content(step), None)
-    original = hub.sha256
+        checkpoints.write(tmp_path, step, content(step), None)
+    original = client.sha256
 
     def sha256(path: Any) -> str:
         if path.parent.name == "step-2":
             raise OSError(5, "Input/output error")
         return original(path)
 
-    monkeypatch.setattr(hub, "sha256", sha256)
-    found = checkpoint.newest(tmp_path)
+    monkeypatch.setattr(client, "sha256", sha256)
+    found = checkpoints.newest(tmp_path)
     assert found and found.step == 1 and "can't be read (Input/output error)" in found.notes[0]
 
 
@@ -197,16 +201,16 @@ def test_all_is_on_the_disk_before_it_is_published(tmp_path, monkeypatch) -> Non
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", renamed)
-    checkpoint.write(tmp_path, 1, content(), None)
-    staged, files = ".staging/step-1", ("weights.safetensors", "state.json", checkpoint.CONTRACT)
-    assert done == [*(f"{staged}/{f}" for f in (*files, checkpoint.MANIFEST)), staged, "rename", "."]
+    checkpoints.write(tmp_path, 1, content(), None)
+    staged, files = ".staging/step-1", ("weights.safetensors", "state.json", checkpoints.CONTRACT)
+    assert done == [*(f"{staged}/{f}" for f in (*files, checkpoints.MANIFEST)), staged, "rename", "."]
     done.clear()
     run_folder.RunFolder(tmp_path).write("a.json", {})
     assert done == [".a.json.tmp"]
 
 
 def test_a_writer_that_is_closed_writes_no_more(tmp_path, monkeypatch, capsys) -> None:
-    original = checkpoint.write
+    original = checkpoints.write
 
     def slow(*given: Any) -> Any:
         time.sleep(0.2)
@@ -214,38 +218,38 @@ def test_a_writer_that_is_closed_writes_no_more(tmp_path, monkeypatch, capsys) -
             raise UserError("the disk is gone")
         return original(*given)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(checkpoints, "write", slow)
     for step in (1, 2):
-        writer = checkpoint.Writer(tmp_path, 1)
+        writer = checkpoints.Writer(tmp_path, 1)
         writer.start(step, content(step))
         writer.close()
         assert not writer.thread._threads or not any(t.is_alive() for t in writer.thread._threads)
-    checkpoint.verify(tmp_path / "step-1")
+    checkpoints.verify(tmp_path / "step-1")
     assert "the disk is gone" in capsys.readouterr().err
 
 
 def test_names_stay_inside_their_folder(tmp_path) -> None:
     """A manifest that was made to point elsewhere, its digest right."""
     (tmp_path / "elsewhere.json").write_text("{}")
-    path = checkpoint.write(tmp_path, 1, content(), None)
-    manifest = checkpoint.read_json(path, checkpoint.MANIFEST)
-    entry = {"bytes": 2, "sha256": hub.sha256(tmp_path / "elsewhere.json")}
+    path = checkpoints.write(tmp_path, 1, content(), None)
+    manifest = checkpoints.read_json(path, checkpoints.MANIFEST)
+    entry = {"bytes": 2, "sha256": client.sha256(tmp_path / "elsewhere.json")}
     for name in ("../elsewhere.json", "/etc/hostname", "..", "state.json/../../elsewhere.json", "a.bin"):
         changed = {"format": 1, "step": 1, "files": {**manifest["files"], name: entry}}
-        (path / checkpoint.MANIFEST).write_text(checkpoint._signed(changed))
-        with pytest.raises(checkpoint.Damaged, match="no file of a checkpoint"):
-            checkpoint.verify(path)
+        (path / checkpoints.MANIFEST).write_text(checkpoints._signed(changed))
+        with pytest.raises(checkpoints.Damaged, match="no file of a checkpoint"):
+            checkpoints.verify(path)
     linked = {"format": 1, "step": 1, "files": {**manifest["files"], "linked.json": entry}}
     (path / "linked.json").symlink_to(tmp_path / "elsewhere.json")
-    (path / checkpoint.MANIFEST).write_text(checkpoint._signed(linked))
-    with pytest.raises(checkpoint.Damaged, match="linked"):
-        checkpoint.verify(path)
+    (path / checkpoints.MANIFEST).write_text(checkpoints._signed(linked))
+    with pytest.raises(checkpoints.Damaged, match="linked"):
+        checkpoints.verify(path)
 
 
 def test_what_is_not_ours_is_not_touched(tmp_path) -> None:
     (tmp_path / "step-9x").mkdir()
     (tmp_path / "mine").mkdir()
-    writer = checkpoint.Writer(tmp_path, 1)
+    writer = checkpoints.Writer(tmp_path, 1)
     for step in (1, 2):
         writer.start(step, content(step))
     writer.wait()
@@ -288,24 +292,24 @@ def crashed(at: int, work: Callable[[], Any]) -> bool:
 @pytest.mark.parametrize("case", ["first", "next", "again"])
 def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
     """Before each operation on a file: the first save, one that rotates, one in place of a damaged one."""
-    checkpoint.write(tmp_path / "warm", 1, content(), None)  # what is imported now is not opened then
+    checkpoints.write(tmp_path / "warm", 1, content(), None)  # what is imported now is not opened then
     for at in range(1, 1000):
         folder = tmp_path / f"{at}"
         for step in (1, 2) if case != "first" else ():
-            checkpoint.write(folder, step, content(step), None)
+            checkpoints.write(folder, step, content(step), None)
         if case == "again":
             (folder / "step-2" / "weights.safetensors").write_bytes(b"")
         step = 3 if case == "next" else 2
         unfinished = crashed(
-            at, lambda folder=folder, step=step: checkpoint.write(folder, step, content(9), 1)
+            at, lambda folder=folder, step=step: checkpoints.write(folder, step, content(9), 1)
         )
-        found = checkpoint.newest(folder)
+        found = checkpoints.newest(folder)
         assert found or case == "first", at
-        for path in checkpoint.published(folder) if case != "again" else ():
-            checkpoint.verify(path)
-        checkpoint.begin(folder, found.step if found else 0)
-        checkpoint.write(folder, 4, content(4), 1)
-        assert [path.name for path in checkpoint.published(folder)] == ["step-4"]
+        for path in checkpoints.published(folder) if case != "again" else ():
+            checkpoints.verify(path)
+        checkpoints.begin(folder, found.step if found else 0)
+        checkpoints.write(folder, 4, content(4), 1)
+        assert [path.name for path in checkpoints.published(folder)] == ["step-4"]
         if not unfinished:
             break
     assert 15 < at < 999

@@ -10,7 +10,8 @@ import time
 import pytest
 from conftest import QUICKSTART, ROOT
 
-from finetune import arguments, cli, launch_env
+from finetune.cli import arguments, main
+from finetune.distributed import launch_environment
 
 TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
 
@@ -33,7 +34,7 @@ def test_the_surface() -> None:
         name: sorted(
             option for action in command._actions for option in action.option_strings or [action.dest]
         )
-        for name, command in cli.parser()[1].items()
+        for name, command in main.parser()[1].items()
     }
     common = ["--debug", "--help", "--quiet", "-h"]
     assert surface == {
@@ -79,14 +80,14 @@ def test_check_imports_nothing_large() -> None:
 
 
 def test_overrides_may_follow_options() -> None:
-    options = cli.parse(["train", "a.yaml", "a.b=1", "--quiet", "c.d=2"])
+    options = main.parse(["train", "a.yaml", "a.b=1", "--quiet", "c.d=2"])
     assert options.overrides == ["a.b=1", "c.d=2"]
 
 
 @pytest.mark.parametrize("command", [["train"], ["nothing"], ["evaluate"], ["check", "a", "--fast"]])
 def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        cli.main(command)
+        main.main(command)
     assert raised.value.code == 2
 
 
@@ -100,11 +101,11 @@ def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
 )
 def test_a_shipped_recipe_that_is_not_here_can_be_had(given, name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["check", given]) == 2
+    assert main.main(["check", given]) == 2
     said = capsys.readouterr().err
     assert f"it ships with this program: finetune recipes {name} --copy . writes it here" in said
-    assert cli.main(["recipes", name, "--copy", "."]) == 0
-    assert cli.main(["check", "my/absent.yaml"]) == 2
+    assert main.main(["recipes", name, "--copy", "."]) == 0
+    assert main.main(["check", "my/absent.yaml"]) == 2
     assert "ships" not in capsys.readouterr().err
 
 
@@ -121,26 +122,26 @@ def test_a_list_may_be_read_in_part() -> None:
 
 
 def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
-    assert cli.main(["recipes"]) == 0
+    assert main.main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert "quickstart" in listed and "llama3_8b/dora" in listed
-    assert cli.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 0
+    assert main.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 0
     assert (tmp_path / "examples" / "tiny_llama" / "model" / "model.safetensors").exists()
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["check", "quickstart.yaml"]) == 0
-    assert cli.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 2
+    assert main.main(["check", "quickstart.yaml"]) == 0
+    assert main.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
-    assert cli.main(["recipes", "--copy", str(tmp_path)]) == 2
+    assert main.main(["recipes", "--copy", str(tmp_path)]) == 2
     assert "say which recipe to copy" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert cli.main(["recipes", "quickstart", "--copy", str(tmp_path / "file")]) == 2
+    assert main.main(["recipes", "quickstart", "--copy", str(tmp_path / "file")]) == 2
     assert "can't be written" in capsys.readouterr().err
-    assert cli.main(["recipes", "quickstrat", "--copy", str(tmp_path)]) == 2
+    assert main.main(["recipes", "quickstrat", "--copy", str(tmp_path)]) == 2
     assert "quickstart" in capsys.readouterr().err
 
 
 def test_evaluate_wants_a_run(tmp_path, capsys) -> None:
-    assert cli.main(["evaluate", str(tmp_path)]) == 2
+    assert main.main(["evaluate", str(tmp_path)]) == 2
     assert "no recipe.resolved.yaml" in capsys.readouterr().err
 
 
@@ -157,10 +158,10 @@ def test_evaluate_wants_a_run(tmp_path, capsys) -> None:
 def test_tasks_may_stand_before_the_run(words, run, tasks, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").mkdir()
-    options = cli.parse(["evaluate", *words])
+    options = main.parse(["evaluate", *words])
     assert (options.run, options.tasks) == (run, tasks)
     with pytest.raises(SystemExit):
-        cli.parse(["evaluate", "--tasks", "a", "my/b.yaml"])
+        main.parse(["evaluate", "--tasks", "a", "my/b.yaml"])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_tasks_may_stand_before_the_run(words, run, tasks, tmp_path, monkeypatch
     ],
 )
 def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, read, capsys) -> None:
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     said = capsys.readouterr().err
     assert f"error: {key}: {words[0]} does not read it" in said
     expected = f"expected:  keys of {read}" if read else "the run's template is saved with its tokenizer"
@@ -186,28 +187,28 @@ def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, re
 def test_several_processes_are_launched(monkeypatch) -> None:
     """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
     seen = []
-    for name in ("ACCELERATE_USE_CPU", launch_env.ACCELERATE):
+    for name in ("ACCELERATE_USE_CPU", launch_environment.ACCELERATE):
         monkeypatch.setenv(name, "")  # which is set on the way, and set back here
     monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):
-        cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
+        main.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
     (command,) = seen
     assert command[1:3] == ["-m", "finetune.launch"]
     assert command[command.index("-m", 3) :][:3] == ["-m", "finetune", "train"]
     assert "train.seed=1" in command and any(
         part.endswith("accelerate_configs/cpu_2.yaml") for part in command
     )
-    again = arguments.go_on(cli.parse(["train", str(QUICKSTART)]), "runs/a")  # as a process of it says
+    again = arguments.go_on(main.parse(["train", str(QUICKSTART)]), "runs/a")  # as a process of it says
     assert again[again.index("--accelerate") + 1] == "cpu_2"
 
 
 def test_an_unknown_accelerate_config(capsys) -> None:
-    assert cli.main(["train", str(QUICKSTART), "--accelerate", "cpu_3"]) == 2
+    assert main.main(["train", str(QUICKSTART), "--accelerate", "cpu_3"]) == 2
     assert "cpu_2" in capsys.readouterr().err
 
 
 def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
-    assert cli.main(["doctor", str(QUICKSTART), "adapter.type=qlora"]) == 0
+    assert main.main(["doctor", str(QUICKSTART), "adapter.type=qlora"]) == 0
     text = capsys.readouterr().out
     for name in (
         "bf16 autocast",
@@ -229,7 +230,7 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
     ):
         assert name in text
     assert "finetune-toolkit[flash]" in text
-    assert cli.main(["doctor"]) == 0
+    assert main.main(["doctor"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
 def test_a_wrong_value_is_said_in_words(words: list[str], said: str, capsys) -> None:
     """Not by the name of a function."""
     with pytest.raises(SystemExit) as raised:
-        cli.main([words[0], "recipe.yaml", *words[1:]])
+        main.main([words[0], "recipe.yaml", *words[1:]])
     assert raised.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -255,11 +256,11 @@ def test_a_full_disk_is_one_message(capsys) -> None:
     def fills(options: argparse.Namespace) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
 
-    assert cli.guarded(fills, argparse.Namespace(debug=False)) == 3
+    assert main.guarded(fills, argparse.Namespace(debug=False)) == 3
     said = capsys.readouterr().err
     assert "there is no room on the disk (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
     with pytest.raises(OSError, match="No space left"):
-        cli.guarded(fills, argparse.Namespace(debug=True))
+        main.guarded(fills, argparse.Namespace(debug=True))
 
 
 @pytest.mark.parametrize(
@@ -274,10 +275,10 @@ def test_a_full_disk_is_one_message(capsys) -> None:
 )
 def test_a_mistyped_command_is_told_what_there_is(given: list[str], said: str, capsys) -> None:
     with pytest.raises(SystemExit) as raised:
-        cli.main(given)
+        main.main(given)
     assert raised.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_overrides_of_one_command_are_not_the_next_one_s() -> None:
-    assert cli.parse(["plan", "x.yaml", "--gpu", "l4", "adapter.r=4"]).overrides == ["adapter.r=4"]
-    assert cli.parse(["plan", "x.yaml", "--gpu", "l4"]).overrides == []
+    assert main.parse(["plan", "x.yaml", "--gpu", "l4", "adapter.r=4"]).overrides == ["adapter.r=4"]
+    assert main.parse(["plan", "x.yaml", "--gpu", "l4"]).overrides == []

@@ -9,11 +9,13 @@ import pytest
 import two_ranks
 from conftest import QUICKSTART, metrics
 
-from finetune import cli, compare, compare_table, differences, run_folder_comparability
-from finetune import screen as finetune_screen
-from finetune.errors import Problem, UserError
-from finetune.recipe import load as load_recipe
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.core import console
+from finetune.core.errors import Problem, UserError
+from finetune.experiments.comparison import comparison, comparison_report, run_diff
+from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import comparability
+from finetune.run_folder.run_folder import RunFolder
 
 DONE: list[Path] = []  # the comparison that most tests look at, made once
 
@@ -31,7 +33,7 @@ def run(short, capsys):
 
     def command(folder: Path, *options: str, code: int = 0) -> str:
         given = ["compare", str(QUICKSTART), *short, "--output", str(folder), *options]
-        assert cli.main(given) == code, capsys.readouterr().err
+        assert main.main(given) == code, capsys.readouterr().err
         said = capsys.readouterr()
         return said.err if code else said.out
 
@@ -74,7 +76,7 @@ def test_each_run_is_an_ordinary_one_and_the_winner_trains(done, train, capsys) 
     assert (won.adapter.type, won.train.seed) == (winner["type"], winner["seed"])
     assert won.train.learning_rate == result["types"][winner["type"]]["rate"]
     again = train("train.effective_batch_size=8", recipe=done / "winner.yaml")
-    assert differences.weights(again, RunFolder(done / winner["run"])).rows == []
+    assert run_diff.weights(again, RunFolder(done / winner["run"])).rows == []
 
 
 def test_a_run_among_others_is_the_run_alone(done, train, short) -> None:
@@ -86,11 +88,11 @@ def test_a_run_among_others_is_the_run_alone(done, train, short) -> None:
     assert [line["loss"] for line in metrics(alone)] == [
         line["loss"] for line in metrics(RunFolder(done / "lora-seed43"))
     ]
-    assert cli.main(["compare", str(alone.path), str(done / "lora-seed43"), "--assert-equal"]) == 0
+    assert main.main(["compare", str(alone.path), str(done / "lora-seed43"), "--assert-equal"]) == 0
 
 
 def test_what_is_finished_is_kept_and_the_rest_made_again(done, run, capsys) -> None:
-    (done / "ia3-seed43" / compare_table.MARK).unlink()  # as if it was stopped in the middle
+    (done / "ia3-seed43" / comparison_report.MARK).unlink()  # as if it was stopped in the middle
     before = (done / "lora-seed42" / "eval.json").stat().st_mtime_ns
     said = run(done, *AGAIN)
     assert "1/4  lora-seed42: kept" in said and "2/4  ia3-seed42: kept" in said
@@ -106,9 +108,9 @@ def test_a_run_of_another_recipe_is_not_kept(done, run) -> None:
 
 
 def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:
-    from finetune import train
+    from finetune.training import pipeline
 
-    real, calls = train.run, []
+    real, calls = pipeline.run, []
 
     def stopped(*arguments, **options):
         calls.append(1)
@@ -116,7 +118,7 @@ def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:
             raise KeyboardInterrupt
         return real(*arguments, **options)
 
-    monkeypatch.setattr(train, "run", stopped)
+    monkeypatch.setattr(pipeline, "run", stopped)
     assert "interrupted" in run(tmp_path / "c", "--adapters", "lora", "--seeds", "2", code=130)
     assert len(found(tmp_path / "c")["runs"]) == 1, "the table of what is finished is there already"
     said = run(tmp_path / "c", "--adapters", "lora", "--seeds", "2")
@@ -139,8 +141,8 @@ def together(who: str, folder: str) -> None:
 
     from accelerate import PartialState
 
-    from finetune import ranks
-    from finetune.errors import Problem, UserError
+    from finetune.core.errors import Problem, UserError
+    from finetune.distributed import collectives
 
     def training(recipe, quiet):
         if who == "all" or state.process_index == 0:
@@ -148,10 +150,10 @@ def together(who: str, folder: str) -> None:
         state.wait_for_everyone()
 
     state = PartialState(cpu=True)
-    ranks.AGREEMENT_SECONDS = 2
-    ranks.failures()
-    compare.train = SimpleNamespace(run=training)
-    reason = compare.run_one(compare.Job(None, 1, None, RunFolder(Path(folder)), "x"))
+    collectives.AGREEMENT_SECONDS = 2
+    collectives.failures()
+    comparison.train = SimpleNamespace(run=training)
+    reason = comparison.run_one(comparison.Job(None, 1, None, RunFolder(Path(folder)), "x"))
     state.wait_for_everyone()
     print(f"went on: {reason}|", flush=True)
 
@@ -170,8 +172,8 @@ def test_ranked_by_the_first_task_that_was_asked_for() -> None:
 
     tasks = {"text": task(0.1, asked=True, forgetting=True), "mmlu_law": task(0.2, asked=False)}
     tasks |= {"mmlu": task(0.3, asked=True), "arith": task(0.4, asked=True)}
-    assert compare_table.main_metric({"tasks": tasks}) == ("mmlu acc", 0.3, True)
-    assert compare_table.main_metric({"tasks": {"older": task(0.5), **tasks}}) == ("older acc", 0.5, True)
+    assert comparison_report.main_metric({"tasks": tasks}) == ("mmlu acc", 0.3, True)
+    assert comparison_report.main_metric({"tasks": {"older": task(0.5), **tasks}}) == ("older acc", 0.5, True)
 
 
 def test_a_run_on_other_hardware_never_wins(done, run) -> None:
@@ -191,7 +193,7 @@ def test_a_run_on_other_hardware_never_wins(done, run) -> None:
 @pytest.mark.parametrize("change", ["data", "versions", "base", "steps"])
 def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
     a, b = RunFolder(done / "lora-seed42"), RunFolder(done / "lora-seed43")
-    assert run_folder_comparability.obstacles(a, b) == []
+    assert comparability.obstacles(a, b) == []
     name, key = {
         "data": ("data_report.json", "train"),
         "versions": ("environment.json", "packages"),
@@ -206,7 +208,7 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
         new = {"data": {"sources": {"x": "0" * 64}}, "versions": {"torch": "1.0"}, "base": {"loss": 9.0}}
         content[key] |= new[change]
         b.write(name, content)
-    (reason,) = run_folder_comparability.obstacles(a, b)
+    (reason,) = comparability.obstacles(a, b)
     expected = {
         "data": "train files",
         "versions": "torch",
@@ -214,13 +216,13 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
         "steps": "steps",
     }
     assert reason.startswith(expected[change])
-    assert cli.main(["compare", str(a.path), str(b.path)]) == 0
+    assert main.main(["compare", str(a.path), str(b.path)]) == 0
     assert f"NOT COMPARABLE: {expected[change]}" in capsys.readouterr().out
 
 
 def test_two_runs_that_differ(done, capsys) -> None:
     a, b = str(done / "lora-seed42"), str(done / "lora-seed43")
-    assert cli.main(["compare", a, b, "--assert-equal"]) == 4
+    assert main.main(["compare", a, b, "--assert-equal"]) == 4
     said = capsys.readouterr()
     assert "train.seed  42  (override)  43  (override)" in " ".join(said.out.split(" ")).replace("   ", "  ")
     assert "2 of 2 steps differ, first step 1" in said.out
@@ -228,7 +230,7 @@ def test_two_runs_that_differ(done, capsys) -> None:
         said.out.rstrip().splitlines()[-1].startswith("The runs differ in losses and weights and evaluation")
     )
     assert said.err.startswith("error: the runs have other losses")
-    assert cli.main(["compare", a, b]) == 0
+    assert main.main(["compare", a, b]) == 0
 
 
 # huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
@@ -236,12 +238,12 @@ def test_two_runs_that_differ(done, capsys) -> None:
 def test_runs_on_the_hub(hub, trained, tmp_path, monkeypatch, capsys) -> None:
     """RUN_A as well as RUN_B."""
     folder = trained()
-    assert cli.main(["publish", str(folder.path), "--repo", "me/notes", "--quiet"]) == 0
+    assert main.main(["publish", str(folder.path), "--repo", "me/notes", "--quiet"]) == 0
     pinned = f"me/notes@{folder.read('publish.json')['commit']}"
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["compare", pinned, pinned, "--assert-equal"]) == 0, capsys.readouterr().err
+    assert main.main(["compare", pinned, pinned, "--assert-equal"]) == 0, capsys.readouterr().err
     assert "learnt the same, to the bit" in capsys.readouterr().out
-    assert cli.main(["compare", "me/notes@" + "0" * 40, pinned]) == 3
+    assert main.main(["compare", "me/notes@" + "0" * 40, pinned]) == 3
     assert "no such repository or revision" in capsys.readouterr().err
 
 
@@ -250,32 +252,34 @@ def test_one_changed_number_is_found(done, capsys) -> None:
 
     a, b = done / "lora-seed42", done / "same"
     shutil.copytree(a, b)
-    assert cli.main(["compare", str(a), str(b), "--assert-equal"]) == 0
+    assert main.main(["compare", str(a), str(b), "--assert-equal"]) == 0
     assert "learnt the same, to the bit" in capsys.readouterr().out
     path = b / "adapter" / "adapter_model.safetensors"
     tensors = load_file(path)
     name = sorted(tensors)[3]
     tensors[name].view(-1)[5] += 0.25
     save_file(tensors, path, metadata={"format": "pt"})
-    assert cli.main(["compare", str(a), str(b), "--assert-equal"]) == 4
+    assert main.main(["compare", str(a), str(b), "--assert-equal"]) == 4
     said = capsys.readouterr().err
     assert "1 of 28 tensors differ, by 0.25 at most" in said and name in said and "losses" not in said
 
 
 def test_a_budget_gives_each_type_the_same_time(run, short, tmp_path, monkeypatch) -> None:
     """The steps are measured with a large budget; then a comparison of few steps goes by such a plan."""
-    monkeypatch.setattr(compare, "PILOT_STEPS", 4)
-    monkeypatch.setattr(compare, "PILOT_TIMED", 2)
+    monkeypatch.setattr(comparison, "PILOT_STEPS", 4)
+    monkeypatch.setattr(comparison, "PILOT_TIMED", 2)
     place = tmp_path / "c"
-    asked = compare.Asked(str(QUICKSTART), [*short, "publish.repo=null"], ["lora", "dora"], 1, 900.0, place)
-    jobs = compare.plan(asked)
-    compare.start(place)
-    screen = finetune_screen.Screen(quiet=True)
-    planned = compare.measure(900.0, jobs, asked, screen)
+    asked = comparison.Asked(
+        str(QUICKSTART), [*short, "publish.repo=null"], ["lora", "dora"], 1, 900.0, place
+    )
+    jobs = comparison.plan(asked)
+    comparison.start(place)
+    screen = console.Console(quiet=True)
+    planned = comparison.measure(900.0, jobs, asked, screen)
     times = {kind: n * planned["step_seconds"][kind] for kind, n in planned["steps"].items()}
     assert times["lora"] == pytest.approx(times["dora"], rel=0.05) and 300 < times["lora"] < 450
     assert [path.name for path in place.iterdir()] == []
-    jobs = compare.plan(asked._replace(adapters=["lora"]))
+    jobs = comparison.plan(asked._replace(adapters=["lora"]))
     kept = {"budget_seconds": 900.0, "runs": [job.identity for job in jobs]}
     RunFolder(place).write("budget.json", planned | kept | {"steps": {"lora": 4}})
     said = run(place, "--adapters", "lora", "--seeds", "1", "--budget", "15m")
@@ -288,7 +292,7 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
     """It has the time of the others, whose steps stay; those are not timed again."""
     timed, fails = list[str](), True
 
-    def run_one(job: compare.Job) -> str:
+    def run_one(job: comparison.Job) -> str:
         timed.append(job.entrant.type)
         if fails and job.entrant.type == "ia3":
             return "out of memory"
@@ -296,45 +300,47 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
         line = {"loss": 1, "step_seconds": 0.5 if job.entrant.type == "lora" else 1.0}
         text = "".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, 9))
         job.folder.write_text("metrics.jsonl", text)
-        job.folder.write(compare_table.MARK, {"seconds": 10.0})
+        job.folder.write(comparison_report.MARK, {"seconds": 10.0})
         return ""
 
-    monkeypatch.setattr(compare, "run_one", run_one)
-    asked = compare.Asked(str(QUICKSTART), [], ["lora", "ia3"], 1, 600.0, tmp_path)
-    jobs, screen = compare.plan(asked), finetune_screen.Screen(quiet=True)
-    runs, failed = compare.within(600.0, jobs, asked, screen)
+    monkeypatch.setattr(comparison, "run_one", run_one)
+    asked = comparison.Asked(str(QUICKSTART), [], ["lora", "ia3"], 1, 600.0, tmp_path)
+    jobs, screen = comparison.plan(asked), console.Console(quiet=True)
+    runs, failed = comparison.within(600.0, jobs, asked, screen)
     assert failed == {"ia3-seed42": "out of memory"} and timed == ["lora", "ia3"]
     fails = False
-    again, failed = compare.within(600.0, jobs, asked, screen)
+    again, failed = comparison.within(600.0, jobs, asked, screen)
     assert failed == {} and timed == ["lora", "ia3", "ia3"] and again[0].identity == runs[0].identity
     steps = [job.recipe.train.max_steps or 0 for job in again]
     assert steps[1] == steps[0] // 2 > 500
-    assert compare.within(600.0, jobs, asked, screen)[1] == {} and len(timed) == 3
+    assert comparison.within(600.0, jobs, asked, screen)[1] == {} and len(timed) == 3
 
 
 def test_evaluations_on_top_of_a_budget_are_said_beforehand(short, tmp_path, capsys) -> None:
     for every, budget, said in ((1, 900.0, True), (1, None, False), (None, 900.0, False)):
         given = [*short, f"eval.every={every}" if every else "eval.every=null"]
-        asked = compare.Asked(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
-        compare.introduce(compare.plan(asked), asked, finetune_screen.Screen())
+        asked = comparison.Asked(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
+        comparison.introduce(comparison.plan(asked), asked, console.Console())
         assert ("on top of --budget" in capsys.readouterr().out) == said
 
 
 def test_a_budget_that_is_too_short(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(compare, "PILOT_STEPS", 2)
+    monkeypatch.setattr(comparison, "PILOT_STEPS", 2)
     said = run(tmp_path / "c", "--adapters", "lora", "--seeds", "1", "--budget", "1s", code=2)
     assert "too short for 1 runs of 10 steps" in said and "m or more" in said
 
 
 def test_warm_up_fits_the_steps() -> None:
     recipe = load_recipe(QUICKSTART)  # 12 steps of warm-up
-    assert compare.limit(recipe, 50) == ["train.max_steps=50", "train.warmup_steps=5"]
-    assert compare.limit(recipe, 200) == ["train.max_steps=200"]
+    assert comparison.limit(recipe, 50) == ["train.max_steps=50", "train.warmup_steps=5"]
+    assert comparison.limit(recipe, 200) == ["train.max_steps=200"]
 
 
 def test_rates_keep_their_place_in_the_usual_range() -> None:
     recipe = load_recipe(QUICKSTART)
-    entrants = {e.type: e for e in compare.enter(recipe, ["lora", "qlora", "ia3", "full", "oft", "dora@0.1"])}
+    entrants = {
+        e.type: e for e in comparison.enter(recipe, ["lora", "qlora", "ia3", "full", "oft", "dora@0.1"])
+    }
     rates = {kind: entrant.rate for kind, entrant in entrants.items()}
     assert rates == {"lora": 4e-3, "qlora": 4e-3, "ia3": 0.054, "full": 4e-4, "oft": 4e-3, "dora": 0.1}
     assert "no usual range" in entrants["oft"].why and entrants["dora"].why == "--adapters"
@@ -358,16 +364,16 @@ def test_mistakes_are_said_before_anything_is_trained(done, tmp_path, capsys) ->
         ([runs[0], str(tmp_path)], "not a finished run"),
         (["nowhere.yaml", "--adapters", "lora"], "nowhere.yaml"),
     ):
-        assert cli.main(["compare", *command]) == 2, command
+        assert main.main(["compare", *command]) == 2, command
         assert expected in capsys.readouterr().err, command
     for budget in ("soon", "0m", "30"):
         with pytest.raises(SystemExit):
-            cli.main(["compare", recipe, "--adapters", "lora", "--budget", budget])
+            main.main(["compare", recipe, "--adapters", "lora", "--budget", budget])
 
 
 def test_what_two_gpus_say_of_one_failure_is_one_reason() -> None:
     """The memory that each had is another; the row of the table has rank 0's."""
     one, other = (UserError(Problem("out of memory", "train", found=f"{held} GiB")) for held in (75.1, 76.9))
-    assert compare.kind(one) == compare.kind(other) and compare.why(one) != compare.why(other)
-    assert compare.kind(one) != compare.kind(UserError(Problem("not finite", "train")))
-    assert compare.kind(RuntimeError("GPU 1")) == compare.kind(RuntimeError("GPU 0")) == "RuntimeError"
+    assert comparison.kind(one) == comparison.kind(other) and comparison.why(one) != comparison.why(other)
+    assert comparison.kind(one) != comparison.kind(UserError(Problem("not finite", "train")))
+    assert comparison.kind(RuntimeError("GPU 1")) == comparison.kind(RuntimeError("GPU 0")) == "RuntimeError"

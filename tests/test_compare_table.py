@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from finetune import compare_table, run_folder_comparability
+from finetune.experiments.comparison import comparison_report
+from finetune.run_folder import comparability
 
 
 def of(**types: tuple[float, float | None, float]) -> dict:
@@ -20,7 +21,7 @@ def of(**types: tuple[float, float | None, float]) -> dict:
 
 def won(types: dict) -> dict:
     rows = [{"type": kind, "seed": 1, "run": kind, "quality": 0.5} for kind in types]
-    return compare_table.winner(types, rows, "exact match", True, False) or {}
+    return comparison_report.winner(types, rows, "exact match", True, False) or {}
 
 
 def test_a_winner_claims_no_more_than_the_seeds_show() -> None:
@@ -33,40 +34,43 @@ def test_a_winner_claims_no_more_than_the_seeds_show() -> None:
     assert both["type"] == "lora" and "though not for certain" in both["why"]
     once = won(of(lora=(0.9, None, 5), dora=(0.88, None, 1)))
     assert once["type"] == "lora" and "noise is not known" in once["why"]
-    assert compare_table.winner({}, [], "", True, False) is None
+    assert comparison_report.winner({}, [], "", True, False) is None
 
 
 def test_figures_that_are_not_finite_rank_nothing() -> None:
     nan = float("nan")
     rows = [
-        dict.fromkeys((m.key for m in compare_table.MEASURES), value) | {"steps": 2} for value in (nan, 1.0)
+        dict.fromkeys((m.key for m in comparison_report.MEASURES), value) | {"steps": 2}
+        for value in (nan, 1.0)
     ]
-    broken = compare_table.averages(rows)
+    broken = comparison_report.averages(rows)
     assert math.isnan(broken["quality"]["mean"]) and math.isnan(broken["quality"]["sd"])
     types = of(lora=(0.5, 0.1, 1), dora=(nan, nan, 0.5), ia3=(float("inf"), nan, 0.5))
     assert won(types)["type"] == "lora" and won(types)["within_noise"] == ["lora"]
-    assert won(of(lora=(nan, nan, 1))) == {} and compare_table.front(types, "bytes", True) == ["lora"]
-    assert run_folder_comparability.unequal({"loss": nan}, {"loss": float("nan")}) == []
+    assert won(of(lora=(nan, nan, 1))) == {} and comparison_report.front(types, "bytes", True) == ["lora"]
+    assert comparability.unequal({"loss": nan}, {"loss": float("nan")}) == []
 
 
 def test_types_that_tie_without_held_out_rows_keep_their_metric(tmp_path, monkeypatch) -> None:
-    figures = dict.fromkeys((measure.key for measure in compare_table.MEASURES), 1.0)
+    figures = dict.fromkeys((measure.key for measure in comparison_report.MEASURES), 1.0)
     figures |= {"steps": 2, "metric": "t acc", "higher_is_better": True, "quality": 0.5, "loss": None}
-    monkeypatch.setattr(compare_table, "not_comparable", lambda *_: {})
+    monkeypatch.setattr(comparison_report, "not_comparable", lambda *_: {})
     monkeypatch.setattr(
-        compare_table, "row", lambda run: {**figures, "run": run.path.name, "type": run.path.name, "seed": 1}
+        comparison_report,
+        "row",
+        lambda run: {**figures, "run": run.path.name, "type": run.path.name, "seed": 1},
     )
     kinds = ["lora", "ia3"]
     for kind in kinds:
         (tmp_path / kind).mkdir()
-        (tmp_path / kind / compare_table.MARK).touch()
+        (tmp_path / kind / comparison_report.MARK).touch()
     settings = {"recipe": "r", "budget_seconds": None, "runs": kinds, "entrants": {k: {} for k in kinds}}
-    made = compare_table.collect(tmp_path, settings, {})
+    made = comparison_report.collect(tmp_path, settings, {})
     assert made["metric"] == "t acc" and made["types"]["lora"]["quality"]["mean"] == 0.5
     assert made["winner"]["type"] == "lora"
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:
     types = of(a=(0.9, 0, 5), b=(0.8, 0, 1), c=(0.7, 0, 3), d=(0.9, 0, 7))
-    assert compare_table.front(types, "bytes", True) == ["a", "b"]
-    assert compare_table.front(types, "bytes", False) == ["b", "c"]
+    assert comparison_report.front(types, "bytes", True) == ["a", "b"]
+    assert comparison_report.front(types, "bytes", False) == ["b", "c"]

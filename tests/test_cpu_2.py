@@ -9,7 +9,7 @@ import pytest
 import two_ranks
 from conftest import QUICKSTART, ROOT, module_of
 
-from finetune.run_folder import RunFolder
+from finetune.run_folder.run_folder import RunFolder
 
 RATES = {"dora": "1e-3", "ia3": "1e-2", "qlora": "1e-3", "full": "1e-4"}
 

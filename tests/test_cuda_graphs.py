@@ -8,18 +8,13 @@ from __future__ import annotations
 import pytest
 from conftest import QUICKSTART, ROOT, planned
 
-from finetune import (
-    architecture,
-    cuda_graphs,
-    estimate,
-    launch_env,
-    plan_launch,
-    plan_memory,
-    planning_plan_report,
-    recipe,
-)
-from finetune.hardware_device import Hardware
-from finetune.receipts import Choice
+from finetune.autoconfig import cuda_graphs, memory_estimate
+from finetune.core.run_checks import Choice
+from finetune.distributed import launch_environment
+from finetune.hardware.detection import Hardware
+from finetune.models import architecture
+from finetune.planning import memory_by_phase, plan_report, sharding_cost
+from finetune.recipe import loader
 
 H100 = Hardware("cuda", "NVIDIA H100", 1, (9, 0), 80.0, 8)
 ON, OFF = Choice("on", "asked for"), Choice("off", "asked for")
@@ -66,8 +61,8 @@ def test_layers_are_graphs_where_it_pays(
 def test_by_themselves_graphs_fit_and_no_layer_is_made_again_whole(
     options: list[str], room: float, found: tuple[str, str, str, str]
 ) -> None:
-    speed = recipe.load(QUICKSTART, options).speed
-    plan = estimate.Memory(32, 20.0, 2.0, 0.1, room, graphs=2.0)
+    speed = loader.load(QUICKSTART, options).speed
+    plan = memory_estimate.Memory(32, 20.0, 2.0, 0.1, room, graphs=2.0)
     again, offload, graphs, _ = cuda_graphs.beside(Choice("on", "auto"), speed, speed.recompute, plan, H100)
     assert (again.value, offload.value, graphs.value) == found[:3] and found[3] in graphs.reason
 
@@ -84,7 +79,7 @@ def test_by_themselves_graphs_fit_and_no_layer_is_made_again_whole(
     ],
 )
 def test_passes_have_to_be_alike(changes: list[str], why: str) -> None:
-    loaded = recipe.load(QUICKSTART, changes)
+    loaded = loader.load(QUICKSTART, changes)
     config = architecture.read(loaded.model).config
     sections = loaded.data, loaded.adapter, loaded.speed, config
     searched = loaded.train.per_device_train_batch_size == "auto"
@@ -107,8 +102,8 @@ def test_passes_have_to_be_alike(changes: list[str], why: str) -> None:
 )
 def test_graphs_are_for_one_process_that_splits_nothing(config: str, processes: int, found: bool) -> None:
     """Asked by a run of its environment, and by a plan of the config's."""
-    by, _ = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
-    with launch_env.under(dict(by.variables)):
+    by, _ = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    with launch_environment.under(dict(by.variables)):
         assert cuda_graphs.alone(processes) == found
 
 
@@ -125,7 +120,5 @@ def test_a_plan_has_their_time_and_their_memory(large) -> None:
     assert made.phases["evaluation"]["CUDA graphs"] > made.phases["step"]["CUDA graphs"] > 0
     found = planned(large, *small, "speed.compile=true", "train.per_device_train_batch_size=auto", gpu="h200")
     assert "searched for" in found.choices["CUDA graphs"].reason
-    devices = [kinds for name, kinds in made.phases.items() if name != plan_memory.HOST]
-    assert {kind for kinds in devices for kind in kinds} <= set(planning_plan_report.KINDS), (
-        "each has a column"
-    )
+    devices = [kinds for name, kinds in made.phases.items() if name != memory_by_phase.HOST]
+    assert {kind for kinds in devices for kind in kinds} <= set(plan_report.KINDS), "each has a column"

@@ -18,10 +18,11 @@ import pytest
 import torch
 from conftest import ROOT, metrics, receipts
 
-from finetune import recipe, shipped
+from finetune.core import shipped_files
+from finetune.recipe import loader
 
 KEPT = ROOT / "tests" / "golden" / "curves.json"
-RECIPES = [name for name in shipped.recipes() if name.startswith(("llama3_8b/", "adapters/"))]
+RECIPES = [name for name in shipped_files.recipes() if name.startswith(("llama3_8b/", "adapters/"))]
 # Of another CPU or torch, relative; what is more sensitive moved by up to 1.9e-6 and 5.6e-6 with AVX2 alone
 TOLERANCE = 1e-6
 WIDER = {"adapters/fourierft": 5e-6, "adapters/loha": 5e-6, "adapters/qdora": 2e-5}
@@ -42,9 +43,9 @@ def curve(train, name: str, *more: str, folder: str = "run") -> list[float]:
     ]
     given += ["data.max_length=256"]
     given += ["data.validation=null"] * name.startswith("adapters/")  # the others would hold rows back
-    run = train(*given, *MORE.get(name, []), *more, recipe=shipped.recipes()[name], name=folder)
+    run = train(*given, *MORE.get(name, []), *more, recipe=shipped_files.recipes()[name], name=folder)
     assert all(receipt["ok"] for receipt in receipts(run).values())
-    assert recipe.load(run.recipe).adapter.type == Path(name).name
+    assert loader.load(run.recipe).adapter.type == Path(name).name
     return [line["loss"] for line in metrics(run)]
 
 
@@ -84,7 +85,7 @@ def test_a_recipe_s_curve_is_the_one_that_is_kept(name: str, train) -> None:
 @pytest.mark.parametrize(("name", "rate"), [("llama3_8b/ia3", 5e-3), ("adapters/qdora", 4e-3)])
 def test_a_learning_rate_of_one_percent_more_is_seen(name: str, rate: float, train) -> None:
     """IA3's is, of all, the one that is seen least but for the full one's: by 2.6e-4."""
-    assert recipe.load(shipped.recipes()[name]).train.learning_rate == rate
+    assert loader.load(shipped_files.recipes()[name]).train.learning_rate == rate
     assert apart(curve(train, name, f"train.learning_rate={1.01 * rate}"), kept()[name]) > SEEN
 
 

@@ -13,9 +13,11 @@ import two_ranks
 from conftest import QUICKSTART, ROOT, metrics, receipts
 from safetensors.torch import load_file
 
-from finetune import checkpoint, checkpointing_resume_contract, faults, launch_env, zero
-from finetune.errors import UserError
-from finetune.run_folder import RunFolder
+from finetune.checkpointing import checkpoints, resume_contract
+from finetune.core import fault_injection
+from finetune.core.errors import UserError
+from finetune.distributed import deepspeed_zero, launch_environment
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,9 +60,9 @@ GOES_ON = ["lora", "dora", "full", "full by ZeRO-2", "full, offloaded"]
 
 
 def one_rank(given: list[str], code: int) -> None:
-    from finetune import cli
+    from finetune.cli import main
 
-    assert cli.main(["train", str(QUICKSTART), *SHORT, *given, "--quiet"]) == code
+    assert main.main(["train", str(QUICKSTART), *SHORT, *given, "--quiet"]) == code
 
 
 @pytest.fixture
@@ -120,12 +122,12 @@ def test_two_processes_train_what_one_does(
 def goes_on(run: RunFolder, again: Callable[[], Any]) -> None:
     """From step 2, as if it had been killed after it, to the same bits; not as a run that is not split."""
     last, logged = run.checkpoints / "step-4", metrics(run)
-    kept, contract = checkpoint.digests(last), checkpoint.read_json(last, checkpoint.CONTRACT)
+    kept, contract = checkpoints.digests(last), checkpoints.read_json(last, checkpoints.CONTRACT)
     for folder in (last, run.weights):
         shutil.rmtree(folder)
     (run.path / "eval.json").unlink()
     again()
-    found = checkpoint.digests(last)
+    found = checkpoints.digests(last)
     tensors = {name for name in kept if name.endswith(".safetensors")}
     assert {"weights.safetensors", "ranks.safetensors"} <= tensors
     assert {name: kept[name] for name in tensors} == {name: found[name] for name in tensors}
@@ -133,19 +135,17 @@ def goes_on(run: RunFolder, again: Callable[[], Any]) -> None:
     facts = {name: value for name, value in contract["facts"].items() if name != "moments split by"}
     for then, now in ((facts, contract["facts"]), (contract["facts"], facts)):
         with pytest.raises(UserError, match="moments split by") as raised:
-            checkpointing_resume_contract.compare(
-                {**contract, "facts": then}, {**contract, "facts": now}, last
-            )
+            resume_contract.compare({**contract, "facts": then}, {**contract, "facts": now}, last)
         assert raised.value.code == 4
 
 
 @pytest.mark.usefixtures("the_only_launch")
 def test_a_rank_that_hangs_is_not_waited_for_by_torch_s_default(launched, monkeypatch) -> None:
     """DeepSpeed's groups are its own, which wait for half an hour."""
-    monkeypatch.setenv(launch_env.TIMEOUT, "15")
-    monkeypatch.setenv(faults.VARIABLE, "step:2:rank:1:hang")
+    monkeypatch.setenv(launch_environment.TIMEOUT, "15")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:rank:1:hang")
     began = time.monotonic()
-    with pytest.raises(AssertionError, match=launch_env.GONE):
+    with pytest.raises(AssertionError, match=launch_environment.GONE):
         launched("lora")
     assert time.monotonic() - began < 120
 
@@ -170,7 +170,7 @@ def frequencies(place: Path) -> None:
     kept = HfDeepSpeedConfig(split)  # transformers holds it weakly
     base = AutoModelForCausalLM.from_pretrained(str(place), dtype=torch.bfloat16)
     assert kept.is_zero3() and all(buffer.dtype == torch.bfloat16 for buffer in base.buffers())
-    zero.own_buffers(base)
+    deepspeed_zero.own_buffers(base)
     assert all(buffer.dtype == torch.float32 for buffer in base.buffers())
 
 

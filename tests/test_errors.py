@@ -11,11 +11,11 @@ import pytest
 from conftest import DATA, MODEL, QUICKSTART, ROOT
 from tokenizers import processors
 
-from finetune import cli
-from finetune.data.prepare import prepare
-from finetune.errors import UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Data, Model
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.data.preparation import prepare
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Model
 
 LINEAR = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
 
@@ -36,7 +36,7 @@ train:
 
 def stderr_of(command: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
     started = time.monotonic()
-    assert cli.main(command) == code
+    assert main.main(command) == code
     assert time.monotonic() - started < 1
     text = capsys.readouterr().err
     assert "Traceback" not in text
@@ -112,9 +112,9 @@ def test_39_one_bos_and_a_remark(tmp_path) -> None:
 
 
 def test_58_a_batch_that_processes_can_t_share() -> None:
-    from finetune.batch import split_batch
-    from finetune.errors import UserError
-    from finetune.sections import Train
+    from finetune.autoconfig.batch_size import split_batch
+    from finetune.core.errors import UserError
+    from finetune.recipe.schema import Train
 
     assert split_batch(Train(effective_batch_size=48), 2) == (48, 8, 3)
     assert split_batch(Train(effective_batch_size=6, per_device_train_batch_size=3), 2) == (6, 3, 1)
@@ -152,20 +152,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:
 
 def test_a_log_shows_nan_as_nan() -> None:
     """The Trainer's own default logs an old average in its place."""
-    from finetune import recipe, training_training_arguments
-    from finetune.batch import split_batch
-    from finetune.preflight_choice_checks import setup_of
+    from finetune.autoconfig.batch_size import split_batch
+    from finetune.preflight.choice_checks import setup_of
+    from finetune.recipe import loader
+    from finetune.training import training_arguments
 
-    loaded = recipe.load(QUICKSTART)
+    loaded = loader.load(QUICKSTART)
     batch = split_batch(loaded.train, 1)
-    arguments = training_training_arguments.training_arguments(
-        loaded.train, loaded.data, setup_of(loaded), batch
-    )
+    arguments = training_arguments.training_arguments(loaded.train, loaded.data, setup_of(loaded), batch)
     assert arguments.logging_nan_inf_filter is False
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(recipe_file, capsys) -> None:
-    assert cli.main(["check", str(recipe_file(RECIPE.replace("r: 8", "r: 0"))), "--debug"]) == 2
+    assert main.main(["check", str(recipe_file(RECIPE.replace("r: 8", "r: 0"))), "--debug"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("Traceback") and said.count("error: adapter.r: ") == 2
 

@@ -14,18 +14,13 @@ import torch
 from conftest import DATA, MODEL, ROOT, metrics, receipts
 from small_tasks import CHOICE, QUESTIONS, write_task
 
-from finetune import (
-    cli,
-    evaluate,
-    evaluation_reopen,
-    recipe,
-    results,
-    run_folder_comparability,
-    scoring,
-    summary,
-)
-from finetune.run_folder import RunFolder
-from finetune.sections import Eval
+from finetune.cli import main
+from finetune.evaluation import evaluator, reopen, results, scoring
+from finetune.recipe import loader
+from finetune.recipe.schema import Eval
+from finetune.reporting import terminal
+from finetune.run_folder import comparability
+from finetune.run_folder.run_folder import RunFolder
 
 
 def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp_path, capsys) -> None:
@@ -45,9 +40,9 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
     assert losses == sorted(losses, reverse=True) and len(losses) == 6 and len(worse["samples"]) == 2
     assert worse["worst"][0]["where"].rpartition(":")[2].isdigit()
 
-    untrained = get_peft_model(evaluation_reopen.open_base(recipe.load(run.recipe)), LoraConfig(r=4))
+    untrained = get_peft_model(reopen.open_base(loader.load(run.recipe)), LoraConfig(r=4))
     untrained.save_pretrained(str(run.adapter))
-    assert cli.main(["evaluate", str(run.path), "--quiet"]) == 0
+    assert main.main(["evaluate", str(run.path), "--quiet"]) == 0
     same = run.read("eval.json")
     assert same["verdict"]["word"] == "same" and same["difference"]["loss"]["value"] == 0.0
 
@@ -93,7 +88,7 @@ def test_what_is_over_1_is_no_share() -> None:
         results.verdict({**nothing, "tasks": {"squad": task}})["why"]
         == "squad f1 84.6000 -> 85.3000 (better)"
     )
-    row = summary._score_row("squad f1", "f1", task)
+    row = terminal._score_row("squad f1", "f1", task)
     assert row[1:4] == ("84.6000", "85.3000", "0.7000 (0.1000 to 1.2000)")
 
 
@@ -144,19 +139,19 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     base.rename(tmp_path / "base2")
     with monkeypatch.context() as patch:  # said before anything is loaded
         patch.setattr("os.access", lambda path, mode: False)
-        assert cli.main(["evaluate", str(moved.path), "--quiet"]) == 2
+        assert main.main(["evaluate", str(moved.path), "--quiet"]) == 2
         assert "can't be written" in capsys.readouterr().err
-    assert cli.main(["evaluate", str(moved.path), "--quiet"]) == 2
+    assert main.main(["evaluate", str(moved.path), "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "model.name" in said and "eval.tasks=[], to do without" in said
     here = [f"model.name={tmp_path / 'base2'}", "eval.tasks=[]"]
-    assert cli.main(["evaluate", str(moved.path), *here, "--quiet"]) == 0
+    assert main.main(["evaluate", str(moved.path), *here, "--quiet"]) == 0
     assert moved.read("eval.json")["tuned"] == before["tuned"]
     assert moved.read("eval.json")["base"] == before["base"]
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[20:30]) + "\n")
     asked = [*here, f"data.validation={other}"]
-    assert cli.main(["evaluate", str(moved.path), *asked]) == 0
+    assert main.main(["evaluate", str(moved.path), *asked]) == 0
     said = capsys.readouterr().out
     assert "is not what the run held out" in said
     assert all(f"{which}: loss and answers of 10 held-out rows ..." in said for which in ("tuned", "base"))
@@ -173,26 +168,26 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     before = RunFolder(shutil.copytree(run.path, tmp_path / "before"))
     base = shutil.copytree(two_layers, tmp_path / "elsewhere" / Path(two_layers).name)
     asked = ["evaluate", str(run.path), f"model.name={base}", "--quiet"]
-    assert cli.main(asked) == 0 and run_folder_comparability.obstacles(before, run) == []
+    assert main.main(asked) == 0 and comparability.obstacles(before, run) == []
     content = run.read("eval.json")
     content["settings"]["rows"] = 5
     run.write("eval.json", content)
-    assert run_folder_comparability.obstacles(before, run) == ["evaluation rows: 6 against 5"]
+    assert comparability.obstacles(before, run) == ["evaluation rows: 6 against 5"]
     asked.append("eval.tasks=[]")
     content["settings"]["storage"] = "bf16"  # as by another machine
     run.write("eval.json", content)
-    assert cli.main(asked) == 0 and "choice" in run.read("eval.json")["tasks"]
+    assert main.main(asked) == 0 and "choice" in run.read("eval.json")["tasks"]
 
     own = (run.path / "eval.json").read_bytes()
-    assert cli.main([*asked, "speed.base=nf4"]) == 0
+    assert main.main([*asked, "speed.base=nf4"]) == 0
     other = run.read("eval.other.json")
     assert not other["tasks"]
-    assert cli.main(["evaluate", str(run.path), "speed.base=nf4", "--quiet"]) == 0
+    assert main.main(["evaluate", str(run.path), "speed.base=nf4", "--quiet"]) == 0
     assert "choice" in run.read("eval.other.json")["tasks"]
     assert "the base is in nf4" in " ".join(other["settings"]["notes"])
     weights = load_file(base / "model.safetensors")
     save_file({name: one * 3 for name, one in weights.items()}, base / "model.safetensors", {"format": "pt"})
-    assert cli.main(asked) == 0
+    assert main.main(asked) == 0
     other = run.read("eval.other.json")
     assert "the base is not the run's" in " ".join(other["settings"]["notes"])
     assert not other["tasks"]  # those of nf4 are not this base's
@@ -249,7 +244,7 @@ def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) ->
     ],
 )
 def test_settings_that_make_no_sense(asked, said, capsys) -> None:
-    assert cli.main(["check", "recipes/quickstart.yaml", *asked]) == 2
+    assert main.main(["check", "recipes/quickstart.yaml", *asked]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -259,7 +254,7 @@ def test_a_general_text_is_the_file_that_is_named(tmp_path, monkeypatch) -> None
     for folder, text in (("data", "meant"), ("data/data", "another")):
         Path(folder).mkdir()
         Path(folder, "general.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    assert evaluate.general_texts(Eval(general="data/general.jsonl")) == ["meant"]
+    assert evaluator.general_texts(Eval(general="data/general.jsonl")) == ["meant"]
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch) -> None:

@@ -4,9 +4,9 @@ import json
 
 from conftest import DATA, MODEL
 
-from finetune import models_checkpoint_headers
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Model
+from finetune.models import checkpoint_headers
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Model
 
 
 def test_pre_training_never_shows_the_task() -> None:
@@ -46,5 +46,5 @@ def test_the_model_is_small_and_in_bf16() -> None:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118 (not a dict)
     count = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
-    assert models_checkpoint_headers.tensors(MODEL) == shapes
+    assert checkpoint_headers.tensors(MODEL) == shapes
     assert 3e6 <= count <= 8e6

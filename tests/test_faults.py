@@ -14,13 +14,18 @@ from accelerate.optimizer import AcceleratedOptimizer
 from conftest import MODEL, QUICKSTART, ROOT, metrics
 from safetensors.torch import load_file
 
-from finetune import checkpoint, cli, faults, nonfinite, preflight, recipe
-from finetune.errors import UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.receipts import Ledger
-from finetune.run_folder import RunFolder
-from finetune.screen import Screen
-from finetune.sections import Model
+from finetune.checkpointing import checkpoints
+from finetune.cli import main
+from finetune.core import fault_injection
+from finetune.core.console import Console
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.experiments.runner import rehearsal
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe import loader
+from finetune.recipe.schema import Model
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training import nan_detection
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
 
@@ -39,14 +44,16 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 )
 def test_a_fault_that_can_t_be_read_is_said(text: str, wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
-        faults.planned({faults.VARIABLE: text})
+        fault_injection.planned({fault_injection.VARIABLE: text})
 
 
 def test_faults_are_of_one_rank_and_one_life() -> None:
-    given = {faults.VARIABLE: "step:2:rank:1:kill,step:3:life:1:nan"}
-    assert faults.planned({}) == [] == faults.planned(given)
-    assert faults.planned({**given, "RANK": "1"}) == [faults.Fault("kill", 2, 1)]
-    assert faults.planned({**given, "TORCHELASTIC_RESTART_COUNT": "1"}) == [faults.Fault("nan", 3, life=1)]
+    given = {fault_injection.VARIABLE: "step:2:rank:1:kill,step:3:life:1:nan"}
+    assert fault_injection.planned({}) == [] == fault_injection.planned(given)
+    assert fault_injection.planned({**given, "RANK": "1"}) == [fault_injection.Fault("kill", 2, 1)]
+    assert fault_injection.planned({**given, "TORCHELASTIC_RESTART_COUNT": "1"}) == [
+        fault_injection.Fault("nan", 3, life=1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +67,11 @@ def test_faults_are_of_one_rank_and_one_life() -> None:
 def test_a_step_that_is_not_finite_ends_the_run_before_its_update(
     fault: str, said: str, train, monkeypatch, capsys, small
 ) -> None:
-    monkeypatch.setenv(faults.VARIABLE, f"step:3:{fault}")
+    monkeypatch.setenv(fault_injection.VARIABLE, f"step:3:{fault}")
     run = train(*FEW, "train.save_steps=1", "train.per_device_train_batch_size=4", code=5)
     text = capsys.readouterr().err
     assert "gradients of step 3 are not finite" in text and said in text
-    last = checkpoint.published(run.checkpoints)[0]
+    last = checkpoints.published(run.checkpoints)[0]
     assert last.name == "step-2"
     assert all(t.isfinite().all() for t in load_file(last / "weights.safetensors").values())
     place = run.path / "nonfinite-step-3"
@@ -90,12 +97,12 @@ def test_rows_of_a_flattened_batch_are_found_by_their_tokens() -> None:
     }
     batch = {"input_ids": torch.tensor([[3, 4, 5, 6, 7]]), "cu_seq_lens_q": torch.tensor([0, 3, 5])}
     rows: Any = datasets.Dataset.from_dict(columns)
-    assert nonfinite.sources(rows, batch) == ["a:2", "a:3", "b:1"], "the same tokens stand twice"
-    assert nonfinite.sources(rows.to_iterable_dataset(), batch) == []
+    assert nan_detection.sources(rows, batch) == ["a:2", "a:3", "b:1"], "the same tokens stand twice"
+    assert nan_detection.sources(rows.to_iterable_dataset(), batch) == []
 
 
 def test_a_step_may_be_left_out_and_the_schedule_waits(train, monkeypatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "step:2:input")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:input")
     run = train(*FEW, "train.skip_nonfinite=1", "train.save_steps=1", "train.save_total_limit=null")
     assert "step 2 is left out" in (run.path / "log.txt").read_text()
     lines = metrics(run)
@@ -111,7 +118,7 @@ def test_a_step_may_be_left_out_and_the_schedule_waits(train, monkeypatch) -> No
 
 
 def test_more_steps_in_a_row_than_allowed_end_the_run(train, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "step:2:nan,step:3:nan")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:nan,step:3:nan")
     train(*FEW, "train.skip_nonfinite=1", code=5)
     assert "nor were those of 1 steps before it" in capsys.readouterr().err
 
@@ -120,16 +127,16 @@ def test_the_first_module_is_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     model[1].weight.requires_grad_(False).fill_(math.inf)
     given = torch.ones(1, 2)
-    assert nonfinite.first_not_finite(model, lambda: model(given).sum()) == "the output of 1"
+    assert nan_detection.first_not_finite(model, lambda: model(given).sum()) == "the output of 1"
     model[1].weight.fill_(1.0)
-    assert nonfinite.first_not_finite(model, lambda: model(given).sum()) == ""
-    assert nonfinite.first_not_finite(model, lambda: model(given).sum() * math.inf) == (
+    assert nan_detection.first_not_finite(model, lambda: model(given).sum()) == ""
+    assert nan_detection.first_not_finite(model, lambda: model(given).sum() * math.inf) == (
         "the loss, of outputs that are finite"
     )
     zero = lambda: model(given * 0).sum().abs().sqrt()  # noqa: E731 (an infinite slope)
     for parameter in model.parameters():
         parameter.data.zero_()
-    assert "the gradient of" in nonfinite.first_not_finite(model, zero)
+    assert "the gradient of" in nan_detection.first_not_finite(model, zero)
 
 
 HEALTHY = {
@@ -153,19 +160,19 @@ SPIKES = {
 @pytest.mark.parametrize("curve", [*HEALTHY, *SPIKES])
 def test_spikes_are_told_from_healthy_curves(curve: str) -> None:
     losses = {**HEALTHY, **SPIKES}[curve]
-    found = [nonfinite.spike(losses[max(0, end - 35) : end]) for end in range(1, len(losses) + 1)]
+    found = [nan_detection.spike(losses[max(0, end - 35) : end]) for end in range(1, len(losses) + 1)]
     assert (max(found) > 2.0) == (curve in SPIKES)
 
 
 def test_a_spike_ends_the_run_where_the_recipe_says_so(monkeypatch) -> None:
     said: list[str] = []
-    screen: Any = type("Screen", (), {"say": lambda self, *lines: said.extend(lines)})()
+    screen: Any = type("Console", (), {"say": lambda self, *lines: said.extend(lines)})()
     state: Any = type("State", (), {"global_step": 7})()
     for stop_at in (None, 2.0):
-        spikes = nonfinite.Spikes(stop_at, screen)
+        spikes = nan_detection.Spikes(stop_at, screen)
         for loss in [1.0] * 40 + [9.0, 9.0]:
             spikes.on_log(None, state, None, logs={"loss": loss})
-        again = nonfinite.Spikes(stop_at, screen)
+        again = nan_detection.Spikes(stop_at, screen)
         again.load_state_dict(spikes.state_dict())
         if stop_at is None:
             again.on_log(None, state, None, logs={"loss": 9.0})
@@ -176,11 +183,11 @@ def test_a_spike_ends_the_run_where_the_recipe_says_so(monkeypatch) -> None:
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(train, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "step:3:disk")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step:3:disk")
     run = train(*FEW, "train.save_steps=1", code=3)
     assert "No space left on device" in capsys.readouterr().err
-    assert checkpoint.published(run.checkpoints)[0].name == "step-2"
-    monkeypatch.delenv(faults.VARIABLE)
+    assert checkpoints.published(run.checkpoints)[0].name == "step-2"
+    monkeypatch.delenv(fault_injection.VARIABLE)
     train(*FEW, "train.save_steps=1", "--resume")
 
 
@@ -188,7 +195,7 @@ def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8", "eval.answers=false"]
-    assert cli.main(["check", str(QUICKSTART), *given, "--preflight"]) == 0
+    assert main.main(["check", str(QUICKSTART), *given, "--preflight"]) == 0
     said = capsys.readouterr().out
     for phase in ("load", "resume: save, reopen, evaluate, generate", "straight: steps", "publish --dry-run"):
         assert phase in said
@@ -199,13 +206,13 @@ def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, mo
 def test_a_preflight_evaluates_at_its_end_alone() -> None:
     """Early stopping and what decides on the best weights go with `eval.every`."""
     given = ["eval.every=10", "eval.patience=2", "eval.best=exact_match"]
-    asked = recipe.load(QUICKSTART, [*given, *preflight.LITTLE]).eval
+    asked = loader.load(QUICKSTART, [*given, *rehearsal.LITTLE]).eval
     assert (asked.every, asked.patience, asked.best) == (None, None, "loss")
 
 
 def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -> None:
     given = [*small, f"model.name={two_layers}", "train.save_total_limit=1000000000"]
-    assert cli.main(["check", str(QUICKSTART), *given, "--preflight"]) == 3
+    assert main.main(["check", str(QUICKSTART), *given, "--preflight"]) == 3
     said = capsys.readouterr().err
     assert "the preflight ends in: load" in said and "no room" in said
 
@@ -218,16 +225,16 @@ def test_a_disk_without_room_for_the_checkpoints_is_found_before_training(train,
 def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None:
     """Some overflow in a row are how it finds its scale; more are a loss or weights that are not finite."""
     train: Any = SimpleNamespace(skip_nonfinite=2, stop_at_spike=None)
-    watcher, _ = nonfinite.watchers(train, "fp16", RunFolder(tmp_path), Screen(quiet=True), Ledger())
+    watcher, _ = nan_detection.watchers(train, "fp16", RunFolder(tmp_path), Console(quiet=True), RunChecks())
     state, optimizer = SimpleNamespace(global_step=7), SimpleNamespace(step_was_skipped=True)
     logs: dict[str, Any] = {}
     for _ in range(16):
         watcher.on_step_end(None, state, None, optimizer=optimizer)
     watcher.on_step_end(None, state, None, optimizer=SimpleNamespace(step_was_skipped=False))
-    for _ in range(nonfinite.HALVINGS + 2):
+    for _ in range(nan_detection.HALVINGS + 2):
         watcher.on_step_end(None, state, None, optimizer=optimizer)
     watcher.on_log(None, state, None, logs=logs)
-    assert logs == {"skipped_steps": 16 + nonfinite.HALVINGS + 2}
+    assert logs == {"skipped_steps": 16 + nan_detection.HALVINGS + 2}
     with pytest.raises(UserError, match="left out 23 steps in a row") as raised:
         watcher.on_step_end(None, state, None, optimizer=optimizer)
     assert raised.value.code == 5
@@ -237,9 +244,9 @@ def test_overflows_of_fp16_s_scaler_are_counted(tmp_path) -> None:
     """By a real scaler, of a gradient that is infinite at its first scale and in step 4: in each line logged,
     over a resume, and in a receipt."""
     train: Any = SimpleNamespace(skip_nonfinite=0, stop_at_spike=None)
-    ledger, screen = Ledger(), Screen(quiet=True)
+    ledger, screen = RunChecks(), Console(quiet=True)
     watcher, resumed = (
-        nonfinite.watchers(train, "fp16", RunFolder(tmp_path), screen, ledger)[0] for _ in range(2)
+        nan_detection.watchers(train, "fp16", RunFolder(tmp_path), screen, ledger)[0] for _ in range(2)
     )
     Accelerator(cpu=True)  # whose state the optimizer asks for
     weight, scaler = torch.nn.Parameter(torch.ones(())), torch.amp.GradScaler("cpu", init_scale=2.0**127)

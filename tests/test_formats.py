@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_shared_assets import ASSETS
 
-from finetune.data import load
+from finetune.core.errors import UserError
+from finetune.data import source_loading
+from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import convert, detect, unused
-from finetune.data.rows import BadRow, Example, Row
-from finetune.errors import UserError
-from finetune.sections import Data, Source
+from finetune.recipe.schema import Data, Source
 
 USER, ANSWER = {"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."}
 CHAT = [USER, ANSWER]
@@ -207,7 +207,7 @@ def asset(name: str, bad_rows: int = 0, **data: Any) -> list[Example]:
     if not path.exists():
         pytest.skip(f"no {name} in {ASSETS} (FINETUNE_TEST_ASSETS)")
     recipe = Data(name=str(path), **data)
-    read = load.training(recipe, Source(name=str(path)), set(), 0)
+    read = source_loading.training(recipe, Source(name=str(path)), set(), 0)
     rows = [row for row in read if isinstance(row, Row)]
     found: list[Example] = []
     for row in rows:

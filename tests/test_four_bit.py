@@ -11,9 +11,10 @@ from conftest import in_four_bits
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.speed import four_bit, ops
-from finetune.speed.apply import decoder_layers
-from finetune.speed.fuse import Fused, obstacle
+from finetune.kernels import ops
+from finetune.quantization import four_bit
+from finetune.speed.apply_to_model import decoder_layers
+from finetune.speed.fused_layers import Fused, obstacle
 
 
 def layer(

@@ -14,25 +14,20 @@ from conftest import MODEL, receipts
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import (
-    adapter_types,
-    adapters,
-    adapters_trainable_parameters,
-    autoconfig_base_quantization,
-    autoconfig_precision,
-    cli,
-    evaluate,
-    merge,
-    model,
-    models_quantization_checks,
-    recipe,
-)
-from finetune.autoconfig_precision import Launch
-from finetune.errors import Exit, UserError
-from finetune.hardware import Setup
-from finetune.hardware_device import Hardware
-from finetune.receipts import Choice, Ledger
-from finetune.speed import fp8, fp8_base, ops
+from finetune.adapters import attach, trainable_parameters
+from finetune.autoconfig import base_quantization, mixed_precision
+from finetune.autoconfig.machine_setup import Setup
+from finetune.autoconfig.mixed_precision import Launch
+from finetune.cli import main
+from finetune.core.errors import Exit, UserError
+from finetune.core.run_checks import Choice, RunChecks
+from finetune.evaluation import evaluator
+from finetune.export import merging
+from finetune.hardware.detection import Hardware
+from finetune.kernels import ops
+from finetune.models import loading, quantization_checks
+from finetune.quantization import fp8_linear, fp8_loading
+from finetune.recipe import adapter_types, loader
 
 IDS = torch.arange(8, 40).reshape(2, 16)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
@@ -46,13 +41,15 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(torch.linalg.norm(got.double() - wanted.double()) / torch.linalg.norm(wanted.double()))
 
 
-def layer(out: int = 96, width: int = 128, *, bias: bool = True) -> tuple[fp8.Fp8Linear, torch.nn.Linear]:
+def layer(
+    out: int = 96, width: int = 128, *, bias: bool = True
+) -> tuple[fp8_linear.Fp8Linear, torch.nn.Linear]:
     """An fp8 layer, and the plain one that it was made of."""
     torch.manual_seed(0)
     plain = torch.nn.Linear(width, out, bias=bias)
     with torch.no_grad():
         plain.weight *= torch.logspace(-3, 1, out)[:, None]  # rows of very different size
-    return fp8.Fp8Linear.of(plain), plain
+    return fp8_linear.Fp8Linear.of(plain), plain
 
 
 def load(name: str | Path = MODEL, dtype: torch.dtype = torch.float32):
@@ -60,7 +57,7 @@ def load(name: str | Path = MODEL, dtype: torch.dtype = torch.float32):
     precision = {torch.float32: "no", torch.bfloat16: "bf16"}[dtype]
     launch = Launch("none", 1, 0, precision, "hardware", "")
     setup = Setup(CPU, launch, Choice("sdpa", ""), Choice("fp8", ""))
-    return model.load(recipe.load("recipes/quickstart.yaml", [f"model.name={name}"]).model, setup, "cpu")
+    return loading.load(loader.load("recipes/quickstart.yaml", [f"model.name={name}"]).model, setup, "cpu")
 
 
 def test_quantised_rows_are_within_half_a_step_of_e4m3() -> None:
@@ -85,7 +82,7 @@ def test_zeros_stay_and_what_is_not_finite_is_never_hidden(dtype: torch.dtype) -
     back = codes.float() * scale
     assert back[0].eq(0).all() and back[4].isfinite().all()
     assert back[1:4].isnan().all()
-    assert fp8.product(codes, scale, *ops.quantise_rows(torch.ones(16, 16)), dtype)[1:4].isnan().all()
+    assert fp8_linear.product(codes, scale, *ops.quantise_rows(torch.ones(16, 16)), dtype)[1:4].isnan().all()
 
 
 def test_forward_and_gradient_against_the_dequantised_weight() -> None:
@@ -117,8 +114,8 @@ def test_it_works_in_place_in_bf16_and_in_autocast() -> None:
         assert quantised(x).dtype == torch.bfloat16
         assert error(quantised(x).detach(), quantised(x.detach().bfloat16())) < 0.02
     with pytest.raises(TypeError, match="can't be cast"):
-        fp8.Fp8Linear.of(plain).bfloat16()
-    assert fp8.Fp8Linear.of(plain).to("cpu").weight.dtype == ops.E4M3
+        fp8_linear.Fp8Linear.of(plain).bfloat16()
+    assert fp8_linear.Fp8Linear.of(plain).to("cpu").weight.dtype == ops.E4M3
 
 
 def test_no_rows_are_no_error() -> None:
@@ -141,24 +138,26 @@ def test_it_is_traced_without_a_break(backend: str) -> None:
 
 
 def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
-    ledger = Ledger()
+    ledger = RunChecks()
     base = load()
-    models_quantization_checks.add_receipt(base, ledger)
+    quantization_checks.add_receipt(base, ledger)
     (receipt,) = ledger.as_json()
     assert receipt["ok"] and receipt["got"].startswith("42 of 42 linear layers, ")
-    kinds = {name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, fp8.Fp8Linear)}
+    kinds = {
+        name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, fp8_linear.Fp8Linear)
+    }
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert base.lm_head.weight.dtype == torch.float32 and not any(
         p.requires_grad for p in base.parameters() if p.dtype == ops.E4M3
     )
     whole = load_file(MODEL / "model.safetensors")
     for name, module in base.named_modules():
-        if isinstance(module, fp8.Fp8Linear):
+        if isinstance(module, fp8_linear.Fp8Linear):
             codes, scale = ops.quantise_rows(whole[f"{name}.weight"])
             assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
             assert torch.equal(module.weight_scale, scale)
     plain = load().dequantize(torch.float32)
-    assert not any(isinstance(m, fp8.Fp8Linear) for m in plain.modules()) and not plain.is_quantized
+    assert not any(isinstance(m, fp8_linear.Fp8Linear) for m in plain.modules()) and not plain.is_quantized
     with torch.no_grad():
         assert error(base(IDS).logits, plain(IDS).logits) < 0.08
     with pytest.raises(ValueError, match="not serializable"):
@@ -181,7 +180,7 @@ def test_loading_holds_no_second_copy_of_what_is_quantised(two_layers, monkeypat
         held.append(len(whole().keys() - before.keys()))
         return quantise(x)
 
-    monkeypatch.setattr(fp8_base, "quantise_rows", counting)
+    monkeypatch.setattr(fp8_loading, "quantise_rows", counting)
     load(two_layers, dtype=torch.bfloat16)
     assert len(held) == 14 and max(held) == 1
 
@@ -194,8 +193,8 @@ def test_layers_that_do_not_fit_stay_and_are_counted(tmp_path) -> None:
     made = LlamaForCausalLM(config)
     torch.nn.init.normal_(made.model.layers[0].self_attn.q_proj.bias)
     made.save_pretrained(tmp_path)
-    base, ledger = load(tmp_path), Ledger()
-    models_quantization_checks.add_receipt(base, ledger)
+    base, ledger = load(tmp_path), RunChecks()
+    quantization_checks.add_receipt(base, ledger)
     assert "4 of 7 linear layers" in ledger.as_json()[0]["got"]
     assert "3 stay: sides not divisible by 16" in ledger.as_json()[0]["got"]
     q_proj = base.model.layers[0].self_attn.q_proj
@@ -204,9 +203,9 @@ def test_layers_that_do_not_fit_stay_and_are_counted(tmp_path) -> None:
 
 
 def attached(base, kind: str):
-    loaded = recipe.load("recipes/quickstart.yaml", [f"adapter.type={kind}"])
+    loaded = loader.load("recipes/quickstart.yaml", [f"adapter.type={kind}"])
     torch.manual_seed(0)
-    return adapters.attach(base, loaded.adapter, 20, Ledger()).train()
+    return attach.attach(base, loaded.adapter, 20, RunChecks()).train()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "adalora"])
@@ -215,8 +214,8 @@ def test_an_adapter_starts_as_on_a_base_in_bf16(kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
-    fresh = adapters_trainable_parameters.trainable(attached(load(dtype=torch.bfloat16), kind))
-    wanted = adapters_trainable_parameters.trainable(attached(plain, kind))
+    fresh = trainable_parameters.trainable(attached(load(dtype=torch.bfloat16), kind))
+    wanted = trainable_parameters.trainable(attached(plain, kind))
     assert fresh.keys() == wanted.keys() and {p.dtype for p in fresh.values()} == {torch.float32}
     for name in [name for name in fresh if "magnitude" not in name]:
         assert torch.equal(fresh[name], wanted[name]), name
@@ -239,7 +238,7 @@ def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
     reason = adapter_types.obstacle(kind, "fp8")
     if reason:
         options = [f"adapter.type={kind}", "speed.base=fp8"]
-        assert cli.main(["check", "recipes/quickstart.yaml", *options]) == 2
+        assert main.main(["check", "recipes/quickstart.yaml", *options]) == 2
         assert kind in capsys.readouterr().err
         return
     found = []
@@ -247,7 +246,7 @@ def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
         adapted = attached(base, kind)
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in adapters_trainable_parameters.trainable(adapted).values():
+            for parameter in trainable_parameters.trainable(adapted).values():
                 parameter.add_(1e-2 * torch.randn_like(parameter))
         loss = adapted(input_ids=IDS, labels=IDS, use_cache=False).loss
         loss.backward()
@@ -265,7 +264,7 @@ def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
 def test_an_adapter_is_merged_into_weights_and_not_into_codes(two_layers, kind: str) -> None:
     adapted = attached(load(two_layers), kind)
     with torch.no_grad():
-        for parameter in adapters_trainable_parameters.trainable(adapted).values():
+        for parameter in trainable_parameters.trainable(adapted).values():
             parameter.add_(1e-2)
         for merge in (adapted.merge_adapter, adapted.merge_and_unload):
             with pytest.raises(UserError, match=r"fp8 codes(?s:.*)finetune merge RUN"):
@@ -279,7 +278,7 @@ def test_an_adapter_is_merged_into_weights_and_not_into_codes(two_layers, kind: 
 def test_a_run_on_it_trains_verifies_evaluates_and_merges(train, two_layers, monkeypatch) -> None:
     """Through the command, as on a GPU that has fp8 GEMMs: only whether they are there is answered for it."""
     with monkeypatch.context() as patch:
-        patch.setattr(autoconfig_precision, "fp8_missing", lambda machine, precision: "")
+        patch.setattr(mixed_precision, "fp8_missing", lambda machine, precision: "")
         options = ["speed.base=fp8", "adapter.type=dora", f"model.name={two_layers}", "train.max_steps=8"]
         options += ["train.learning_rate=1e-2", "train.logging_steps=1", "eval.max_new_tokens=2"]
         run = train(*options)
@@ -289,18 +288,18 @@ def test_a_run_on_it_trains_verifies_evaluates_and_merges(train, two_layers, mon
     losses = [json.loads(line)["loss"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
     (note,) = [
-        note for note in evaluate.run(run.path)["settings"]["notes"] if "fp8" in note
+        note for note in evaluator.run(run.path)["settings"]["notes"] if "fp8" in note
     ]  # and now without them
     assert "no fp8 GEMMs" in note
-    report = merge.run(run.path)
+    report = merging.run(run.path)
     assert report["against_tuned"]["relative"] < 0.05 and report["merged_onto"] == "fp8"
     merged = json.loads((run.path / "merged" / "config.json").read_text())
     assert "quantization_config" not in merged
-    assert cli.main(["chat", str(run.path), "--prompt", "hello", "--max-new-tokens", "2"]) == 0
+    assert main.main(["chat", str(run.path), "--prompt", "hello", "--max-new-tokens", "2"]) == 0
 
 
 def refused(capsys, code: int, *options: str) -> str:
-    assert cli.main(["check", "recipes/quickstart.yaml", "speed.base=fp8", *options]) == code
+    assert main.main(["check", "recipes/quickstart.yaml", "speed.base=fp8", *options]) == code
     return capsys.readouterr().err
 
 
@@ -312,22 +311,22 @@ def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
         assert "init_lora_weights" in refused(capsys, 2, f"adapter.init_lora_weights={init}")
     assert "codes" in refused(capsys, 2, "adapter.modules_to_save=[q_proj]")
     assert "codes" in refused(capsys, 2, "adapter.target_parameters=[q_proj.weight]")
-    assert cli.main(["check", "recipes/quickstart.yaml", "speed.base=fp8"]) == 0
-    assert cli.main(["check", "recipes/quickstart.yaml", "adapter.modules_to_save=[embed_tokens]"]) == 0
+    assert main.main(["check", "recipes/quickstart.yaml", "speed.base=fp8"]) == 0
+    assert main.main(["check", "recipes/quickstart.yaml", "adapter.modules_to_save=[embed_tokens]"]) == 0
 
 
 @pytest.mark.parametrize("machine", [CPU, A100])
 def test_without_fp8_gemms_it_is_refused_for_training_and_emulated_for_the_rest(machine: Hardware) -> None:
     with pytest.raises(UserError, match="no fp8 GEMMs") as raised:
-        autoconfig_base_quantization.choose_base("fp8", "lora", "bf16", machine, lambda: "")
+        base_quantization.choose_base("fp8", "lora", "bf16", machine, lambda: "")
     assert raised.value.code == Exit.ENVIRONMENT and "speed.base=auto" in str(raised.value)
-    again = autoconfig_base_quantization.choose_base("fp8", "lora", "bf16", machine)
+    again = base_quantization.choose_base("fp8", "lora", "bf16", machine)
     assert again.value == "fp8" and "no fp8 GEMMs" in again.reason
 
 
 def test_on_a_gpu_without_autocast_it_is_refused() -> None:
     with pytest.raises(UserError, match="precision is no"):
-        autoconfig_base_quantization.choose_base("fp8", "lora", "no", H100, lambda: "")
+        base_quantization.choose_base("fp8", "lora", "no", H100, lambda: "")
 
 
 def test_training_is_refused_here(train, capsys) -> None:
@@ -336,12 +335,12 @@ def test_training_is_refused_here(train, capsys) -> None:
 
 
 def auto(machine: Hardware, precision: str = "bf16", *options: str) -> Choice:
-    from finetune import preflight_choice_checks
+    from finetune.preflight import choice_checks
 
-    loaded = recipe.load("recipes/quickstart.yaml", list(options))
+    loaded = loader.load("recipes/quickstart.yaml", list(options))
     kind = loaded.adapter.type
-    return autoconfig_base_quantization.choose_base(
-        "auto", kind, precision, machine, lambda: preflight_choice_checks.against_fp8(loaded)
+    return base_quantization.choose_base(
+        "auto", kind, precision, machine, lambda: choice_checks.against_fp8(loaded)
     )
 
 
@@ -378,13 +377,13 @@ def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:
 def test_experts_that_stay_are_in_the_receipt() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
     config = AutoConfig.for_model("qwen3_moe", vocab_size=99, num_experts_per_tok=2, **sizes)
-    ledger = Ledger()
-    models_quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
+    ledger = RunChecks()
+    quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
     assert "of experts stay: they are no linear layers" in ledger.as_json()[0]["got"]
 
 
 def test_a_convolution_is_no_expert() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
-    ledger, config = Ledger(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
-    models_quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
+    ledger, config = RunChecks(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
+    quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
     assert "experts" not in ledger.as_json()[0]["got"]

@@ -12,10 +12,11 @@ from test_fp8 import IDS, error, load
 from test_loss import given
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import models_quantization_checks
-from finetune.errors import Exit, UserError
-from finetune.receipts import Ledger
-from finetune.speed import fp8, ops
+from finetune.core.errors import Exit, UserError
+from finetune.core.run_checks import RunChecks
+from finetune.kernels import ops
+from finetune.models import quantization_checks
+from finetune.quantization import fp8_linear
 
 
 def checkpoint(folder: Path, strategy: str, **config: object) -> dict[str, torch.Tensor]:
@@ -50,15 +51,15 @@ def compressed(strategy: str) -> dict[str, object]:
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 def test_a_checkpoint_in_fp8_is_taken_byte_for_byte(strategy: str, tmp_path) -> None:
     stored = checkpoint(tmp_path, strategy)
-    base, ledger = load(tmp_path), Ledger()
-    layers = {name: m for name, m in base.named_modules() if isinstance(m, fp8.Fp8Linear)}
+    base, ledger = load(tmp_path), RunChecks()
+    layers = {name: m for name, m in base.named_modules() if isinstance(m, fp8_linear.Fp8Linear)}
     assert len(layers) == 39
     for name, module in layers.items():
         codes, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
         assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
         assert module.weight_scale.dtype == torch.float32
         assert torch.equal(module.weight_scale, scale.float().reshape(-1, 1).expand_as(module.weight_scale))
-    models_quantization_checks.add_receipt(base, ledger)
+    quantization_checks.add_receipt(base, ledger)
     assert "3 stay: not fp8 in the checkpoint" in ledger.as_json()[0]["got"]
     with torch.no_grad():
         assert error(base(IDS).logits, load()(IDS).logits) < 0.15
@@ -78,7 +79,7 @@ def test_so_is_one_whose_names_transformers_changes(tmp_path) -> None:
     made.config.quantization_config = compressed("channel")
     made.config.save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    layers = {name: m for name, m in load(tmp_path).named_modules() if isinstance(m, fp8.Fp8Linear)}
+    layers = {name: m for name, m in load(tmp_path).named_modules() if isinstance(m, fp8_linear.Fp8Linear)}
     assert len(layers) == 14
     for name, module in layers.items():
         codes = tensors[f"{name.replace('model.language_model.', 'language_model.model.')}.weight"]

@@ -10,11 +10,13 @@ from conftest import DATA, MODEL, QUICKSTART, metrics, receipts
 from hub_server import Hub, Repo
 from huggingface_hub import ModelCard
 
-from finetune import cli, recipe, run_folder
-from finetune import hub as finetune_hub
-from finetune.errors import UserError
-from finetune.publish import without_paths
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.export.publishing import without_paths
+from finetune.hub import client
+from finetune.recipe import loader
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
 
 # huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
@@ -23,24 +25,24 @@ HERE = [f"model.name={MODEL}", f"data.validation={DATA / 'test.jsonl'}"]
 
 def publish(run: RunFolder, *options: str) -> str:
     """The commit of a run that is published as me/notes."""
-    assert cli.main(["publish", str(run.path), "--repo", "me/notes", "--quiet", *options]) == 0
+    assert main.main(["publish", str(run.path), "--repo", "me/notes", "--quiet", *options]) == 0
     return run.read("publish.json")["commit"]
 
 
 def test_a_published_run_is_opened_and_merged(hub: Hub, trained, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.proof.PROBE_ROWS", 2)
+    monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 2)
     pinned = f"me/notes@{publish(trained())}"
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["merge", pinned]) == 2
+    assert main.main(["merge", pinned]) == 2
     said = capsys.readouterr()
     assert "./model" in said.err and "model.name=PATH" in said.err and "data.validation=null" in said.err
     folder = RunFolder(Path("runs") / f"notes-{pinned[-40:][:8]}")
     assert f"{pinned} is in {folder.path}" in said.out
-    assert cli.main(["merge", pinned, *HERE, "--dtype", "float32", "--quiet"]) == 0
+    assert main.main(["merge", pinned, *HERE, "--dtype", "float32", "--quiet"]) == 0
     assert folder.read("merge.json")["merged"]["against_tuned"]["same_top"] == 1
     hub.requests.clear()
     assert run_folder.open_run(pinned) == folder and not hub.asked("/resolve/"), "it is in the cache"
-    assert cli.main(["publish", str(folder.path), "--merged", "--repo", "me/merged", "--quiet"]) == 0
+    assert main.main(["publish", str(folder.path), "--merged", "--repo", "me/merged", "--quiet"]) == 0
     files = hub.repos["me/merged"].files
     assert {"config.json", "model.safetensors", "merge.json"} <= files.keys()
     assert "adapter_config.json" not in files and str(tmp_path).encode() not in files["merge.json"]
@@ -53,7 +55,7 @@ def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     rows = Path(shutil.copyfile(small[1].partition("=")[2], tmp_path / "elsewhere.jsonl"))
     command = ["evaluate", pinned, HERE[0], f"data.validation={rows}"]
-    assert cli.main(command) == 0
+    assert main.main(command) == 0
     assert "is not what the run held out" not in capsys.readouterr().out
     (opened,) = (tmp_path / "runs").iterdir()
     assert RunFolder(opened).read("eval.json")["tuned"] == folder.read("eval.json")["tuned"]
@@ -66,7 +68,7 @@ def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys
     assert receipts(second)["adapter.from"]["got"] == f"all 84 of me/notes@{commit}"
     train(f"adapter.from=me/notes@{'0' * 40}", *other, name="third", code=3)
     assert "no such repository or revision" in capsys.readouterr().err
-    assert cli.main(["check", "recipes/quickstart.yaml", "adapter.from=me/notes"]) == 0
+    assert main.main(["check", "recipes/quickstart.yaml", "adapter.from=me/notes"]) == 0
     assert "pin it" in capsys.readouterr().out
 
 
@@ -94,13 +96,13 @@ def test_a_mistyped_folder_is_told_from_a_hub_id(
             "data.validation=null",
             f"{key}={name}",
         ]
-        assert cli.main(["check", *given]) == 0
+        assert main.main(["check", *given]) == 0
         assert f"note: {key}: {name} is no folder here ({near} is)" in capsys.readouterr().out
-        assert cli.main(["train", *given, "train.output_dir=run", "--quiet"]) == 3
+        assert main.main(["train", *given, "train.output_dir=run", "--quiet"]) == 3
         said = capsys.readouterr().err
         assert "error: no such" in said.replace(f"{key}: ", "") and "found:     no such folder here" in said
         assert f"try:       {near}, which is here; or check the name" in said
-    assert cli.main(["check", *given, "adapter.from=./runs/frist"]) == 2
+    assert main.main(["check", *given, "adapter.from=./runs/frist"]) == 2
     assert "try:       runs/first" in capsys.readouterr().err
 
 
@@ -129,7 +131,7 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     train(*other, "train.max_steps=4", "--resume", code=4)
     assert f"model.revision={commit}, as it was" in capsys.readouterr().err
     hub.requests.clear()
-    assert cli.main(["train", str(run.recipe), "--resume", "train.max_steps=4", "--quiet"]) == 0
+    assert main.main(["train", str(run.recipe), "--resume", "train.max_steps=4", "--quiet"]) == 0
     assert not [line for line in hub.requests if "main" in line], "what is resolved names the commit"
     kept = json.loads((run.adapter / "adapter_config.json").read_text())
     assert (kept["base_model_name_or_path"], kept["revision"]) == ("me/base", commit)
@@ -137,14 +139,14 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     # it is finished, whatever the branch is now; and an adapter of it goes on under the branch's name
     steps = len(metrics(run))
     again = [str(run.recipe), "model.revision=main", "train.max_steps=4", "--resume=auto", "--quiet"]
-    assert cli.main(["train", *again]) == 0
+    assert main.main(["train", *again]) == 0
     branch = "model.name=me/base", "model.revision=main", f"adapter.from={run.adapter}"
-    assert cli.main(["check", str(QUICKSTART), *branch]) == 0 and len(metrics(run)) == steps
+    assert main.main(["check", str(QUICKSTART), *branch]) == 0 and len(metrics(run)) == steps
     # another base has no such commit
-    there = recipe.load(run.recipe, [f"model.name={two_layers}"])
+    there = loader.load(run.recipe, [f"model.name={two_layers}"])
     assert there.model.revision is None and "is displaced" in "".join(there.origin.notices)
-    assert recipe.load(run.recipe, ["model.name=me/base"]).model.revision == commit
-    given = recipe.load(run.recipe, ["model.revision=v1", "model.name=me/other"])
+    assert loader.load(run.recipe, ["model.name=me/base"]).model.revision == commit
+    given = loader.load(run.recipe, ["model.revision=v1", "model.name=me/other"])
     assert given.model.revision == "v1"
 
 
@@ -152,15 +154,15 @@ def test_processes_that_one_starts_read_the_same_commit(hub: Hub, monkeypatch) -
     """A branch is asked for once: children have the answer in their environment."""
     repo = hub.repos["me/base"] = Moving(private=False)
     commits = [repo.commit("main", {"config.json": b"{}"}, str(number)) for number in range(2)]
-    first = finetune_hub.commit("me/base", "main")
+    first = client.commit("me/base", "main")
     asked = len(hub.requests)
-    assert first in commits and finetune_hub.commit("me/base", "main") == first and len(hub.requests) == asked
-    told = json.loads(os.environ[finetune_hub.COMMITS])
+    assert first in commits and client.commit("me/base", "main") == first and len(hub.requests) == asked
+    told = json.loads(os.environ[client.COMMITS])
     assert told == {"me/base@main": first}
-    monkeypatch.setenv(finetune_hub.COMMITS, "{}")
-    assert finetune_hub.commit("me/base", "main") != first, "it has moved"
+    monkeypatch.setenv(client.COMMITS, "{}")
+    assert client.commit("me/base", "main") != first, "it has moved"
     with pytest.raises(UserError, match="no such model or revision"):
-        finetune_hub.commit("me/none", "main")
+        client.commit("me/none", "main")
 
 
 def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:
@@ -193,7 +195,7 @@ def test_held_out_rows_from_elsewhere_are_known_by_the_file_s_name(hub: Hub, tra
     folder, secret = trained(), tmp_path / "acme secret, (new)" / "other.jsonl"
     secret.parent.mkdir()
     secret.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[20:23]))
-    assert cli.main(["evaluate", str(folder.path), f"data.validation={secret}"]) == 0
+    assert main.main(["evaluate", str(folder.path), f"data.validation={secret}"]) == 0
     other = folder.path / "eval.other.json"  # an earlier version wrote it over the run's own
     assert "acme" in other.read_text() and "acme" not in (folder.path / "eval.json").read_text()
     other.replace(folder.path / "eval.json")
@@ -222,19 +224,19 @@ def test_files_of_one_name_stay_apart(hub: Hub, trained, tmp_path) -> None:
 def test_merged_says_what_makes_it(trained, capsys) -> None:
     folder = trained()
     command = ["publish", str(folder.path), "--merged", "--dry-run"]
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert f"finetune merge {folder.path}" in capsys.readouterr().err
     for name in ("merged-int8", "merged-int4"):
         (folder.path / name).mkdir()
     folder.write("merge.json", {"merged-int8": {}, "merged-int4": {}})
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert "merged-int8, merged-int4" in capsys.readouterr().err
 
 
 def test_a_quantised_model_s_card_has_its_own_scores(hub: Hub, trained, monkeypatch) -> None:
-    monkeypatch.setattr("finetune.proof.PROBE_ROWS", 2)
+    monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 2)
     folder = trained()
-    assert cli.main(["merge", str(folder.path), "--quantize", "int8", "--quiet"]) == 0
+    assert main.main(["merge", str(folder.path), "--quantize", "int8", "--quiet"]) == 0
     publish(folder, "--merged")
     written = ModelCard(hub.repos["me/notes"].files["README.md"].decode())
     scores = folder.read("merge.json")["merged-int8"]["scores"]
@@ -246,13 +248,13 @@ def test_a_quantised_model_s_card_has_its_own_scores(hub: Hub, trained, monkeypa
 def test_what_is_not_published_there(hub: Hub, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     hub.add("me/other", **{"config.json": b"{}"})
-    assert cli.main(["evaluate", "me/other@main"]) == 2
+    assert main.main(["evaluate", "me/other@main"]) == 2
     assert "no recipe.resolved.yaml" in capsys.readouterr().err
-    assert cli.main(["evaluate", "me/none@main"]) == 3
-    assert cli.main(["evaluate", "runs/quikstart"]) == 2 and not hub.asked("quikstart")
+    assert main.main(["evaluate", "me/none@main"]) == 3
+    assert main.main(["evaluate", "runs/quikstart"]) == 2 and not hub.asked("quikstart")
     assert "organisation/name@revision" in capsys.readouterr().err
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert cli.main(["evaluate", "me/none@main"]) == 3
+    assert main.main(["evaluate", "me/none@main"]) == 3
     assert "unset HF_HUB_OFFLINE" in capsys.readouterr().err
 
 
@@ -279,4 +281,4 @@ def test_a_run_folder_that_moved(trained, tmp_path) -> None:
     assert run_folder.recipe_of(moved, files=False).model.name == "/gone"
     found = run_folder.recipe_of(moved, [HERE[0], "data.validation=null"])
     assert found.model.name == str(MODEL) and found.data.validation is None
-    assert cli.main(["publish", str(moved.path), "--dry-run", "--quiet"]) == 0
+    assert main.main(["publish", str(moved.path), "--dry-run", "--quiet"]) == 0

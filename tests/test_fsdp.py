@@ -18,21 +18,18 @@ import two_ranks
 from conftest import QUICKSTART
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from finetune import (
-    checkpoint,
-    checkpointing_resume_contract,
-    cli,
-    hardware,
-    launch_conflicts,
-    model,
-    recipe,
-    stages,
-    stopping,
-)
-from finetune.errors import UserError
-from finetune.run_folder import RunFolder
-from finetune.sections import Eval, Train
-from finetune.speed import apply, four_bit
+from finetune.autoconfig import machine_setup
+from finetune.checkpointing import checkpoints, resume_contract
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.models import loading
+from finetune.preflight import launch_conflicts
+from finetune.quantization import four_bit
+from finetune.recipe import loader
+from finetune.recipe.schema import Eval, Train
+from finetune.run_folder.run_folder import RunFolder
+from finetune.speed import apply_to_model
+from finetune.training import stages, stopping
 
 # Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
 # FSDP computes with every parameter in bf16, autocast leaves norms in fp32
@@ -62,7 +59,7 @@ def one_rank(arguments: list[str]) -> None:
 
     PartialState.__init__ = as_on_gpus
     launch_conflicts._sharding = lambda *given: []  # it refuses what Accelerate would not split
-    if code := cli.main(arguments):
+    if code := main.main(arguments):
         sys.exit(code)
 
 
@@ -201,30 +198,30 @@ def test_a_run_goes_on_bit_for_bit(kind: str, runs: Path) -> None:
     whole, again = RunFolder(runs / kind), RunFolder(runs / f"{kind}-again")
     ends = [one.checkpoints / "step-4" for one in (whole, again)]
     for path in ends:
-        checkpoint.verify(path)
-    kept = [checkpoint.digests(path) for path in ends]
+        checkpoints.verify(path)
+    kept = [checkpoints.digests(path) for path in ends]
     tensors = {name for name in kept[0] if name.endswith(".safetensors")}
     assert {"weights.safetensors", "optimizer.safetensors"} <= tensors
     assert {name: kept[0][name] for name in tensors} == {name: kept[1][name] for name in tensors}
     assert losses(whole) == losses(again)
-    optimizer = checkpoint.read_tensors(ends[0], "optimizer.safetensors")
-    weights = checkpoint.read_tensors(ends[0], "weights.safetensors")
+    optimizer = checkpoints.read_tensors(ends[0], "optimizer.safetensors")
+    weights = checkpoints.read_tensors(ends[0], "weights.safetensors")
     moments = [tensor for name, tensor in optimizer.items() if name.endswith("exp_avg")]
     assert sorted(p.shape for p in moments) == sorted(p.shape for p in weights.values()), "whole, not parts"
 
 
 def test_a_run_that_was_not_split_does_not_go_on_split_nor_the_other_way_round(runs: Path) -> None:
     path = runs / "lora" / "checkpoints" / "step-2"
-    kept = checkpoint.read_json(path, checkpoint.CONTRACT)
+    kept = checkpoints.read_json(path, checkpoints.CONTRACT)
     facts = {name: value for name, value in kept["facts"].items() if name != "weights split by"}
     for then, now in ((facts, kept["facts"]), (kept["facts"], facts)):
         with pytest.raises(UserError, match="weights split by") as raised:
-            checkpointing_resume_contract.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
+            resume_contract.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
         assert raised.value.code == 4
 
 
 def test_state_that_can_not_be_made_whole_is_refused_by_name() -> None:
-    low = recipe.load(QUICKSTART, ["train.optim=adamw_torch_8bit"]).train
+    low = loader.load(QUICKSTART, ["train.optim=adamw_torch_8bit"]).train
     for section, resumes in ((low.model_copy(update={"save_steps": 5}), None), (low, "newest")):
         with pytest.raises(UserError, match="FSDP, under adamw_torch_8bit") as raised:
             stopping.check(section, resumes, "FSDP")
@@ -241,10 +238,10 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     """Twelve bytes a weight: 9.2 MB of these 0.77 M; only where weights are split, and checkpoints made."""
     (tmp_path / "memory.max").write_text(str(limit))
     (tmp_path / "memory.current").write_text("0")
-    loaded = recipe.load(QUICKSTART, ["adapter.type=full", "train.save_steps=2"])
+    loaded = loader.load(QUICKSTART, ["adapter.type=full", "train.save_steps=2"])
     model, setup = (
         torch.nn.Linear(1024, 750),
-        hardware.choose(attention="sdpa", base="auto", adapter_type="full"),
+        machine_setup.choose(attention="sdpa", base="auto", adapter_type="full"),
     )
     split = dataclasses.replace(
         setup, launch=dataclasses.replace(setup.launch, sharded="FSDP", splitter="FSDP")
@@ -262,9 +259,9 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
 
 
 def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeypatch) -> None:
-    loaded, model = recipe.load(QUICKSTART, ["adapter.type=full"]), torch.nn.Linear(10, 10, bias=False)
-    setup, told = hardware.choose(attention="sdpa", base="auto", adapter_type="full"), list[int]()
-    monkeypatch.setattr(checkpoint, "check_space", lambda place, trained, each, keep: told.append(each))
+    loaded, model = loader.load(QUICKSTART, ["adapter.type=full"]), torch.nn.Linear(10, 10, bias=False)
+    setup, told = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full"), list[int]()
+    monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
     for evaluated in (Eval(), Eval(every=2), Eval(every=2, keep_best=False)):
         stages.check_space(model, loaded.train, loaded.speed, setup, str(tmp_path), evaluated)
     assert told == [1200, 1600, 1200], "weights and moments in fp32"
@@ -272,11 +269,11 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
 
 def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     """What splits weights leaves each process its part of them, and two layers; a base of codes leaves."""
-    loaded = recipe.load(QUICKSTART, ["adapter.type=full"])
-    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="full")
+    loaded = loader.load(QUICKSTART, ["adapter.type=full"])
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full")
     launch = dataclasses.replace(setup.launch, processes=4, sharded="FSDP", splitter="FSDP")
     split = dataclasses.replace(setup, launch=launch)
-    base = model.load(loaded.model, setup, "cpu")
+    base = loading.load(loaded.model, setup, "cpu")
     whole = sum(p.nbytes for p in base.parameters())
     linear = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
     layers = sum(p.nbytes for layer in base.model.layers[:2] for p in layer.parameters())
@@ -291,9 +288,9 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
         assert work.awaited == pytest.approx(more / 2**30), "autocast's copies"
         assert work.each == (16 if processes > 1 else 12), "and the gradients DDP sends"
     how = {"fused": False, "compiled": False}
-    rooms = [apply.memory(base, 64, setup.hardware, **how, parts=n).room for n in (1, 4)]
+    rooms = [apply_to_model.memory(base, 64, setup.hardware, **how, parts=n).room for n in (1, 4)]
     assert rooms[1] - rooms[0] == pytest.approx(12 * whole / 4 * 0.75 / 2**30, rel=1e-3)
-    light = apply.memory(base, 64, setup.hardware, **how, each=6.0).room
+    light = apply_to_model.memory(base, 64, setup.hardware, **how, each=6.0).room
     assert light - rooms[0] == pytest.approx((12 - 6) * whole / 4 / 2**30, rel=1e-3)
     elsewhere = base.to("meta")  # where its head is a copy
     whole = sum(p.nbytes for p in elsewhere.parameters())

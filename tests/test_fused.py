@@ -10,10 +10,11 @@ from conftest import in_four_bits
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.receipts import Choice, Ledger
-from finetune.speed import apply, fp8
-from finetune.speed.apply import decoder_layers
-from finetune.speed.fuse import Fused
+from finetune.core.run_checks import Choice, RunChecks
+from finetune.quantization import fp8_linear
+from finetune.speed import apply_to_model
+from finetune.speed.apply_to_model import decoder_layers
+from finetune.speed.fused_layers import Fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +72,7 @@ def adapted(
                 parameter.data += 0.1 * torch.randn_like(parameter)
     for module in model.modules() if base == "fp8" else ():
         if isinstance(inside := getattr(module, "base_layer", None), torch.nn.Linear):
-            module.base_layer = fp8.Fp8Linear.of(inside)
+            module.base_layer = fp8_linear.Fp8Linear.of(inside)
     return model.train()
 
 
@@ -224,9 +225,9 @@ def test_dropout_drops_what_pefts_drops(family: str, targets: Any, mlps: int) ->
     torch.manual_seed(1)
     ours, our_gradients = step(model)
     assert abs(float(ours - loss)) < 1e-10 and worst(our_gradients, gradients) < 1e-10
-    ledger = Ledger()
+    ledger = RunChecks()
     again = adapted(config, family)
-    chosen, whole = apply.add_fused(again, decoder_layers(again), Choice("on", "auto"), ledger)
+    chosen, whole = apply_to_model.add_fused(again, decoder_layers(again), Choice("on", "auto"), ledger)
     assert whole == bool(mlps) and ("2 MLPs in parts: lora_dropout" in chosen.reason) == (not whole)
 
 
@@ -249,7 +250,7 @@ def test_without_the_adapter_the_base_s_output_is_its_own_in_layers_that_have_no
         for module in layer.modules():
             for name, inside in list(module.named_children()):
                 if type(inside) is torch.nn.Linear and name != "default":  # an adapter's
-                    setattr(module, name, fp8.Fp8Linear.of(inside))
+                    setattr(module, name, fp8_linear.Fp8Linear.of(inside))
     model.train(training)
     with torch.no_grad(), model.disable_adapter():
         base = model(input_ids=IDS).logits
@@ -287,11 +288,11 @@ def test_compiled_whole_and_once_for_all_layers(kind: str, base: str) -> None:
 def test_an_mlp_that_is_not_its_own_forward_is_refused_and_its_layers_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from finetune.speed import fuse
+    from finetune.speed import fused_layers
 
     model = adapted(TYPES["lora"]())
     loss, gradients = step(model)
-    monkeypatch.setitem(fuse.ACTIVATIONS, "SiLUActivation", "gelu_tanh")
+    monkeypatch.setitem(fused_layers.ACTIVATIONS, "SiLUActivation", "gelu_tanh")
     fused = Fused(model, decoder_layers(model))
     ((reason, count),) = fused.parts.items()
     assert "its fast forward is not its own" in reason and count == 2

@@ -14,15 +14,17 @@ from peft import LoraConfig
 from test_fused import IDS, LINEAR, TYPES, adapted, ranked, step, worst
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.autoconfig_compilation import Work
-from finetune.errors import UserError
-from finetune.hardware_device import Hardware
-from finetune.launch_env import sharded
-from finetune.receipts import Choice, Ledger
-from finetune.sections import Speed
-from finetune.speed import apply, attention, fp8, fp8_base, lora, ops
-from finetune.speed.apply import decoder_layers
-from finetune.speed.fuse import Fused
+from finetune.autoconfig.compilation import Work
+from finetune.core.errors import UserError
+from finetune.core.run_checks import Choice, RunChecks
+from finetune.distributed.launch_environment import sharded
+from finetune.hardware.detection import Hardware
+from finetune.kernels import ops
+from finetune.quantization import fp8_linear, fp8_loading
+from finetune.recipe.schema import Speed
+from finetune.speed import apply_to_model, fused_lora, packing_isolation
+from finetune.speed.apply_to_model import decoder_layers
+from finetune.speed.fused_layers import Fused
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
 WORK = Work(64, 1e9)
@@ -79,8 +81,8 @@ def test_an_mlp_of_experts_is_not_whole_where_what_they_share_is_fused() -> None
     for family, extra in (("llama", {}), ("qwen2_moe", sizes)):
         model = adapted(ranked(), family, **extra)
         layers = decoder_layers(model)
-        _, whole = apply.add_fused(model, layers, Choice("on", "auto"), Ledger())
-        assert all(apply.fused_mlps(layer) for layer in layers) and whole == (family == "llama")
+        _, whole = apply_to_model.add_fused(model, layers, Choice("on", "auto"), RunChecks())
+        assert all(apply_to_model.fused_mlps(layer) for layer in layers) and whole == (family == "llama")
 
 
 def test_recomputed_layers_leave_nothing_behind() -> None:
@@ -88,7 +90,7 @@ def test_recomputed_layers_leave_nothing_behind() -> None:
     model = adapted(ranked(lora_dropout=0.1))
     layers, seen = decoder_layers(model), []
     fused = Fused(model, layers)
-    apply.add_recompute(model, layers, len(layers), Ledger())
+    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
     for layer in layers:
         norm = layer.post_attention_layernorm
         norm.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
@@ -103,7 +105,7 @@ def recomputed(kind: str, base: str, **how: Any) -> tuple[Any, int, list[Any], s
     model, sizes = adapted(TYPES[kind](), dtype=torch.float32, base=base), dict[int, int]()
     layers = decoder_layers(model)
     assert Fused(model, layers).mlps == len(layers)
-    apply.add_recompute(model, layers, 0, ledger := Ledger(), **how)
+    apply_to_model.add_recompute(model, layers, 0, ledger := RunChecks(), **how)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         sizes[tensor.data_ptr()] = tensor.nbytes
@@ -176,7 +178,7 @@ def test_a_proof_compiles_nothing() -> None:
     torch._dynamo.utils.counters.clear()
     for layer in decoder_layers(model):
         layer.compile(backend="aot_eager")
-    attention.prove_apart(model, 16, "sdpa", ledger := Ledger())
+    packing_isolation.prove_apart(model, 16, "sdpa", ledger := RunChecks())
     assert model.training and ledger.receipts[-1].ok
     assert not torch._dynamo.utils.counters["stats"] and not torch._dynamo.utils.counters["graph_break"]
 
@@ -187,7 +189,7 @@ def test_every_layer_may_have_a_graph_of_its_own() -> None:
     model = adapted(TYPES["lora"](), num_hidden_layers=3)
     before = torch._dynamo.config.recompile_limit
     try:
-        apply.apply(model, Speed(compile=True), WORK, CPU, Ledger())
+        apply_to_model.apply(model, Speed(compile=True), WORK, CPU, RunChecks())
         assert torch._dynamo.config.recompile_limit >= 14
     finally:
         torch._dynamo.config.recompile_limit = before
@@ -213,10 +215,10 @@ def test_layers_that_are_not_found() -> None:
     made = AutoConfig.for_model("falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
     model = AutoModelForCausalLM.from_config(made)
     assert decoder_layers(model) == []
-    chosen = apply.apply(model, Speed(), WORK, CPU, Ledger())
+    chosen = apply_to_model.apply(model, Speed(), WORK, CPU, RunChecks())
     assert chosen["speed.compile"].reason == "the layers of FalconForCausalLM are not known"
     with pytest.raises(UserError) as error:
-        apply.apply(model, Speed(compile=True, recompute="all"), WORK, CPU, Ledger())
+        apply_to_model.apply(model, Speed(compile=True, recompute="all"), WORK, CPU, RunChecks())
     assert [problem.where or problem.key for problem in error.value.problems] == [
         "speed.compile",
         "speed.recompute",
@@ -267,7 +269,7 @@ def test_merged_and_taken_out_again_it_trains_on_the_weights_that_are_there(kind
     assert not fused.norms or fused.norms.error() < 1e-10
     for stack in fused.stacks:
         for layer in stack.layers:
-            held, base = stack.stored[0].untyped_storage(), lora.base_of(layer).weight.untyped_storage()
+            held, base = stack.stored[0].untyped_storage(), fused_lora.base_of(layer).weight.untyped_storage()
             assert held.data_ptr() == base.data_ptr()
 
 
@@ -294,10 +296,10 @@ def test_sharded_weights_are_not_held_whole(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert sharded() == "FSDP"
     model = adapted(ranked())
-    chosen = apply.choose_fused("auto", model, CPU, sharded())
+    chosen = apply_to_model.choose_fused("auto", model, CPU, sharded())
     assert chosen.value == "off" and "FSDP splits the weights" in chosen.reason
     with pytest.raises(UserError, match="FSDP splits the weights"):
-        apply.choose_fused(True, model, CPU, sharded())
+        apply_to_model.choose_fused(True, model, CPU, sharded())
 
 
 @pytest.mark.parametrize(("fused", "count"), [(False, 7), (True, 4)])
@@ -307,16 +309,16 @@ def test_fp8_products_of_a_forward_are_counted(fused: bool, count: int, monkeypa
     layers = decoder_layers(model)
     if fused:
         Fused(model, layers)
-    ran, own = [0], fp8.product
+    ran, own = [0], fp8_linear.product
 
     def counting(*given: Any) -> torch.Tensor:
         ran[0] += 1
         return own(*given)
 
-    monkeypatch.setattr(fp8, "product", counting)
+    monkeypatch.setattr(fp8_linear, "product", counting)
     with torch.no_grad():
         model(input_ids=IDS)
-    assert fp8_base.products(layers) == ran[0] == count * len(layers)
+    assert fp8_loading.products(layers) == ran[0] == count * len(layers)
 
 
 @pytest.mark.parametrize("place", ["product", "input_gradient"])
@@ -329,7 +331,7 @@ def test_a_kernel_that_does_not_fit_leaves_the_layer_to_peft(place: str, monkeyp
     model = adapted(ranked(), dtype=torch.float32)
     loss, gradients = step(model)
     with monkeypatch.context() as patch:
-        patch.setattr(lora, place, too_large)
+        patch.setattr(fused_lora, place, too_large)
         fused = Fused(model, decoder_layers(model))
     (reason,) = fused.left
     assert "fails here: out of resource" in reason and (fused.served, fused.left[reason]) == (0, 14)

@@ -5,8 +5,8 @@ import sys
 import pytest
 from conftest import ROOT
 
-from finetune import recipe
-from finetune.errors import UserError
+from finetune.core.errors import UserError
+from finetune.recipe import loader
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import fuzz
@@ -38,6 +38,6 @@ def test_a_fuzzed_recipe_is_valid_or_refused_with_its_places(part: int, tmp_path
 def test_what_fuzzing_found_stays_mended(text: str, place: str, tmp_path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(UserError) as raised:
-        recipe.load(tmp_path / "a.yaml")
+        loader.load(tmp_path / "a.yaml")
     assert any(problem.where.endswith(place) for problem in raised.value.problems), str(raised.value)
     assert all(problem.where for problem in raised.value.problems)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from finetune import hardware, model, recipe
-from finetune.sections import Model
-from finetune.speed.fp8 import Fp8Linear
+from finetune.autoconfig import machine_setup
+from finetune.models import loading
+from finetune.quantization.fp8_linear import Fp8Linear
+from finetune.recipe import loader
+from finetune.recipe.schema import Model
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
@@ -25,8 +27,8 @@ finally:
 
 
 def load(folder: Path, base: str, kind: str):
-    setup = hardware.choose(attention="auto", base=base, adapter_type=kind)
-    return model.load(Model(name=str(folder)), setup, "cpu")
+    setup = machine_setup.choose(attention="auto", base=base, adapter_type=kind)
+    return loading.load(Model(name=str(folder)), setup, "cpu")
 
 
 def test_the_fp8_checkpoint_is_taken_as_it_is(tmp_path) -> None:
@@ -84,7 +86,7 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
     for job in jobs.values():
         if job.row.recipe:
             given = gpu.of_recipe(job, tmp_path)
-            loaded = recipe.load(ROOT / "recipes" / "gpus" / job.row.recipe, given)
+            loaded = loader.load(ROOT / "recipes" / "gpus" / job.row.recipe, given)
             assert loaded.data.packing and job.batch % loaded.train.per_device_train_batch_size == 0
     written = tmp_path / "recipe.yaml"
     written.write_text(gpu.RECIPE.format(model="m", data="d.jsonl", length=64, batch=4, steps=9, folder="f"))
@@ -97,7 +99,7 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
         "lora-auto": "auto",
     }
     for name, row in gpu.ROWS.items():
-        loaded = recipe.load(written, row.changes)
+        loaded = loader.load(written, row.changes)
         assert loaded.data.packing == row.packed == name.endswith("-packed")
         half = next((half for half in ("mlp", "int8") if half in name), "none")
         whole = "all" if "recomputed" in name or ("small" in name and half == "none") else half

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from finetune import plan, recipe
+from finetune.planning import planner
+from finetune.recipe import loader
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -41,10 +42,10 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-def planned(name: str, gpu: str, llama: Path) -> plan.Plan:
+def planned(name: str, gpu: str, llama: Path) -> planner.Plan:
     overrides = [f"model.name={llama}", f"data.name={llama}/rows.jsonl", "data.validation_fraction=null"]
-    loaded = recipe.load(FILES[name], [*overrides, "train.max_steps=300"])
-    return plan.make(loaded, *plan.planned_machine(gpu, 1))
+    loaded = loader.load(FILES[name], [*overrides, "train.max_steps=300"])
+    return planner.make(loaded, *planner.planned_machine(gpu, 1))
 
 
 @pytest.mark.parametrize("size", GPUS)

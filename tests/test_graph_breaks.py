@@ -8,10 +8,13 @@ import pytest
 import torch
 from conftest import QUICKSTART
 
-from finetune import adapter_types, adapters, autoconfig_compilation, hardware, model, recipe
-from finetune.hardware_device import Hardware
-from finetune.receipts import Choice, Ledger
-from finetune.speed import apply
+from finetune.adapters import attach
+from finetune.autoconfig import compilation, machine_setup
+from finetune.core.run_checks import Choice, RunChecks
+from finetune.hardware.detection import Hardware
+from finetune.models import loading
+from finetune.recipe import adapter_types, loader
+from finetune.speed import apply_to_model
 
 H100 = Hardware("cuda", "NVIDIA H100", 1, (9, 0), 80.0, 8)
 
@@ -20,9 +23,9 @@ ONE = "adapter.target_modules=[q_proj]"
 
 
 def adapted(*overrides: str) -> Any:
-    loaded = recipe.load(QUICKSTART, ["train.learning_rate=1e-3", *overrides])
-    setup = hardware.choose(attention="sdpa", base="auto", adapter_type=loaded.adapter.type)
-    return adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger()).train()
+    loaded = loader.load(QUICKSTART, ["train.learning_rate=1e-3", *overrides])
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type=loaded.adapter.type)
+    return attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 100, RunChecks()).train()
 
 
 # what Dynamo warns of is what breaks the graph
@@ -42,14 +45,14 @@ def test_auto_knows_what_breaks_the_graph(given: tuple[str, ...], said: str) -> 
     made = adapted(*given)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    apply.decoder_layers(made)[0].compile(backend="eager")
+    apply_to_model.decoder_layers(made)[0].compile(backend="eager")
     made(input_ids=torch.arange(24)[None]).logits.sum().backward()
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     torch._dynamo.reset()
-    reason = apply.breaking(made)
+    reason = apply_to_model.breaking(made)
     assert bool(breaks) == bool(reason) == bool(said) and said in reason
-    work = autoconfig_compilation.Work(4096, 1e20, eager=reason)
-    auto = autoconfig_compilation.choose_compile("auto", work, H100)
+    work = compilation.Work(4096, 1e20, eager=reason)
+    auto = compilation.choose_compile("auto", work, H100)
     assert (auto.value, reason in auto.reason) == ("off" if said else "on", True)
 
 
@@ -58,27 +61,25 @@ def test_what_decides_on_compiling_is_not_called_the_time_of_training() -> None:
     peak = H100.peak_flops
     assert peak
     for seconds, value in ((77, "off"), (500, "on")):
-        chosen = autoconfig_compilation.choose_compile(
-            "auto", autoconfig_compilation.Work(4096, seconds * 0.4 * peak), H100
-        )
+        chosen = compilation.choose_compile("auto", compilation.Work(4096, seconds * 0.4 * peak), H100)
         assert chosen.value == value and "training" not in chosen.reason
         assert f"about {seconds} s of products at 40% of the peak" in chosen.reason
 
 
 def test_dora_breaks_nothing_where_it_is_fused() -> None:
-    from finetune.speed.fuse import Fused
+    from finetune.speed.fused_layers import Fused
 
     made = adapted("adapter.type=dora")
-    assert "DoRA" in apply.breaking(made)
-    Fused(made, apply.decoder_layers(made))
-    assert apply.breaking(made) == ""
+    assert "DoRA" in apply_to_model.breaking(made)
+    Fused(made, apply_to_model.decoder_layers(made))
+    assert apply_to_model.breaking(made) == ""
 
 
 @pytest.mark.parametrize("reason", ["asked for", "auto: about 900 s of products"])
 def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatch) -> None:
     """Under `auto` what it did not know of is a receipt."""
-    monkeypatch.setattr(autoconfig_compilation, "choose_compile", lambda *given: Choice("on", reason))
-    monkeypatch.setattr(apply, "choose_compile", autoconfig_compilation.choose_compile)
+    monkeypatch.setattr(compilation, "choose_compile", lambda *given: Choice("on", reason))
+    monkeypatch.setattr(apply_to_model, "choose_compile", compilation.choose_compile)
     monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
     given = ("adapter.type=loha", ONE, "train.learning_rate=1e-2")
     if reason == "asked for":

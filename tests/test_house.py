@@ -11,7 +11,9 @@ import pytest
 import yaml
 from conftest import ADAPTERS, ROOT, module_of
 
-from finetune import cli, recipe_build, shipped
+from finetune.cli import main
+from finetune.core import shipped_files
+from finetune.recipe import build
 
 PACKAGE = ROOT / "finetune"
 # Who may import whom, lowest first: a module imports only from the layers under its own, or its own layer's
@@ -99,7 +101,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-RECIPES = shipped.recipes()
+RECIPES = shipped_files.recipes()
 CONFIGS = sorted((ROOT / "accelerate_configs").rglob("*.yaml"))
 
 
@@ -226,8 +228,8 @@ def in_one_order(value: object) -> object:
 
 
 def test_the_schema_is_current() -> None:
-    now = json.loads(json.dumps(recipe_build.json_schema()))
-    assert in_one_order(json.loads(shipped.SCHEMA.read_text())) == in_one_order(now), "make schema"
+    now = json.loads(json.dumps(build.json_schema()))
+    assert in_one_order(json.loads(shipped_files.SCHEMA.read_text())) == in_one_order(now), "make schema"
 
 
 def test_every_key_of_a_recipe_is_in_the_docs() -> None:
@@ -246,11 +248,11 @@ def test_there_are_recipes_for_each_model_and_adapter() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_shipped_recipe_checks(name: str, capsys) -> None:
-    assert cli.main(["check", str(RECIPES[name])]) == 0, capsys.readouterr().err
+    assert main.main(["check", str(RECIPES[name])]) == 0, capsys.readouterr().err
     first = RECIPES[name].read_text().splitlines()[0]
     schema = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
-    assert schema and (RECIPES[name].parent / schema[1]).resolve() == shipped.SCHEMA
-    assert shipped.purpose(RECIPES[name])
+    assert schema and (RECIPES[name].parent / schema[1]).resolve() == shipped_files.SCHEMA
+    assert shipped_files.purpose(RECIPES[name])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -272,10 +274,10 @@ def test_there_are_launch_configs() -> None:
 def test_extras_of_doctor_are_those_of_the_package() -> None:
     import tomllib
 
-    from finetune import doctor
+    from finetune.cli import doctor_report
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) == {*doctor.EXTRAS, "dev"}
+    assert set(project["optional-dependencies"]) == {*doctor_report.EXTRAS, "dev"}
 
 
 def test_constraints_are_within_the_ranges() -> None:
@@ -306,7 +308,7 @@ def test_the_wheel_alone_can_train_the_quickstart(tmp_path) -> None:
         archive.extractall(tmp_path / "site")
     work = tmp_path / "work"
     work.mkdir()
-    program = "import sys; from finetune.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from finetune.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
     def finetune(*command: str) -> None:
         run = [sys.executable, "-c", program, *command]

@@ -12,26 +12,20 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT, module_of
 
-from finetune import (
-    ablate_table,
-    cli,
-    experiments_runner_variable_keys,
-    hardware_device,
-    ladder,
-    measured,
-    preflight_choice_checks,
-    recipe,
-    stages,
-    training_training_arguments,
-    training_training_data,
-    tune_space,
-)
-from finetune.batch import split_batch
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.speed import apply
+from finetune.autoconfig.batch_size import split_batch
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.experiments.ablation import ablation_report, optimizations
+from finetune.experiments.runner import measured_run, variable_keys
+from finetune.experiments.sweep import search_space
+from finetune.hardware import detection
+from finetune.preflight import choice_checks
+from finetune.recipe import loader
+from finetune.speed import apply_to_model
+from finetune.training import stages, training_arguments, training_data
 
-SHIPPED = ladder.read(ROOT / "recipes" / "ladder.yaml")
+SHIPPED = optimizations.read(ROOT / "recipes" / "ladder.yaml")
 
 
 def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
@@ -40,7 +34,7 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
     import ladder as benchmark
 
     copy = benchmark.changed(ROOT / "recipes" / "ladder.yaml", tmp_path, ["packing"], {"repeats": 1})
-    made = ladder.read(copy)
+    made = optimizations.read(copy)
     assert made.measure.repeats == 1 and made.rung("packing").elsewhere and not made.rung("bf16").elsewhere
     assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
 
@@ -83,10 +77,10 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
     ],
 )
 def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
     (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
-    assert cli.main([*words, "--output", str(tmp_path / "results")]) == 2
+    assert main.main([*words, "--output", str(tmp_path / "results")]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in said), error
 
@@ -94,33 +88,33 @@ def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, 
 def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(measured, "make", lambda *_, **__: pytest.fail("a run began"))
+    monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
     (tmp_path / "ladder.yaml").write_text(
         "baseline: {set: {model.attention: flash_attention_2}}\nrungs: [{name: a, kind: b, what: c}]"
     )
     words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
-    assert cli.main([*words, "--output", str(tmp_path / "results")]) == 3
+    assert main.main([*words, "--output", str(tmp_path / "results")]) == 3
     error = capsys.readouterr().err
     assert "ladder.yaml:1:18" in error and "flash_attention_2" in error
 
 
 def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
     for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
-        assert experiments_runner_variable_keys.key_problem(key, 1, "") is None
+        assert variable_keys.key_problem(key, 1, "") is None
     for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
-        assert experiments_runner_variable_keys.key_problem(key, 1, "") is not None
+        assert variable_keys.key_problem(key, 1, "") is not None
 
 
 def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
     """Nothing that asks for a frozen base or an adapter, and nothing said of one."""
-    made, kept = ladder.of_type(SHIPPED, "full"), ladder.of_type(SHIPPED, "lora")
+    made, kept = optimizations.of_type(SHIPPED, "full"), optimizations.of_type(SHIPPED, "lora")
     assert kept.rung("bf16").set == {"speed.base": "bf16"} and made.rung("bf16").set == {}
     assert made.rung("bf16").mixed_precision == "bf16"
     for rung in made.rungs:
         if rung.unmeasured[0]:
             continue
-        stack = ladder.add(ladder.below(made, rung), rung, rows=4)
-        recipe.load(QUICKSTART, ["adapter.type=full", *stack.overrides])
+        stack = optimizations.add(optimizations.below(made, rung), rung, rows=4)
+        loader.load(QUICKSTART, ["adapter.type=full", *stack.overrides])
     for name in ("fp8_base", "nf4_base", "fast_adapter", "recompute_mlp", "fused_qkv"):
         assert made.rung(name).unmeasured[0] == "no-op"
     assert kept.rung("offload_optimizer").unmeasured[0] == "elsewhere"
@@ -129,11 +123,11 @@ def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
 
 
 def test_what_a_cpu_has_no_instructions_for_is_skipped() -> None:
-    cpu = hardware_device.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
-    lacks = ladder.Needs(capability=8.0, instructions=["avx513_bf17", "amx_none"])
-    assert ladder.missing(lacks, cpu) == "this CPU has none of avx513_bf17, amx_none"
-    assert not ladder.missing(ladder.Needs(instructions=["avx513_bf17", "avx2", "neon"]), cpu)
-    assert not ladder.missing(lacks, hardware_device.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 139.8, 16))
+    cpu = detection.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+    lacks = optimizations.Needs(capability=8.0, instructions=["avx513_bf17", "amx_none"])
+    assert optimizations.missing(lacks, cpu) == "this CPU has none of avx513_bf17, amx_none"
+    assert not optimizations.missing(optimizations.Needs(instructions=["avx513_bf17", "avx2", "neon"]), cpu)
+    assert not optimizations.missing(lacks, detection.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 139.8, 16))
 
 
 def test_a_no_op_has_no_switch() -> None:
@@ -147,39 +141,37 @@ def test_a_no_op_has_no_switch() -> None:
 # The shipped ladder, its docs, and the baselines
 
 
-def off(rung: ladder.Rung) -> dict[str, str]:
+def off(rung: optimizations.Rung) -> dict[str, str]:
     """What switches a rung off, by key."""
     return dict(re.findall(r"((?:train|speed|data|model)\.\w+|mixed_precision): ([^ )]+)", rung.off))
 
 
 def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
-    everything = ladder.baseline(SHIPPED)
+    everything = optimizations.baseline(SHIPPED)
     for rung in SHIPPED.rungs:
         if rung.unmeasured[0]:
             continue
         assert rung.off and rung.source
-        on = ladder.add(ladder.below(SHIPPED, rung), rung, rows=4)
-        recipe.load(QUICKSTART, on.overrides)
-        everything = ladder.add(everything, rung, rows=4)
+        on = optimizations.add(optimizations.below(SHIPPED, rung), rung, rows=4)
+        loader.load(QUICKSTART, on.overrides)
+        everything = optimizations.add(everything, rung, rows=4)
         values = off(rung)
         assert values, rung.off
         values.pop("mixed_precision", None)
-        switched = recipe.load(QUICKSTART, [*on.overrides, *[f"{k}={v}" for k, v in values.items()]])
+        switched = loader.load(QUICKSTART, [*on.overrides, *[f"{k}={v}" for k, v in values.items()]])
         for key in values:
-            assert tune_space.own_value(switched, key) != on.values.get(key, "what the recipe says")
-    recipe.load(QUICKSTART, everything.overrides)
+            assert search_space.own_value(switched, key) != on.values.get(key, "what the recipe says")
+    loader.load(QUICKSTART, everything.overrides)
 
 
 def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, Any]:
     """What a run is made of before its first step: read from the model, its arguments and its rows."""
     if precision:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    one = recipe.load(QUICKSTART, overrides)
-    setup, ledger = preflight_choice_checks.setup_of(one), Ledger()
-    arguments = training_training_arguments.training_arguments(
-        one.train, one.data, setup, split_batch(one.train, 1)
-    )
-    tokenizer, prepared = training_training_data.prepare_data(one)
+    one = loader.load(QUICKSTART, overrides)
+    setup, ledger = choice_checks.setup_of(one), RunChecks()
+    arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
+    tokenizer, prepared = training_data.prepare_data(one)
     model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
     work = stages.work_of(model, one, setup, 64, 1.0)
     fast = stages.make_fast(model, one, setup, arguments, work, None, ledger)
@@ -187,7 +179,7 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
         "attention": model.config._attn_implementation,
         "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),
         "bf16": arguments.bf16,
-        "recomputed": sum(layer.gradient_checkpointing for layer in apply.decoder_layers(model)),
+        "recomputed": sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model)),
         "loss": fast["speed.loss"].value,
         "optim": str(arguments.optim),
         "flat": arguments.padding_free,
@@ -206,8 +198,8 @@ def test_switched_off_alone_a_rung_does_nothing(name: str, small, two_layers, mo
     """What it changed in the run is changed back by what its `off` says, with all else as it was."""
     rung = SHIPPED.rung(name)
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8"]
-    under, values = ladder.below(SHIPPED, rung), off(rung)
-    on = ladder.add(under, rung)
+    under, values = optimizations.below(SHIPPED, rung), off(rung)
+    on = optimizations.add(under, rung)
     precision = values.pop("mixed_precision", on.mixed_precision or "").strip('"')
     before = made([*given, *under.overrides], under.mixed_precision, monkeypatch)
     found = made([*given, *on.overrides], on.mixed_precision, monkeypatch)
@@ -229,7 +221,7 @@ def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:
     measured_there = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text())
     made = {**measured_there, "command": f"finetune ablate {tmp_path}/8b.yaml"}
     (place / "ladder.json").write_text(json.dumps(made))
-    ablate_table.write(place, made, hardware_device.detect())
+    ablation_report.write(place, made, detection.detect())
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(script, "HERE", tmp_path / "benchmarks")
     script.publish(made, place, f"python benchmarks/ladder.py --work {tmp_path}/work")
@@ -253,6 +245,6 @@ def test_baselines_are_frozen(name: str) -> None:
 
 def test_a_ladder_is_no_recipe(capsys) -> None:
     with pytest.raises(UserError, match="no shipped recipe"):
-        from finetune import shipped
+        from finetune.core import shipped_files
 
-        shipped.copy("ladder", Path("nowhere"))
+        shipped_files.copy("ladder", Path("nowhere"))

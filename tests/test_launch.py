@@ -11,26 +11,18 @@ import pytest
 from conftest import QUICKSTART, ROOT
 from transformers import LlamaConfig, MistralConfig
 
-from finetune import (
-    autoconfig_precision,
-    check,
-    hardware,
-    hardware_device,
-    launch_conflicts,
-    launch_env,
-    launch_receipts,
-    optimizers,
-    plan,
-    plan_launch,
-    preflight_choice_checks,
-    recipe,
-    upstream,
-)
-from finetune.autoconfig_precision import Launch
-from finetune.errors import UserError
-from finetune.hardware_device import Hardware
-from finetune.receipts import Ledger
-from finetune.sections import Data, Model, Speed
+from finetune.autoconfig import machine_setup, mixed_precision, optimizer_choice
+from finetune.autoconfig.mixed_precision import Launch
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.distributed import launch_environment
+from finetune.hardware import detection
+from finetune.hardware.detection import Hardware
+from finetune.planning import planner, sharding_cost
+from finetune.preflight import checker, choice_checks, launch_conflicts
+from finetune.recipe import loader, upstream_options
+from finetune.recipe.schema import Data, Model, Speed
+from finetune.training import launch_checks
 
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 H200 = Hardware("cuda", "NVIDIA H200", 8, (9, 0), 139.8, 96)
@@ -160,10 +152,13 @@ def test_a_launch_that_contradicts_the_recipe_or_itself(case: str, launched, mon
 
 def test_rows_that_processes_share_can_be_cut(launched) -> None:
     """Context parallelism gives each a piece of the beginning and one of the end, all as long."""
-    assert launch_env.row_options(flat=False) == {}
+    assert launch_environment.row_options(flat=False) == {}
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="4")
-    assert upstream.fields(upstream.SFT_CONFIG).keys() >= launch_env.row_options(flat=False).keys()
-    assert launch_env.row_options(flat=False) == {"pad_to_multiple_of": 8}
+    assert (
+        upstream_options.fields(upstream_options.SFT_CONFIG).keys()
+        >= launch_environment.row_options(flat=False).keys()
+    )
+    assert launch_environment.row_options(flat=False) == {"pad_to_multiple_of": 8}
     eight = Launch("accelerate", 8, 0, "bf16", "launch", "")
     assert (eight.sharing, eight.rows_apart) == (4, 2)
 
@@ -171,8 +166,8 @@ def test_rows_that_processes_share_can_be_cut(launched) -> None:
 def test_transformer_engine_is_given_tokens_that_its_products_take(launched) -> None:
     """Multiples of 16 of padded rows; of rows end to end one number, also where a step is divided."""
     launched(ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="TE")
-    assert launch_env.row_options(flat=False) == {"pad_to_multiple_of": 16}
-    assert launch_env.row_options(flat=True) == {}
+    assert launch_environment.row_options(flat=False) == {"pad_to_multiple_of": 16}
+    assert launch_environment.row_options(flat=True) == {}
 
 
 @pytest.mark.parametrize("window", [64, None])
@@ -182,7 +177,7 @@ def test_a_sliding_window_is_not_cut(window: int | None, launched, tmp_path) -> 
         sliding_window=window, hidden_size=32, num_attention_heads=2, num_key_value_heads=2
     )
     config.save_pretrained(tmp_path)
-    loaded = recipe.load(QUICKSTART, [f"model.name={tmp_path}", "model.attention=sdpa"])
+    loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", "model.attention=sdpa"])
     launch_conflicts.against_launch(loaded)
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="2")
     refused = pytest.raises(UserError, match="cuts through a sliding window")
@@ -204,16 +199,16 @@ def test_ia3_is_told_where_its_factors_are_rounded(
 ) -> None:
     launched(**variables)
     given = ["adapter.type=ia3", f"train.learning_rate={rate}", f"speed.base={base}"]
-    asked = recipe.load(QUICKSTART, given)
-    later = check.advice(asked)  # which cli.train leaves to the plan that a run shows
-    shown = [note for note in check.run(asked) if note not in later]
+    asked = loader.load(QUICKSTART, given)
+    later = checker.advice(asked)  # which cli.train leaves to the plan that a run shows
+    shown = [note for note in checker.run(asked) if note not in later]
     assert ("rounds IA3's factors" in " ".join(shown)) == said
 
 
 def test_options_that_want_whole_weights(launched) -> None:
     launched(**FSDP)
     given = ["adapter.init_lora_weights=pissa", "adapter.loraplus_lr_ratio=16"]
-    adapter = recipe.load(QUICKSTART, given).adapter
+    adapter = loader.load(QUICKSTART, given).adapter
     with pytest.raises(UserError) as raised:
         launch_conflicts.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
     found = {problem.key for problem in raised.value.problems}
@@ -234,15 +229,15 @@ def test_optimizers_that_take_tensors_whole(
     split: dict[str, str], optim: str, refused: bool, launched, monkeypatch
 ) -> None:
     launched(**split)
-    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
+    monkeypatch.setattr(detection, "detect", lambda: H100)
     asked: dict[str, Any] = {"attention": "sdpa", "base": "bf16", "adapter_type": "lora"}
-    setup = hardware.choose(**asked, against_fp8=lambda: "")
-    train = recipe.load(QUICKSTART, [f"train.optim={optim}"]).train
+    setup = machine_setup.choose(**asked, against_fp8=lambda: "")
+    train = loader.load(QUICKSTART, [f"train.optim={optim}"]).train
     if not refused:
-        optimizers.check(train, Speed(), setup)
+        optimizer_choice.check(train, Speed(), setup)
         return
     with pytest.raises(UserError, match="take whole") as raised:
-        optimizers.check(train, Speed(), setup)
+        optimizer_choice.check(train, Speed(), setup)
     assert raised.value.code == 3 and raised.value.problems[0].key == "train.optim"
 
 
@@ -251,7 +246,7 @@ def test_a_batch_is_not_searched_where_weights_are_split(launched) -> None:
     launched(**FSDP)
     given = ["train.per_device_train_batch_size=auto"]
     with pytest.raises(UserError, match="FSDP of the accelerate config splits the weights") as raised:
-        launch_conflicts.against_launch(recipe.load(QUICKSTART, given))
+        launch_conflicts.against_launch(loader.load(QUICKSTART, given))
     assert raised.value.code == 2
 
 
@@ -263,19 +258,19 @@ def test_more_processes_than_gpus(launched) -> None:
 
 
 def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkeypatch) -> None:
-    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
+    monkeypatch.setattr(detection, "detect", lambda: H100)
     launched(ACCELERATE_MIXED_PRECISION="fp8")
     asked: dict[str, Any] = {"attention": "sdpa", "base": "auto"}
-    setup = hardware.choose(**asked, adapter_type="dora", against_fp8=lambda: "too narrow")
-    assert (setup.launch.precision, setup.launch.fp8) == ("bf16", launch_env.FROZEN)
+    setup = machine_setup.choose(**asked, adapter_type="dora", against_fp8=lambda: "too narrow")
+    assert (setup.launch.precision, setup.launch.fp8) == ("bf16", launch_environment.FROZEN)
     assert setup.storage == ("fp8", "the launch's mixed_precision: fp8") and problems("dora") == ""
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "False")
-    setup = hardware.choose(**asked, adapter_type="full", against_fp8=lambda: "")
+    setup = machine_setup.choose(**asked, adapter_type="full", against_fp8=lambda: "")
     assert (setup.launch.precision, setup.storage.value) == ("fp8", "fp32") and problems("full") == ""
     for machine in (T4, CPU):  # Accelerate would take fp16 with a warning
         with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
-            autoconfig_precision.launch(machine)
+            mixed_precision.launch(machine)
         assert raised.value.code == 3
 
 
@@ -292,15 +287,15 @@ def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkey
 def test_an_fp8_launch_refuses_what_an_fp8_base_is_refused_for(
     given: tuple[str, ...], launched, monkeypatch
 ) -> None:
-    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
-    loaded = recipe.load(QUICKSTART, given)
+    monkeypatch.setattr(detection, "detect", lambda: H100)
+    loaded = loader.load(QUICKSTART, given)
     launch_conflicts.against_launch(loaded)
     launched(ACCELERATE_MIXED_PRECISION="fp8")
     with pytest.raises(UserError) as raised:
-        preflight_choice_checks.setup_of(loaded)
+        choice_checks.setup_of(loaded)
     assert raised.value.code == 2 and "accelerate config" in raised.value.problems[0].what
     with pytest.raises(UserError) as said:  # the recipe itself
-        recipe.load(QUICKSTART, [*given, "speed.base=fp8"])
+        loader.load(QUICKSTART, [*given, "speed.base=fp8"])
     keys = [{problem.key for problem in one.value.problems} for one in (raised, said)]
     assert keys[0] == keys[1]
 
@@ -325,8 +320,8 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
             )
         )
         optimizer = torch.optim.AdamW(model.parameters())
-        ledger = Ledger()
-        prepared = launch_receipts.Prepared(launch, SimpleNamespace(model=model), ledger)
+        ledger = RunChecks()
+        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), ledger)
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
         convert_model_to_fp8_ao(model, config=config)
         given: Any = {"model": model, "optimizer": optimizer}
@@ -350,8 +345,8 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
         layer.__dict__["fp8_meta"] = dict(zip(("scaling_fwd", "scaling_bwd"), states, strict=True))
     launch, state = Launch("accelerate", 1, 0, "fp8", "launch", "", fp8="TE"), SimpleNamespace(global_step=1)
     for number in range(3):
-        ledger = Ledger()
-        prepared = launch_receipts.Prepared(launch, SimpleNamespace(model=model), ledger)
+        ledger = RunChecks()
+        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), ledger)
         with pytest.raises(UserError) if number < 2 else contextlib.nullcontext():
             prepared.on_step_end(None, state, None, model=model)
         prepared.on_step_end(None, state, None, model=model)
@@ -383,8 +378,8 @@ def test_the_base_is_split_only_where_it_does_not_fit(
     asked = [f"model.name={tmp_path}/model", f"data.name={tmp_path}/rows.jsonl", "data.validation=null"]
     asked += ["data.format=text", "data.train_on=all", "adapter.type=lora", "data.max_length=8192"]
     asked += ["train.effective_batch_size=8", "train.per_device_train_batch_size=1", *given]
-    loaded = recipe.load(QUICKSTART, [*asked, *given])
-    made = plan.make(loaded, machine, 8)
+    loaded = loader.load(QUICKSTART, [*asked, *given])
+    made = planner.make(loaded, machine, 8)
     name, reason = made.choices["launch"]
     assert name == chosen and "8 GPUs" in reason and ("DDP" if name == "ddp_8" else "FSDP2") in reason
     assert made.fits and made.by.weights == (name != "ddp_8")
@@ -393,10 +388,10 @@ def test_the_base_is_split_only_where_it_does_not_fit(
 
 def test_the_competition_s_numbers() -> None:
     """16 rows x 8 GPUs x 2 accumulated; 69 steps are one epoch of 9 M tokens, and five are 343."""
-    from finetune.batch import split_batch
+    from finetune.autoconfig.batch_size import split_batch
 
     for name, epochs in (("as_submitted", 1), ("five_epochs", 5)):
-        loaded = recipe.load(ROOT / "recipes" / "isc25" / f"{name}.yaml")
+        loaded = loader.load(ROOT / "recipes" / "isc25" / f"{name}.yaml")
         assert split_batch(loaded.train, 8) == (256, 16, 2)
         tokens = 256 * loaded.data.max_length
         assert loaded.train.max_steps == round(epochs * 9e6 / tokens)
@@ -417,7 +412,7 @@ def test_the_competition_s_recipes_fit(name: str, config: str, shape: str, gpu: 
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 20_000}) + "\n")
     given = [f"model.name={tmp_path}", f"data.name={tmp_path}/rows.jsonl", "data.format=text"]
     given += ["data.validation_fraction=null", "model.attention=auto"]
-    loaded = recipe.load(ROOT / "recipes" / "isc25" / f"{name}.yaml", given)
-    by, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
-    made = plan.make(loaded, *plan.planned_machine(gpu, processes), by=by)
+    loaded = loader.load(ROOT / "recipes" / "isc25" / f"{name}.yaml", given)
+    by, processes = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    made = planner.make(loaded, *planner.planned_machine(gpu, processes), by=by)
     assert made.fits, f"{made.peak:.0f} GiB"

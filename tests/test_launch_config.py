@@ -16,10 +16,12 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from finetune import cli, launch, launch_config, plan_launch
-from finetune.errors import UserError
-from finetune.hardware_device import Hardware
-from finetune.launch import Start
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.hardware.detection import Hardware
+from finetune.launch import accelerate_config, launcher
+from finetune.launch.launcher import Start
+from finetune.planning import sharding_cost
 
 sys.path.insert(0, str(ROOT / "scripts"))
 try:
@@ -41,10 +43,10 @@ def test_there_is_a_config_for_each_kind_of_launch() -> None:
 def test_accelerate_reads_it_and_ignores_nothing(name: str, monkeypatch) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    monkeypatch.setattr(launch_config, "installed", lambda package: True)
+    monkeypatch.setattr(accelerate_config, "installed", lambda package: True)
     text = CONFIGS[name].read_text()
     read: Any = load_config_from_file(str(CONFIGS[name]))
-    launch_config.check(CONFIGS[name])
+    accelerate_config.check(CONFIGS[name])
     assert read.mixed_precision in ("no", "bf16", "fp8")
     assert text.startswith("# ") and text.count("#") > 2, "says when to use it, and why"
     made = launch_matrix.environment(CONFIGS[name])
@@ -59,8 +61,8 @@ def test_accelerate_reads_it_and_ignores_nothing(name: str, monkeypatch) -> None
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_plan_reads_it_as_accelerates_launcher_does(name: str, monkeypatch) -> None:
     """plan_launch.variables, made without torch, beside the launcher's own environment."""
-    monkeypatch.setattr(launch_config, "installed", lambda package: True)
-    found = plan_launch.variables(launch_config.read(CONFIGS[name]))
+    monkeypatch.setattr(accelerate_config, "installed", lambda package: True)
+    found = sharding_cost.variables(accelerate_config.read(CONFIGS[name]))
     made = {key: value.lower() for key, value in launch_matrix.environment(CONFIGS[name]).items()}
     for key, value in found.items():
         assert made.get(key, "no") == value.lower(), key
@@ -126,12 +128,12 @@ def test_what_accelerate_passes_over_is_an_error(
     if not changes.keys() & {"mixed_precison", "distributed_type"}:
         load_config_from_file(str(path))  # in silence
     with pytest.raises(UserError, match=re.escape(said)) as raised:
-        launch_config.check(path)
+        accelerate_config.check(path)
     assert raised.value.code == 2
-    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", str(path)]) == 2
+    assert main.main(["train", "recipes/quickstart.yaml", "--accelerate", str(path)]) == 2
     assert "mine.yaml" in capsys.readouterr().err
     words = ["--config_file", str(path), "-m", "finetune", "train", "recipes/quickstart.yaml"]
-    assert launch.main(words) == 2 and "mine.yaml" in capsys.readouterr().err
+    assert launcher.main(words) == 2 and "mine.yaml" in capsys.readouterr().err
 
 
 def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:
@@ -139,12 +141,12 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(CONFIGS["fsdp2_8"].read_text() + "\nnum_processes: 2\n")
     for command in (["train", "recipes/quickstart.yaml", "--dry-run"], ["plan", "recipes/quickstart.yaml"]):
-        assert cli.main([*command, "--accelerate", str(path)]) == 2
+        assert main.main([*command, "--accelerate", str(path)]) == 2
         said = capsys.readouterr().err
         assert "error: num_processes: the same key twice" in said and f"first at {path}:" in said
     path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n")
     with pytest.raises(UserError, match=r"fsdp_config\.fsdp_version: the same key twice"):
-        launch_config.read(path)
+        accelerate_config.read(path)
 
 
 @pytest.mark.parametrize("content", ["num_processes: 2  # café\n".encode("latin-1"), b"a: 2026-02-30\n"])
@@ -152,7 +154,7 @@ def test_a_config_that_is_no_text_or_has_a_date_that_is_none_is_an_error(content
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
     with pytest.raises(UserError, match="not an accelerate config") as raised:
-        launch_config.read(path)
+        accelerate_config.read(path)
     assert raised.value.problems[0].where == str(path)
 
 
@@ -163,19 +165,19 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     words = ["accelerate", "launch", "--config_file", str(path), "scripts/train.py"]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
-    assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
+    assert main.main(["train", "recipes/quickstart.yaml"]) == 2
     assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
     words[2:4] = []  # then it reads what `accelerate config` wrote
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
-    assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
+    assert main.main(["train", "recipes/quickstart.yaml"]) == 2
     assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
     words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
-    assert cli.main(["train", "recipes/quickstart.yaml"]) == 2
+    assert main.main(["train", "recipes/quickstart.yaml"]) == 2
     words[:2] = ["torchrun", "accelerate-launcher"]
-    launch.check_the_launchers()
+    launcher.check_the_launchers()
     words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
     words.insert(2, "--cpu")  # Accelerate then reads none
-    launch.check_the_launchers()
+    launcher.check_the_launchers()
 
 
 def test_a_launch_that_was_told_to_stop_has_not_failed(monkeypatch, capsys) -> None:
@@ -189,7 +191,7 @@ def test_a_launch_that_was_told_to_stop_has_not_failed(monkeypatch, capsys) -> N
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "")
     monkeypatch.setattr("accelerate.commands.launch.launch_command", stopped)
-    assert launch.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 75
+    assert launcher.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 75
     assert "failed" not in capsys.readouterr().err
 
 
@@ -201,13 +203,13 @@ def test_use_cpu_of_several_processes_reaches_them(monkeypatch) -> None:
         "accelerate.commands.launch.launch_command",
         lambda asked: started.append(os.environ["ACCELERATE_USE_CPU"]),
     )
-    assert launch.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 0
+    assert launcher.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 0
     assert started == ["true"]
-    monkeypatch.setattr(launch, "detect", lambda: EIGHT)
+    monkeypatch.setattr(launcher, "detect", lambda: EIGHT)
     with pytest.raises(UserError, match="hands on no use_cpu") as raised:
-        launch.check_cpu(CONFIGS["cpu_2"])
+        launcher.check_cpu(CONFIGS["cpu_2"])
     assert raised.value.code == 2
-    launch.check_cpu(CONFIGS["ddp_2"])
+    launcher.check_cpu(CONFIGS["ddp_2"])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_use_cpu_of_several_processes_reaches_them(monkeypatch) -> None:
 def test_a_config_named_inside_a_launch_is_refused(variable: str, by: str, monkeypatch, capsys) -> None:
     """`torchrun scripts/train.py RECIPE --accelerate zero3_8` would train by DDP."""
     monkeypatch.setenv(variable, "no")
-    assert cli.main(["train", "recipes/quickstart.yaml", "--accelerate", "zero3_8"]) == 2
+    assert main.main(["train", "recipes/quickstart.yaml", "--accelerate", "zero3_8"]) == 2
     said = capsys.readouterr().err
     assert f"{by} has started this process" in said and "zero3_8" in said
 
@@ -227,9 +229,9 @@ def test_a_config_named_inside_a_launch_is_refused(variable: str, by: str, monke
 )
 def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, said, monkeypatch) -> None:
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", gpus, (9, 0), 79.6, 96)
-    monkeypatch.setattr(launch, "detect", lambda: machine)
+    monkeypatch.setattr(launcher, "detect", lambda: machine)
     with pytest.raises(UserError, match="the launcher's command line") as raised:
-        launch.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1), name)
+        launcher.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1), name)
     (problem,) = raised.value.problems
     assert raised.value.code == 2 and said in problem.fix and "-m finetune train recipe.yaml" in problem.fix
 
@@ -251,67 +253,67 @@ def without_a_number(config: str, folder: Path) -> Path:
 )
 def test_a_config_without_num_processes(config: str, gpus: int, said: str, monkeypatch, tmp_path) -> None:
     """Accelerate takes none from the machine; nor more or fewer than `parallelism_config` is for."""
-    monkeypatch.setattr(launch, "detect", lambda: replace(EIGHT, count=gpus))
+    monkeypatch.setattr(launcher, "detect", lambda: replace(EIGHT, count=gpus))
     path = without_a_number(config, tmp_path)
     with pytest.raises(UserError) as raised:
-        launch.check_count(path, [], ["train", "recipe.yaml"])
+        launcher.check_count(path, [], ["train", "recipe.yaml"])
     assert raised.value.code == 2 and said in raised.value.problems[0].fix
 
 
 def test_what_accelerate_says_of_its_options_is_an_error(tmp_path, capsys) -> None:
     path = without_a_number("ddp_4", tmp_path)
-    assert launch.main(["--config_file", str(path), "scripts/train.py"]) == 2
+    assert launcher.main(["--config_file", str(path), "scripts/train.py"]) == 2
     assert "You need to manually pass in `--num_processes`" in capsys.readouterr().err
 
 
 def test_processes_of_several_machines_are_not_begun_again(capsys) -> None:
     words = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "0", "--main_process_ip", "a"]
     config = ["--config_file", str(CONFIGS["multi_node"])]
-    assert launch.main([*config, *words, "--max_restarts", "1", "scripts/train.py"]) == 2
+    assert launcher.main([*config, *words, "--max_restarts", "1", "scripts/train.py"]) == 2
     assert "scripts/slurm/train.sbatch" in capsys.readouterr().err
 
 
 def test_a_config_may_say_which_of_many_machines_this_is(tmp_path, monkeypatch) -> None:
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
-    monkeypatch.setattr(launch, "detect", lambda: machine)
+    monkeypatch.setattr(launcher, "detect", lambda: machine)
     made = yaml.safe_load(CONFIGS["multi_node"].read_text()) | {"num_processes": 16, "machine_rank": 1}
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(made | {"main_process_ip": "10.0.0.1", "main_process_port": 29500}))
-    launch.check_count(path, [], ["train", "recipe.yaml"])
+    launcher.check_count(path, [], ["train", "recipe.yaml"])
     path.write_text(yaml.safe_dump(made))
     with pytest.raises(UserError, match="the launcher's command line"):
-        launch.check_count(path, [], ["train", "recipe.yaml"])
+        launcher.check_count(path, [], ["train", "recipe.yaml"])
 
 
 def test_a_signal_ends_a_launch_for_good(monkeypatch) -> None:
     """Also where nothing was started yet, and where the launcher would begin again what ended."""
-    monkeypatch.setenv(launch.STOPPED, "")
+    monkeypatch.setenv(launcher.STOPPED, "")
     told: list[int] = []
     children = [SimpleNamespace(send_signal=told.append)]
     process = SimpleNamespace(children=lambda: children)
-    monkeypatch.setattr(launch, "psutil", SimpleNamespace(Process=lambda: process, NoSuchProcess=OSError))
+    monkeypatch.setattr(launcher, "psutil", SimpleNamespace(Process=lambda: process, NoSuchProcess=OSError))
     monkeypatch.setitem(sys.modules, "psutil", None)  # a second signal may come while the first imports it
-    launch.forward(signal.SIGTERM, None)
+    launcher.forward(signal.SIGTERM, None)
     assert told == [signal.SIGTERM]
     with pytest.raises(SystemExit) as left:  # what is begun again
-        launch.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1))
+        launcher.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1))
     assert left.value.code == 75
     children.clear()
     with pytest.raises(SystemExit) as left:
-        launch.forward(signal.SIGTERM, None)
+        launcher.forward(signal.SIGTERM, None)
     assert left.value.code == 75
 
 
 def test_a_place_of_one_s_own_is_not_taken_for_a_shipped_config(tmp_path) -> None:
-    assert launch.find("fsdp2_8").stem == launch.find("accelerate_configs/fsdp2_8.yaml").stem == "fsdp2_8"
+    assert launcher.find("fsdp2_8").stem == launcher.find("accelerate_configs/fsdp2_8.yaml").stem == "fsdp2_8"
     with pytest.raises(UserError, match="no such accelerate config"):
-        launch.find(str(tmp_path / "fsdp2_8.yaml"))
+        launcher.find(str(tmp_path / "fsdp2_8.yaml"))
 
 
 def test_deepspeed_is_asked_for_before_anything_starts(monkeypatch) -> None:
-    monkeypatch.setattr(launch_config, "installed", lambda package: False)
+    monkeypatch.setattr(accelerate_config, "installed", lambda package: False)
     with pytest.raises(UserError, match="needs DeepSpeed") as raised:
-        launch_config.check(CONFIGS["zero3_8"])
+        accelerate_config.check(CONFIGS["zero3_8"])
     assert raised.value.code == 3
 
 
@@ -352,14 +354,14 @@ def test_slurm_s_script_starts_what_it_says(cluster, monkeypatch) -> None:
         monkeypatch.setenv(f"SLURM_{name}", value)
     script = (ROOT / "scripts" / "slurm" / "train.sbatch").read_text()
     (told,) = re.findall(r"^#SBATCH --signal B:(\w+)@", script, re.M)
-    assert signal.Signals[f"SIG{told}"] in launch.FORWARDED
+    assert signal.Signals[f"SIG{told}"] in launcher.FORWARDED
     assert told not in ("TERM", "INT", "HUP", "QUIT"), "srun does not hand it on, but kills"
     found = cluster(script, "recipe.yaml", "train.output_dir=a b", "--resume=auto")
     assert (found.num_machines, found.num_processes, found.machine_rank) == (2, 16, 1)
     assert (found.main_process_ip, found.main_process_port) == ("first", 20071)
     assert found.training_script == "scripts/train.py" and (ROOT / found.config_file).is_file()
     assert found.training_script_args == ["recipe.yaml", "train.output_dir=a b", "--resume=auto"]
-    launch_config.check(ROOT / found.config_file)
+    accelerate_config.check(ROOT / found.config_file)
 
 
 def test_slurm_s_script_ends_where_its_machines_are_not_known(cluster, monkeypatch, tmp_path) -> None:
@@ -390,5 +392,5 @@ def test_skypilot_s_task_starts_what_it_says(cluster, monkeypatch) -> None:
 
 def test_gpus_may_be_named_by_their_uuids_and_sizes_left_empty() -> None:
     given = {"distributed_type": "MULTI_GPU", "num_processes": 2, "gpu_ids": "GPU-1a-2b, MIG-3c"}
-    assert not launch_config.problems(given, "own.yaml")
-    assert launch_config.sizes({"parallelism_config": {"parallelism_config_cp_size": None}}) == 1
+    assert not accelerate_config.problems(given, "own.yaml")
+    assert accelerate_config.sizes({"parallelism_config": {"parallelism_config_cp_size": None}}) == 1

@@ -6,9 +6,13 @@ import pytest
 from conftest import QUICKSTART
 from test_launch import FSDP, H100, PARALLEL, ZERO
 
-from finetune import hardware, hardware_device, launch_conflicts, recipe, training_resume_facts
-from finetune.errors import Exit, UserError
-from finetune.sections import Data, Model, Speed
+from finetune.autoconfig import machine_setup
+from finetune.core.errors import Exit, UserError
+from finetune.hardware import detection
+from finetune.preflight import launch_conflicts
+from finetune.recipe import loader
+from finetune.recipe.schema import Data, Model, Speed
+from finetune.training import resume_facts
 
 TWO, CUT = {"WORLD_SIZE": "2"}, {"PARALLELISM_CONFIG_CP_SIZE": "2"}
 TE = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}
@@ -79,7 +83,7 @@ def test_where_fp8_s_package_is_missing_the_other_is_advised(backend: str, other
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch_conflicts, "installed", lambda package: False)
-    asked = recipe.load(QUICKSTART, ["adapter.type=full", "train.learning_rate=1e-4"])
+    asked = loader.load(QUICKSTART, ["adapter.type=full", "train.learning_rate=1e-4"])
     with pytest.raises(UserError) as raised:
         launch_conflicts.check(H100, asked.adapter, asked.model, asked.data, asked.speed)
     assert raised.value.code == Exit.ENVIRONMENT and other in raised.value.problems[0].fix
@@ -98,22 +102,24 @@ def test_where_fp8_s_package_is_missing_the_other_is_advised(backend: str, other
 )
 def test_machines_that_are_launched_otherwise_are_told(launch, name, values, monkeypatch) -> None:
     """By what they compare at the start: their exchanges would not meet, or mean another thing."""
-    monkeypatch.setattr(hardware_device, "detect", lambda: H100)
+    monkeypatch.setattr(detection, "detect", lambda: H100)
     for variable, value in {"ACCELERATE_MIXED_PRECISION": "bf16", **launch}.items():
         monkeypatch.setenv(variable, value)
-    held, loaded = [], recipe.load(QUICKSTART)
+    held, loaded = [], loader.load(QUICKSTART)
     for value in values:
         monkeypatch.setenv(name, value)
-        setup = hardware.choose(attention="sdpa", base="bf16", adapter_type="lora", against_fp8=lambda: "")
-        held.append(training_resume_facts.facts(loaded, setup))
+        setup = machine_setup.choose(
+            attention="sdpa", base="bf16", adapter_type="lora", against_fp8=lambda: ""
+        )
+        held.append(resume_facts.facts(loaded, setup))
     assert held[0] != held[1]
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/scratch")
-    assert training_resume_facts.facts(loaded, setup) == held[1]
+    assert resume_facts.facts(loaded, setup) == held[1]
 
 
 def test_deepspeed_may_say_what_the_recipe_says(monkeypatch) -> None:
     """As `accelerate config` writes it; another value is refused, and what was expected is said."""
-    loaded = recipe.load(QUICKSTART)
+    loaded = loader.load(QUICKSTART)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     for clipping in ("auto", "1.0"):
@@ -132,7 +138,7 @@ def test_vllm_is_not_started_by_each_process(monkeypatch) -> None:
         "MASTER_ADDR": "127.0.0.1",
     }.items():
         monkeypatch.setenv(name, value)
-    loaded = recipe.load(QUICKSTART, ["eval.engine=vllm", "eval.tasks=[arc_easy]"])
+    loaded = loader.load(QUICKSTART, ["eval.engine=vllm", "eval.tasks=[arc_easy]"])
     with pytest.raises(UserError, match="a launch of 2 would start it in each") as raised:
         launch_conflicts.against_launch(loaded)
     assert raised.value.code == 2

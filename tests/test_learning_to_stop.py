@@ -5,17 +5,18 @@ from types import SimpleNamespace
 
 from conftest import DATA, QUICKSTART, metrics
 
-from finetune import recipe, training_training_data
+from finetune.core.run_checks import RunChecks
 from finetune.data.audit import Report
-from finetune.receipts import Ledger
+from finetune.recipe import loader
+from finetune.training import training_data
 
 
 def test_the_receipt_allows_what_the_audit_allows() -> None:
     """7 of 10 are 0.7 of them, though 1 - 0.7 is a little more than 0.3 in floats."""
-    ledger, loaded = Ledger(), recipe.load(QUICKSTART, ["data.expect.no_end_of_turn=0.7"])
+    ledger, loaded = RunChecks(), loader.load(QUICKSTART, ["data.expect.no_end_of_turn=0.7"])
     for without in (7, 8):
         report = Report(kept=10, counts={"no_end_of_turn": without})
-        training_training_data.add_data_receipts(
+        training_data.add_data_receipts(
             loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), ledger
         )
     assert [(one["got"], one["ok"]) for one in ledger.as_json()] == [("3 rows", True), ("2 rows", False)]

@@ -19,19 +19,19 @@ import pytest
 from conftest import DATA, MODEL
 from pyarrow import ipc, parquet
 
-from finetune.data import load
-from finetune.data.prepare import prepare
-from finetune.data.rows import BadRow, Row
-from finetune.errors import UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Data, Model, Source
+from finetune.core.errors import UserError
+from finetune.data import source_loading
+from finetune.data.examples import BadRow, Row
+from finetune.data.preparation import prepare
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Model, Source
 
 VALUES = [{"prompt": f"{n}", "completion": "é \n 🦙"} for n in range(5)]
 LINES = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in VALUES)
 
 
 def read(path: Path | str) -> list[Row | BadRow]:
-    return list(load.training(Data(name="-"), Source(name=str(path)), set(), 0))
+    return list(source_loading.training(Data(name="-"), Source(name=str(path)), set(), 0))
 
 
 def values(path: Path | str) -> list[dict[str, Any]]:
@@ -196,11 +196,11 @@ def test_folders_globs_and_lists(tmp_path: Path) -> None:
     assert len(values(tmp_path)) == 10
     assert len(values(tmp_path / "*.jsonl")) == 10 and len(values(tmp_path / "**" / "*.jsonl")) == 15
     named = [str(tmp_path / "a.jsonl"), Source(name=str(tmp_path / "b.jsonl"), weight=2.0, split="test")]
-    found = load.sources(Data(name=named, split="train", revision="abc"))
+    found = source_loading.sources(Data(name=named, split="train", revision="abc"))
     assert [(s.weight, s.split, s.revision) for s in found] == [(1, "train", "abc"), (2, "test", "abc")]
-    assert load.files("HuggingFaceH4/no_robots", "data.name") is None
+    assert source_loading.files("HuggingFaceH4/no_robots", "data.name") is None
     written(tmp_path, "x[1].jsonl", LINES)
-    assert load.files(str(tmp_path / "x[1].jsonl"), "data.name") == [tmp_path / "x[1].jsonl"]
+    assert source_loading.files(str(tmp_path / "x[1].jsonl"), "data.name") == [tmp_path / "x[1].jsonl"]
 
 
 def test_a_name_that_means_nothing_is_an_error(tmp_path: Path) -> None:
@@ -327,9 +327,13 @@ def test_utf_16_is_said_once_and_not_for_each_line(name: str, tmp_path: Path) ->
 
 def held_out(data: Data, seed: int) -> tuple[list[str], list[str]]:
     """Contents of the rows to train on and of the held-out ones."""
-    drawn = load.draw_held_out(data, seed)
-    train = [row for source in load.sources(data) for row in load.training(data, source, drawn, seed)]
-    both = train, [row for _, rows in load.validation(data, drawn, seed) for row in rows]
+    drawn = source_loading.draw_held_out(data, seed)
+    train = [
+        row
+        for source in source_loading.sources(data)
+        for row in source_loading.training(data, source, drawn, seed)
+    ]
+    both = train, [row for _, rows in source_loading.validation(data, drawn, seed) for row in rows]
     left, right = ([json.dumps(row.value) for row in rows if isinstance(row, Row)] for rows in both)
     return left, right
 
@@ -377,14 +381,14 @@ def test_a_share_of_one_text_file_is_told_what_to_do(tmp_path: Path) -> None:
 
 def test_no_file_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
     path, other = (written(tmp_path, name, LINES) for name in ("a.jsonl", "b.jsonl"))
-    load.check_disjoint(Data(name=str(path), validation=str(other)))
+    source_loading.check_disjoint(Data(name=str(path), validation=str(other)))
     (tmp_path / "link.jsonl").symlink_to(path)
     names: list[Any] = [str(tmp_path), [str(other), str(path)], str(tmp_path / "*.jsonl")]
     for name in names:
         with pytest.raises(UserError, match="both trained on and held out"):
-            load.check_disjoint(Data(name=name, validation=str(tmp_path / "link.jsonl")))
+            source_loading.check_disjoint(Data(name=name, validation=str(tmp_path / "link.jsonl")))
     with pytest.raises(UserError, match="held-out rows come from a file"):
-        load.check_disjoint(Data(name=str(path), validation="org/name"))
+        source_loading.check_disjoint(Data(name=str(path), validation="org/name"))
 
 
 def uses(folder: Path, seed: int, *weights: float, rows: int = 40) -> list[Counter[str]]:

@@ -12,23 +12,15 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
-from finetune import (
-    adapters,
-    adapters_trainable_parameters,
-    estimate,
-    hardware,
-    model,
-    models_tokenizer,
-    recipe,
-    training_first_step,
-    training_training_arguments,
-    training_training_data,
-)
-from finetune import batch as finetune_batch
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.speed import head, loss
-from finetune.trainer import build
+from finetune.adapters import attach, trainable_parameters
+from finetune.autoconfig import batch_size, machine_setup, memory_estimate
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.models import loading, tokenizer_setup
+from finetune.recipe import loader
+from finetune.speed import chunked_cross_entropy, lm_head_loss
+from finetune.training import first_step_checks, training_arguments, training_data
+from finetune.training.trainer import build
 
 VOCABULARY, HIDDEN, ROWS = 37, 12, 600
 SIZE = {
@@ -79,10 +71,10 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
     entropy = -(p * p.log()).sum(-1)[there].sum()
     right = int((logits.argmax(-1) == labels).sum())
     for chunk_bytes in (1, 2**30):
-        monkeypatch.setattr(loss, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", chunk_bytes)
         for count in (int(there.sum()), None):
             given = {"bias": bias if with_bias else None, "softcap": softcap, "num_labels": count}
-            found = loss.token_loss(hidden, weight, labels, **given)
+            found = chunked_cross_entropy.token_loss(hidden, weight, labels, **given)
             assert torch.allclose(found.nll, wanted, rtol=1e-10, atol=1e-10)
             for got, gradient in zip(torch.autograd.grad(found.nll * 0.3, trained), gradients, strict=True):
                 assert torch.allclose(got, gradient, rtol=0, atol=1e-10)
@@ -92,7 +84,7 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
             else:
                 assert torch.allclose(found.entropy, entropy, rtol=0, atol=1e-9)
             with torch.no_grad():
-                only = loss.token_loss(hidden, weight, labels, **given)
+                only = chunked_cross_entropy.token_loss(hidden, weight, labels, **given)
             assert torch.equal(only.nll, found.nll) and only.entropy is None
 
 
@@ -101,14 +93,17 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
 def test_compiled_it_is_the_same() -> None:
     hidden, weight, labels, _ = inputs_with(0.6)
     plain, fused = (
-        loss.token_loss(hidden, weight, labels, softcap=4.0, compiled=compiled) for compiled in (False, True)
+        chunked_cross_entropy.token_loss(hidden, weight, labels, softcap=4.0, compiled=compiled)
+        for compiled in (False, True)
     )
     gradients = [torch.autograd.grad(found.nll, hidden)[0] for found in (plain, fused)]
     assert torch.allclose(plain.nll, fused.nll, rtol=1e-12) and torch.equal(plain.correct, fused.correct)
     assert torch.allclose(*gradients, rtol=0, atol=1e-12)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     labels[:3] = -100  # rows with a label are never as many
-    assert loss.token_loss(hidden, weight, labels, softcap=4.0, compiled=True).nll < plain.nll
+    assert (
+        chunked_cross_entropy.token_loss(hidden, weight, labels, softcap=4.0, compiled=True).nll < plain.nll
+    )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
 
 
@@ -122,7 +117,7 @@ def test_in_lower_precision_it_is_no_worse_than_transformers_own(dtype: torch.dt
     wanted = cross_entropy(linear(true, weight.double()), labels, reduction="sum")
     (right,) = torch.autograd.grad(wanted, true)
     plain = cross_entropy(linear(hidden, weight).float(), labels, reduction="sum")
-    ours = loss.token_loss(hidden, weight, labels).nll
+    ours = chunked_cross_entropy.token_loss(hidden, weight, labels).nll
     assert ours.dtype == torch.float32
     errors = [abs(value.item() - wanted.item()) for value in (plain, ours)]
     off = [
@@ -138,7 +133,7 @@ def test_a_head_s_bias_may_train_alone() -> None:
     wanted = cross_entropy(linear(hidden, weight, bias), labels, reduction="sum")
     got = [
         torch.autograd.grad(one, bias)[0]
-        for one in (loss.token_loss(hidden, weight, labels, bias=bias).nll, wanted)
+        for one in (chunked_cross_entropy.token_loss(hidden, weight, labels, bias=bias).nll, wanted)
     ]
     assert torch.allclose(*got, rtol=0, atol=1e-10)
 
@@ -146,17 +141,19 @@ def test_a_head_s_bias_may_train_alone() -> None:
 def test_what_backward_holds_is_the_gradient_and_no_logits() -> None:
     hidden, weight, labels, _ = inputs_with(0.5)
     count = int((labels != -100).sum())
-    made = loss.token_loss(hidden, weight, labels, num_labels=count).nll  # torch 2.11 frees both at once
+    made = chunked_cross_entropy.token_loss(
+        hidden, weight, labels, num_labels=count
+    ).nll  # torch 2.11 frees both at once
     kept = [tensor.nbytes for tensor in made.grad_fn.saved_tensors if tensor is not None]
     assert sum(kept) == count * (HIDDEN * 8 + 1 + 8)  # and which rows they are
 
 
 def test_chunks_are_few_even_and_within_their_budget() -> None:
-    assert estimate.chunk_rows(16380, 2093) == 2048 and estimate.chunk_rows(4100, 4096) == 2304
+    assert memory_estimate.chunk_rows(16380, 2093) == 2048 and memory_estimate.chunk_rows(4100, 4096) == 2304
     assert (
-        estimate.chunk_rows(0, 4096) == 1
-        and estimate.chunk_rows(7, 4096) == 7
-        and estimate.chunk_rows(600, 0) == 256
+        memory_estimate.chunk_rows(0, 4096) == 1
+        and memory_estimate.chunk_rows(7, 4096) == 7
+        and memory_estimate.chunk_rows(600, 0) == 256
     )
 
 
@@ -187,7 +184,7 @@ def tiny(family: str):
 def test_on_each_family_it_is_the_model_s_own_loss(family: str) -> None:
     """And the model's logits and forward are as before, with it and after it."""
     made = tiny(family)
-    assert head.head_obstacle(made) == ""
+    assert lm_head_loss.head_obstacle(made) == ""
     ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :9] = labels[1, 20:] = -100
@@ -197,7 +194,7 @@ def test_on_each_family_it_is_the_model_s_own_loss(family: str) -> None:
     wanted = cross_entropy(plain[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
     trained = {n: p for n, p in made.named_parameters() if "layers" in n and "vision" not in n}
     right = torch.autograd.grad(wanted, list(trained.values()))
-    installed = head.install(made, compiled=False)
+    installed = lm_head_loss.install(made, compiled=False)
     found = made(input_ids=ids, labels=labels, num_labels=count)
     got = torch.autograd.grad(found.nll, list(trained.values()))
     assert torch.allclose(found.nll, wanted, rtol=1e-12)
@@ -221,13 +218,13 @@ class Doubled(LlamaForCausalLM):
 
 def test_a_head_it_does_not_fit_is_left_to_trl() -> None:
     odd = Doubled(LlamaConfig(**SIZE)).requires_grad_(False)
-    assert "not those of its head (relative difference 0.5)" in head.head_obstacle(odd)
+    assert "not those of its head (relative difference 0.5)" in lm_head_loss.head_obstacle(odd)
     nested = LlamaForCausalLM(LlamaConfig(**SIZE))
-    assert not head.head_obstacle(nested), "whether it trains or not"
+    assert not lm_head_loss.head_obstacle(nested), "whether it trains or not"
     nested.lm_head = torch.nn.Sequential(nested.lm_head)
-    assert "no plain linear layer (Sequential)" in head.head_obstacle(nested)
+    assert "no plain linear layer (Sequential)" in lm_head_loss.head_obstacle(nested)
     half = LlamaForCausalLM(LlamaConfig(**SIZE)).requires_grad_(False).half()
-    assert head.head_obstacle(half) == "the output head is in float16"
+    assert lm_head_loss.head_obstacle(half) == "the output head is in float16"
 
 
 ALONE = SimpleNamespace(
@@ -245,39 +242,39 @@ def test_trl_s_head_is_proved_before_it_trains() -> None:
         with pytest.raises(
             UserError, match=r"(?s)TRL's fused head does not compute.*difference 0\.\d"
         ) as raised:
-            head.choose(asked, odd, ALONE)
+            lm_head_loss.choose(asked, odd, ALONE)
         assert raised.value.code == 3 and "another base model" in str(raised.value)
     assert odd.training and "forward" not in vars(odd)
     capped = tiny("recurrent_gemma").float()
     torch.nn.init.normal_(capped.get_output_embeddings().weight)
-    assert head.choose("auto", capped, ALONE).value == "chunked"
+    assert lm_head_loss.choose("auto", capped, ALONE).value == "chunked"
     with pytest.raises(UserError, match=r"(?s)does not compute.*loss: auto"):
-        head.choose("trl", capped, ALONE)
+        lm_head_loss.choose("trl", capped, ALONE)
 
 
 def test_where_trl_s_head_is_right_it_goes_on_and_where_there_is_none_it_ends() -> None:
     projected = {"word_embed_proj_dim": 32, "ffn_dim": 64}
     opt = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **SIZE, **projected))
-    chosen = head.choose("auto", opt, ALONE)
+    chosen = lm_head_loss.choose("auto", opt, ALONE)
     assert chosen.value == "trl" and "TRL's is this model's own" in chosen.reason
     experts = {"num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}
     whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **SIZE, **experts))
     with pytest.raises(UserError, match=r"found: +AttributeError"):
-        head.choose("auto", whole, ALONE)
+        lm_head_loss.choose("auto", whole, ALONE)
 
 
 def opened(base: Path, *overrides: str):
     """The model of that folder with the quickstart's adapter and SFTConfig, and the recipe."""
     short = [f"model.name={base}", "train.effective_batch_size=8", "train.max_steps=2"]
-    loaded = recipe.load(QUICKSTART, [*short, *overrides])
+    loaded = loader.load(QUICKSTART, [*short, *overrides])
     kind = loaded.adapter.type
-    setup = hardware.choose(attention=loaded.model.attention, base="auto", adapter_type=kind)
-    batch = finetune_batch.split_batch(loaded.train, 1)
-    arguments = training_training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
-    loaded_base = model.load(loaded.model, setup, str(arguments.device))
+    setup = machine_setup.choose(attention=loaded.model.attention, base="auto", adapter_type=kind)
+    batch = batch_size.split_batch(loaded.train, 1)
+    arguments = training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
+    loaded_base = loading.load(loaded.model, setup, str(arguments.device))
     set_seed(loaded.train.seed)
-    added = models_tokenizer.added_tokens(loaded.model, models_tokenizer.load_tokenizer(loaded.model))
-    adapted = adapters.attach(loaded_base, loaded.adapter, arguments.max_steps, Ledger(), added=added)
+    added = tokenizer_setup.added_tokens(loaded.model, tokenizer_setup.load_tokenizer(loaded.model))
+    adapted = attach.attach(loaded_base, loaded.adapter, arguments.max_steps, RunChecks(), added=added)
     return adapted, arguments, loaded, setup
 
 
@@ -293,34 +290,34 @@ def test_where_it_is_not_the_run_s_loss_trl_s_is_and_an_explicit_request_ends(
     override: str, reason: str, two_layers
 ) -> None:
     adapted, arguments, _, _ = opened(two_layers, override)
-    chosen = head.choose("auto", adapted, arguments)
+    chosen = lm_head_loss.choose("auto", adapted, arguments)
     assert chosen.value == "trl" and reason in chosen.reason
-    assert head.choose("trl", adapted, arguments) == ("trl", "asked for")
+    assert lm_head_loss.choose("trl", adapted, arguments) == ("trl", "asked for")
     with pytest.raises(UserError, match=reason) as raised:
-        head.choose("chunked", adapted, arguments)
+        lm_head_loss.choose("chunked", adapted, arguments)
     assert raised.value.code == 3 and "loss: auto" in str(raised.value)
 
 
 def test_experts_balance_and_fp16_are_left_to_trl(two_layers) -> None:
     adapted, arguments, _, _ = opened(two_layers)
-    assert head.choose("auto", adapted, arguments).value == "chunked"
+    assert lm_head_loss.choose("auto", adapted, arguments).value == "chunked"
     arguments.fp16 = True
-    assert "fp16" in head.choose("auto", adapted, arguments).reason
+    assert "fp16" in lm_head_loss.choose("auto", adapted, arguments).reason
     arguments.fp16, arguments.loss_type = False, "dft"
-    assert "loss_type dft" in head.choose("auto", adapted, arguments).reason
+    assert "loss_type dft" in lm_head_loss.choose("auto", adapted, arguments).reason
     arguments.loss_type = "nll"
     adapted.config.output_router_logits, adapted.config.router_aux_loss_coef = False, 0.01
-    assert "balance" in head.choose("auto", adapted, arguments).reason
+    assert "balance" in lm_head_loss.choose("auto", adapted, arguments).reason
     arguments.router_aux_loss_coef = 0.0
-    assert head.choose("auto", adapted, arguments).value == "chunked"
+    assert lm_head_loss.choose("auto", adapted, arguments).value == "chunked"
 
 
 def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     """The trainer of a run on 96 rows, not yet trained."""
     adapted, arguments, loaded, setup = opened(base, "data.validation=null", *overrides)
     arguments.output_dir = str(folder)
-    tokenizer, prepared = training_training_data.prepare_in_turn(loaded, setup)
-    first = training_first_step.FirstStep(Ledger(), setup, steps=arguments.max_steps, batch=8)
+    tokenizer, prepared = training_data.prepare_in_turn(loaded, setup)
+    first = first_step_checks.FirstStep(RunChecks(), setup, steps=arguments.max_steps, batch=8)
     sections = loaded.adapter, loaded.speed
     trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, [first])
     trainer.install_loss(chosen, compiled=False)
@@ -346,12 +343,7 @@ def test_a_run_is_what_it_was_with_trl_s(case: str, small, two_layers, tmp_path)
         trainer.train()
         logs.append([line for line in trainer.state.log_history if "loss" in line])
         weights.append(
-            torch.cat(
-                [
-                    p.detach().flatten()
-                    for p in adapters_trainable_parameters.trainable(trainer.model).values()
-                ]
-            )
+            torch.cat([p.detach().flatten() for p in trainable_parameters.trainable(trainer.model).values()])
         )
         if trainer.chunked:
             assert trainer.chunked.computed < trainer.chunked.rows or case == "full rows"
@@ -419,15 +411,15 @@ def test_a_request_leaves_a_receipt_and_a_streamed_run_counts_for_itself(train) 
 
 
 def test_a_receipt_fails_where_another_loss_ran() -> None:
-    installed = head.Installed(lambda: None, calls=2)
+    installed = lm_head_loss.Installed(lambda: None, calls=2)
     for chosen, done, operations, ok in (
         ("chunked", installed, ["_OutputHead"], True),
         ("chunked", installed, ["ChunkedLogProbFunction"], False),
-        ("chunked", head.Installed(lambda: None, calls=1), ["_OutputHead"], False),
-        ("chunked", head.Installed(lambda: None, calls=2, logits_kept=True), ["_OutputHead"], False),
+        ("chunked", lm_head_loss.Installed(lambda: None, calls=1), ["_OutputHead"], False),
+        ("chunked", lm_head_loss.Installed(lambda: None, calls=2, logits_kept=True), ["_OutputHead"], False),
         ("trl", None, ["ChunkedLogProbFunction"], True),
         ("trl", None, [], False),
     ):
-        ledger = Ledger()
-        head.add_receipt(chosen, done, operations, 2, ledger)
+        ledger = RunChecks()
+        lm_head_loss.add_receipt(chosen, done, operations, 2, ledger)
         assert ledger.receipts[0].ok is ok

@@ -11,13 +11,13 @@ import pytest
 from conftest import DATA, MODEL
 from test_shared_assets import ASSETS
 
-from finetune.data import bundled, chat
+from finetune.core.errors import UserError
+from finetune.data import chat_templates, encoding
+from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import convert
-from finetune.data.prepare import prepare
-from finetune.data.rows import BadRow, Example, Row
-from finetune.errors import UserError
-from finetune.models_tokenizer import declared_ends, foreign_template, load_tokenizer
-from finetune.sections import Data, Model
+from finetune.data.preparation import prepare
+from finetune.models.tokenizer_setup import declared_ends, foreign_template, load_tokenizer
+from finetune.recipe.schema import Data, Model
 
 TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "Who came?"},
@@ -40,22 +40,22 @@ def tokenizer_with(template: str | None = None, bos: bool = False) -> Any:
     return tokenizer
 
 
-def encoder_of(tokenizer: Any, chats: bool = True, **data: Any) -> chat.Encoder:
-    return chat.make_encoder(tokenizer, Data(name="-", **data), chats)
+def encoder_of(tokenizer: Any, chats: bool = True, **data: Any) -> encoding.Encoder:
+    return encoding.make_encoder(tokenizer, Data(name="-", **data), chats)
 
 
 def example(messages: list[dict[str, Any]]) -> Example:
     return convert(Row({"messages": messages}, "a:1"), Data(name="-"), "messages")
 
 
-def one(encoder: chat.Encoder, found: Example) -> chat.Encoded:
+def one(encoder: encoding.Encoder, found: Example) -> encoding.Encoded:
     (encoded,) = encoder([found])
-    assert isinstance(encoded, chat.Encoded), encoded
+    assert isinstance(encoded, encoding.Encoded), encoded
     assert len(encoded.labels()) == len(encoded.ids)
     return encoded
 
 
-def trained(encoder: chat.Encoder, messages: list[dict[str, Any]]) -> str:
+def trained(encoder: encoding.Encoder, messages: list[dict[str, Any]]) -> str:
     labels = one(encoder, example(messages)).labels()
     return encoder.tokenizer.decode([label for label in labels if label != -100])
 
@@ -70,7 +70,7 @@ def refused(template: str, messages: list[dict[str, Any]]) -> BadRow:
 def test_train_on_says_which_turns() -> None:
     tokenizer = tokenizer_with()
     call = {"function": {"name": "look", "arguments": {}}}
-    template = bundled.read_template("qwen3")
+    template = chat_templates.read_template("qwen3")
     tools = [*TURNS[:3], {"role": "assistant", "content": "I look.", "tool_calls": [call]}]
     tools += [{"role": "tool", "content": "Omar"}, {"role": "assistant", "content": "Omar."}]
     first, last = "Maria did.<|im_end|>", "Omar.<|im_end|>"
@@ -95,7 +95,7 @@ def test_a_message_says_for_itself_whether_it_is_trained_on() -> None:
 
 
 def test_a_text_that_a_template_made_is_given_no_second_bos() -> None:
-    template = "{{ bos_token }}" + bundled.read_template("chatml")
+    template = "{{ bos_token }}" + chat_templates.read_template("chatml")
     encoder = encoder_of(tokenizer_with(template, bos=True))
     encoded = one(encoder, example(TURNS))
     bos = encoder.tokenizer.bos_token_id
@@ -172,14 +172,14 @@ def test_what_a_template_has_no_place_for_is_an_error_of_the_row(family: str, tu
         messages = [turn, *TURNS]
     elif turn.get("role") == "tool":
         messages = [*TURNS[:2], turn, TURNS[3]]
-    bad = refused(bundled.read_template(family), messages)
+    bad = refused(chat_templates.read_template(family), messages)
     assert says in bad.problem.what + bad.problem.found and bad.kind == "malformed"
 
 
 def test_an_answer_that_ends_in_an_emoji_of_several_tokens_is_trained_whole() -> None:
     tokenizer = tokenizer_with()
     assert len(tokenizer("🦙", add_special_tokens=False)["input_ids"]) > 1
-    marks_content_only = bundled.read_template("chatml").replace(
+    marks_content_only = chat_templates.read_template("chatml").replace(
         "message['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
         "message['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
     )
@@ -207,7 +207,7 @@ def test_a_border_inside_of_a_token_is_counted(before: str, content: str, after:
 
 def test_real_rows_have_the_same_mask_by_marks_and_turn_by_turn() -> None:
     tokenizer = tokenizer_with()
-    assert chat.MARKS.search(tokenizer.chat_template)
+    assert encoding.MARKS.search(tokenizer.chat_template)
     bare = re.sub(
         r"generation (-?%)", r"if true \1", tokenizer.chat_template.replace("endgeneration", "endif")
     )
@@ -216,7 +216,7 @@ def test_real_rows_have_the_same_mask_by_marks_and_turn_by_turn() -> None:
     rows = [json.loads(line) for line in (DATA / "test.jsonl").read_text().splitlines()[:100]]
     examples = [example(row["messages"]) for row in rows]
     marked, derived = (encoder(examples) for encoder in encoders)
-    assert marked == derived and all(isinstance(row, chat.Encoded) and row.trained for row in marked)
+    assert marked == derived and all(isinstance(row, encoding.Encoded) and row.trained for row in marked)
 
 
 def test_without_a_template_only_chats_are_an_error() -> None:
@@ -230,17 +230,17 @@ def test_without_a_template_only_chats_are_an_error() -> None:
 
 def test_a_template_is_named_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("é")
-    assert bundled.read_template(str(tmp_path / "mine.jinja")) == "é"
+    assert chat_templates.read_template(str(tmp_path / "mine.jinja")) == "é"
     with pytest.raises(UserError, match="no such template") as raised:
-        bundled.read_template("quen3")
+        chat_templates.read_template("quen3")
     assert "try:       qwen3" in str(raised.value)
     (tmp_path / "mine.jinja").write_bytes(b"\xe9")
     with pytest.raises(UserError, match="not UTF-8"):
-        bundled.read_template(str(tmp_path / "mine.jinja"))
+        chat_templates.read_template(str(tmp_path / "mine.jinja"))
 
 
 def test_marks_that_begin_inside_of_the_prompt_leave_it_untrained() -> None:
-    template = bundled.read_template("chatml").replace(
+    template = chat_templates.read_template("chatml").replace(
         "'<|im_start|>' + message['role'] + '\\n'", "'<|im_start|>'"
     )
     template = template.replace("{%- generation -%}{{-", "{%- generation -%}{{- 'assistant\\n' +")
@@ -255,14 +255,14 @@ def test_marks_that_begin_inside_of_the_prompt_leave_it_untrained() -> None:
 
 def test_what_ends_a_turn_is_what_the_model_declares_too(weightless: Path) -> None:
     """GLM-4.5 declares <|user|>, which its template writes after each answer."""
-    tokenizer = tokenizer_with(bundled.read_template("glm4moe"))
+    tokenizer = tokenizer_with(chat_templates.read_template("glm4moe"))
     tokenizer.add_tokens(["<|user|>", "<|assistant|>"], special_tokens=True)
     word, user = tokenizer.convert_tokens_to_ids(["the", "<|user|>"])
     config = weightless / "generation_config.json"
     config.write_text(json.dumps({"eos_token_id": [word, user]}))
     declared = declared_ends(Model(name=str(weightless)))
     assert declared == {word, user}
-    encoder = chat.make_encoder(tokenizer, Data(name="-"), True, declared)
+    encoder = encoding.make_encoder(tokenizer, Data(name="-"), True, declared)
     last = one(encoder, example(TURNS)).labels()[-1]
     assert last == user and user in encoder.stops and user not in encoder_of(tokenizer).stops
     assert word not in encoder.stops, "a word of the text, as a config's defaults may name"
@@ -272,13 +272,13 @@ def test_what_ends_a_turn_is_what_the_model_declares_too(weightless: Path) -> No
 
 
 def test_the_end_of_a_message_ends_no_turn_of_gpt_oss() -> None:
-    tokenizer = tokenizer_with(bundled.read_template("gptoss"))
+    tokenizer = tokenizer_with(chat_templates.read_template("gptoss"))
     tokenizer.add_tokens(["<|end|>"], special_tokens=True)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    assert end in chat.stop_ids(tokenizer), "of Phi-3"
+    assert end in encoding.stop_ids(tokenizer), "of Phi-3"
     tokenizer.add_tokens(["<|return|>"], special_tokens=True)
     tokenizer.eos_token = "<|return|>"
-    assert end not in chat.stop_ids(tokenizer) and tokenizer.eos_token_id in chat.stop_ids(tokenizer)
+    assert end not in encoding.stop_ids(tokenizer) and tokenizer.eos_token_id in encoding.stop_ids(tokenizer)
     thought = [TURNS[0], {**TURNS[1], "thinking": "Who?"}]
     assert trained(encoder_of(tokenizer), thought).endswith("Maria did.<|return|>")
 
@@ -299,7 +299,7 @@ def test_chats_with_tools_have_the_template_that_the_tokenizer_has_for_them(weig
     chats = [convert(Row({"messages": TURNS, **more}, "a:1"), Data(name="-"), "messages")
              for more in ({"tools": tools}, {}, {"tools": tools})]  # fmt: skip
     for found, prompt, chosen in zip(encoder(chats), encoder.prompts(chats), chats, strict=True):
-        assert isinstance(found, chat.Encoded)
+        assert isinstance(found, encoding.Encoded)
         whole = tokenizer.apply_chat_template(chosen.messages, tools=chosen.tools, tokenize=False)
         assert tokenizer.decode(found.ids) == whole and ("look" in whole) == bool(chosen.tools)
         assert found.ids[: len(prompt)] == prompt and found.trained[-1][0] == len(prompt)
@@ -312,7 +312,7 @@ def test_chats_with_tools_have_the_template_that_the_tokenizer_has_for_them(weig
 
 def test_a_template_that_makes_no_prompt_is_refused_before_anything_trains() -> None:
     """Its marked twin names no BOS, which this tokenizer lacks."""
-    tokenizer = tokenizer_with(bundled.read_template("llama3"))
+    tokenizer = tokenizer_with(chat_templates.read_template("llama3"))
     with pytest.raises(UserError, match=r"data.chat_template: .* no prompt(.|\n)*'bos_token' is undefined"):
         encoder_of(tokenizer)
 
@@ -325,7 +325,7 @@ def test_a_held_out_row_without_a_prompt_is_found_at_the_audit(tmp_path: Path) -
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     data = Data(name=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "b.jsonl"), cache=str(tmp_path))
     with pytest.raises(UserError, match=r"no prompt can be made \(.*b.jsonl:1\)"):
-        prepare(data, tokenizer_with(bundled.read_template("deepseekv3")), 0, None)
+        prepare(data, tokenizer_with(chat_templates.read_template("deepseekv3")), 0, None)
 
 
 def test_equal_rows_in_one_batch_are_encoded_as_each_alone() -> None:

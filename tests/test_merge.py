@@ -9,21 +9,16 @@ import torch
 from conftest import MODEL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import (
-    cli,
-    evaluation_reopen,
-    hardware,
-    model,
-    models_quantization_checks,
-    publish,
-    quantize,
-    recipe,
-)
-from finetune import merge as finetune_merge
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.run_folder import RunFolder
-from finetune.sections import Model
+from finetune.autoconfig import machine_setup
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.evaluation import reopen
+from finetune.export import merging, publishing, torchao_quantization
+from finetune.models import loading, quantization_checks
+from finetune.recipe import loader
+from finetune.recipe.schema import Model
+from finetune.run_folder.run_folder import RunFolder
 
 RUNS: dict[str, Path] = {}
 UNEVALUATED = "data.validation=null"  # a third of a short run is its evaluation
@@ -34,7 +29,9 @@ IDS = torch.arange(3, 3999, 37).reshape(4, 27)
 def run(train, tmp_path, monkeypatch):
     """`run(type, *overrides)`: a copy of a run of two steps that is trained once for all tests."""
 
-    monkeypatch.setattr("finetune.proof.PROBE_ROWS", 6)  # of 32: the others say the same, and cost time
+    monkeypatch.setattr(
+        "finetune.export.verify_merge.PROBE_ROWS", 6
+    )  # of 32: the others say the same, and cost time
 
     def of(kind: str, *overrides: str) -> RunFolder:
         key = " ".join((kind, *overrides))
@@ -52,7 +49,7 @@ def run(train, tmp_path, monkeypatch):
 
 
 def merge(folder: RunFolder, *options: str, code: int = 0) -> dict:
-    assert cli.main(["merge", str(folder.path), *options, "--quiet"]) == code
+    assert main.main(["merge", str(folder.path), *options, "--quiet"]) == code
     return folder.read("merge.json") if (folder.path / "merge.json").exists() else {}
 
 
@@ -107,7 +104,7 @@ def test_in_bfloat16_it_says_how_near_it_is(run, capsys) -> None:
     from transformers import AutoTokenizer
 
     folder = run("lora")
-    assert cli.main(["merge", str(folder.path)]) == 0
+    assert main.main(["merge", str(folder.path)]) == 0
     said = capsys.readouterr().out
     assert "nats a token" in said and "6 held-out rows" in said and "next:" in said
     report = folder.read("merge.json")["merged"]
@@ -128,7 +125,7 @@ def test_the_merged_generation_config_is_one_that_is_saved(run, tmp_path, capsys
     folder, base = run("lora"), tmp_path / "sampling"
     shutil.copytree(MODEL, base)
     (base / "generation_config.json").write_text('{"temperature": 0.9, "eos_token_id": 1}')
-    assert cli.main(["merge", str(folder.path), f"model.name={base}"]) == 0
+    assert main.main(["merge", str(folder.path), f"model.name={base}"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "do_sample: true, which the base's temperature 0.9 asks for" in said
     assert "eos_token_id [1, 3], not the base's 1" in said
@@ -137,7 +134,7 @@ def test_the_merged_generation_config_is_one_that_is_saved(run, tmp_path, capsys
 
 
 def test_the_figures_are_those_of_a_plain_computation() -> None:
-    from finetune.proof import agreement
+    from finetune.export.verify_merge import agreement
 
     torch.manual_seed(0)
     wanted, base, got = ([torch.randn(n, 50) for n in (3, 7)] for _ in range(3))
@@ -156,14 +153,14 @@ def test_the_figures_are_those_of_a_plain_computation() -> None:
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_4_bit_run_is_merged_onto_what_training_saw(precision: str, run, monkeypatch) -> None:
-    from finetune.proof import logits as in_fp32
+    from finetune.export.verify_merge import logits as in_fp32
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     folder = run("qlora", UNEVALUATED, f"train.seed={len(precision)}", "train.effective_batch_size=1")
     report = merge(folder, "--dtype", "float32")["merged"]
     assert report["merged_onto"] == "nf4"
     merged = torch.stack(in_fp32(plain(folder.path / "merged"), IDS.tolist()))
-    live = torch.stack(in_fp32(evaluation_reopen.reopen(folder, recipe.load(folder.recipe)), IDS.tolist()))
+    live = torch.stack(in_fp32(reopen.reopen(folder, loader.load(folder.recipe)), IDS.tolist()))
     assert away(merged, live) < 1e-4
     assert away(merged, tuned(folder)) > 1e-2, "the base as it was before it was quantised is another model"
 
@@ -220,7 +217,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.1), ("int4", 0.7), ("fp8", 0.2)])
 def test_quantised_weights_are_measured_before_and_after(kind: str, error: float, run, capsys) -> None:
     folder = run("lora")
-    assert cli.main(["merge", str(folder.path), "--quantize", kind]) == 0
+    assert main.main(["merge", str(folder.path), "--quantize", kind]) == 0
     assert "42 linear layers; not quantised: output head" in capsys.readouterr().out
     report = folder.read("merge.json")[f"merged-{kind}"]
     opened = plain(folder.path / f"merged-{kind}")
@@ -244,13 +241,16 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
     more = {"num_key_value_heads": 1, "vocab_size": 64, "num_local_experts": 4}
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes, **more))
     made.to(torch.bfloat16).save_pretrained(tmp_path)
-    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="qlora")
-    small = quantize.load(tmp_path, "int8", torch.bfloat16, setup.hardware)
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="qlora")
+    small = torchao_quantization.load(tmp_path, "int8", torch.bfloat16, setup.hardware)
     stacked = 4 * 3 * 64 * 64 * 2
-    said = quantize.kept(small, 2 * stacked)
-    assert said == f"{quantize.KEPT}, experts (0.1 MB, 50% of what is stored: they are no linear layers)"
-    assert quantize.kept(torch.nn.Linear(2, 2), 1) == quantize.KEPT
-    model.load(Model(name=str(tmp_path)), setup, "cpu", ledger := Ledger())
+    said = torchao_quantization.kept(small, 2 * stacked)
+    assert (
+        said
+        == f"{torchao_quantization.KEPT}, experts (0.1 MB, 50% of what is stored: they are no linear layers)"
+    )
+    assert torchao_quantization.kept(torch.nn.Linear(2, 2), 1) == torchao_quantization.KEPT
+    loading.load(Model(name=str(tmp_path)), setup, "cpu", ledger := RunChecks())
     (found,) = ledger.as_json()
     assert found["option"] == "speed.base" and found["ok"] and found["got"].startswith("4 of 4 ")
     assert found["got"].endswith("; 0.19 MiB of experts stay: they are no linear layers")
@@ -258,7 +258,7 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
 
 def test_a_base_that_is_none_of_codes_is_no_quantised_one(two_layers) -> None:
     plain = AutoModelForCausalLM.from_pretrained(two_layers)
-    models_quantization_checks.add_coded_receipt(plain, "nf4", ledger := Ledger())
+    quantization_checks.add_coded_receipt(plain, "nf4", ledger := RunChecks())
     with pytest.raises(UserError, match="asked for one thing, got another") as raised:
         ledger.check()
     assert raised.value.code == 3 and "0 of 14 linear layers" in str(raised.value)
@@ -277,7 +277,7 @@ def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:
 
 
 def test_without_torchao_the_pip_line(run, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.core_packages.installed", lambda name: name != "torchao")
+    monkeypatch.setattr("finetune.core.packages.installed", lambda name: name != "torchao")
     folder = run("lora")
     merge(folder, "--quantize", "int8", code=3)
     assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err
@@ -287,9 +287,11 @@ def test_what_torchao_can_t_store_is_said(run, monkeypatch, capsys) -> None:
     """As on a GPU: packed int4, which this machine has no kernel for."""
     from torchao.quantization import Int4WeightOnlyConfig
 
-    from finetune import quantize
+    from finetune.export import torchao_quantization
 
-    monkeypatch.setattr(quantize, "choose", lambda *_: (Int4WeightOnlyConfig(group_size=32), "int4"))
+    monkeypatch.setattr(
+        torchao_quantization, "choose", lambda *_: (Int4WeightOnlyConfig(group_size=32), "int4")
+    )
     folder = run("lora")
     merge(folder, "--quantize", "int4", code=3)
     said = capsys.readouterr().err
@@ -325,10 +327,10 @@ def test_what_is_merged_elsewhere_is_not_what_the_run_folder_holds(tmp_path, mon
     (tmp_path / "staged").mkdir()
     folder.write("merge.json", {"merged": {"dtype": "bfloat16"}})
     monkeypatch.chdir(tmp_path)
-    finetune_merge.publish(tmp_path / "staged", Path("merged"), folder, {"dtype": "float32"})
+    merging.publish(tmp_path / "staged", Path("merged"), folder, {"dtype": "float32"})
     for place, dtype in ((folder.path, "bfloat16"), (tmp_path, "float32")):
-        _, weights = publish.find_weights(folder, merged=True)
-        assert weights == place / "merged" and publish.merge_report(folder, weights) == {"dtype": dtype}
+        _, weights = publishing.find_weights(folder, merged=True)
+        assert weights == place / "merged" and publishing.merge_report(folder, weights) == {"dtype": dtype}
         weights.rmdir()
 
 
@@ -347,7 +349,7 @@ def test_a_type_that_peft_can_t_merge(run, capsys) -> None:
 
 def test_without_held_out_rows_training_rows_prove_it(run, capsys) -> None:
     folder = run("ia3", UNEVALUATED)
-    assert cli.main(["merge", str(folder.path), "--quantize", "int8"]) == 0
+    assert main.main(["merge", str(folder.path), "--quantize", "int8"]) == 0
     said = capsys.readouterr().out
     assert "6 training rows" in said and "exact match" not in said
     report = folder.read("merge.json")["merged-int8"]
@@ -374,5 +376,5 @@ def test_a_saved_folder_that_lacks_weights_is_refused(run, monkeypatch, capsys) 
 
 
 def test_merge_wants_a_run(tmp_path, capsys) -> None:
-    assert cli.main(["merge", str(tmp_path)]) == 2
+    assert main.main(["merge", str(tmp_path)]) == 2
     assert json.dumps(str(tmp_path))[1:-1] in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_formats import ANSWER, CALL, CHAT, USER, bad, bad_chat, chat, row
 
-from finetune.data.rows import Example
+from finetune.data.examples import Example
 
 
 def test_messages_stay_as_they_are() -> None:

@@ -10,20 +10,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from finetune import (
-    autoconfig_base_quantization,
-    autoconfig_precision,
-    hardware,
-    model,
-    models_generation_config,
-    models_tokenizer,
-    zero,
-)
-from finetune.errors import Exit, UserError
-from finetune.hardware_device import Hardware
-from finetune.models_fingerprint import fingerprint
-from finetune.receipts import Ledger
-from finetune.sections import Model
+from finetune.autoconfig import base_quantization, machine_setup, mixed_precision
+from finetune.core.errors import Exit, UserError
+from finetune.core.run_checks import RunChecks
+from finetune.distributed import deepspeed_zero
+from finetune.hardware.detection import Hardware
+from finetune.models import generation_config, loading, tokenizer_setup
+from finetune.models.fingerprint import fingerprint
+from finetune.recipe.schema import Model
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80, 64)
@@ -60,13 +54,13 @@ def test_a_new_token_is_seen_wherever_it_stands(tmp_path) -> None:
     backend = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
-    tokenizer = models_tokenizer.load_tokenizer(Model(name=str(tmp_path), add_tokens=["<tool>", "<tool>e"]))
+    tokenizer = tokenizer_setup.load_tokenizer(Model(name=str(tmp_path), add_tokens=["<tool>", "<tool>e"]))
     assert [tokenizer.tokenize(f"use{token}us")[4] for token in ("<tool>", "<tool>e")] == [
         "<tool>",
         "<tool>e",
     ]
     with pytest.raises(UserError, match=r"model.add_tokens: .* does not see it(.|\n)*''"):
-        models_tokenizer.load_tokenizer(Model(name=str(tmp_path), add_tokens=[""]))
+        tokenizer_setup.load_tokenizer(Model(name=str(tmp_path), add_tokens=[""]))
 
 
 def test_a_tokenizer_cuts_and_pads_nothing_by_itself(weightless: Path) -> None:
@@ -77,13 +71,13 @@ def test_a_tokenizer_cuts_and_pads_nothing_by_itself(weightless: Path) -> None:
     pads |= {"pad_type_id": 0, "pad_token": "<pad>"}
     content = json.loads(path.read_text()) | {"truncation": cuts, "padding": pads}
     path.write_text(json.dumps(content))
-    tokenizer: Any = models_tokenizer.load_tokenizer(Model(name=str(weightless)))
+    tokenizer: Any = tokenizer_setup.load_tokenizer(Model(name=str(weightless)))
     backend = tokenizer.backend_tokenizer
     assert (backend.truncation, backend.padding) == (None, None)
 
 
 def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
-    ledger = Ledger()
+    ledger = RunChecks()
     ledger.add("a", 1, 1, "counted")
     ledger.check()
     ledger.add("saved", "this", "that", "read back", code=Exit.ARTEFACT)
@@ -97,20 +91,20 @@ def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
 @pytest.mark.parametrize(("machine", "precision"), [(CPU, "no"), (H100, "bf16"), (T4, "fp16")])
 def test_precision_without_a_launcher(machine: Hardware, precision: str, monkeypatch) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    launch = autoconfig_precision.launch(machine)
+    launch = mixed_precision.launch(machine)
     assert (launch.precision, launch.precision_by) == (precision, "hardware")
 
 
 def test_the_launch_owns_precision(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert autoconfig_precision.launch(H100).precision == "no"
+    assert mixed_precision.launch(H100).precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(UserError, match="no bf16") as raised:
-        autoconfig_precision.launch(T4)
+        mixed_precision.launch(T4)
     assert raised.value.code == 3
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
-        autoconfig_precision.launch(T4)
+        mixed_precision.launch(T4)
     assert raised.value.code == 3
 
 
@@ -126,13 +120,13 @@ def test_the_launch_owns_precision(monkeypatch) -> None:
     ],
 )
 def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str) -> None:
-    choice = autoconfig_base_quantization.choose_base(asked, kind, precision, H100)
+    choice = base_quantization.choose_base(asked, kind, precision, H100)
     assert choice.value == stored and choice.reason
 
 
 def test_recompute_is_planned_from_memory() -> None:
-    from finetune.estimate import Keeps, Memory, at_once, kept_gib, split
-    from finetune.keeping import choose_recompute
+    from finetune.autoconfig.activation_checkpointing import choose_recompute
+    from finetune.autoconfig.memory_estimate import Keeps, Memory, at_once, kept_gib, split
 
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=False)) == pytest.approx(60, rel=0.1)  # measured
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=True)) == pytest.approx(54, rel=0.1)  # measured
@@ -179,14 +173,14 @@ def test_recompute_is_planned_from_memory() -> None:
 
 def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     """Only where int8 is not enough, where the CPU has room, and as far as copies are hidden."""
-    from finetune import keeping
-    from finetune.estimate import Keeps, Memory, activations, at_once, away
+    from finetune.autoconfig import activation_checkpointing
+    from finetune.autoconfig.memory_estimate import Keeps, Memory, activations, at_once, away
 
     plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0, mlps=28.0)
     plan = plan._replace(rounding=0.25, beside=0.5)  # what else a layer keeps: 18 / 32 GiB
 
     def chosen(recompute: str = "auto", offload: str = "auto", at: Hardware = H100, **other: float) -> Any:
-        again, leaves, made = keeping.choose(recompute, offload, plan._replace(**other), at)
+        again, leaves, made = activation_checkpointing.choose(recompute, offload, plan._replace(**other), at)
         assert made.away == away(leaves.value, 32) * (offload == "auto")
         return again.value, leaves.value, leaves.reason
 
@@ -208,7 +202,9 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     for fused, share in ((True, 4096 / 7700), (False, 0.0)):  # FSDP2 splits what would be fused
         made = activations(LLAMA_8B, 16384, Keeps(fused, fp8=True), **given)
         assert made.beside == share and (made.rounding == math.inf) == (not fused)
-        assert keeping.choose("auto", "auto", made, H100)[0].value.startswith("int8") == fused
+        assert (
+            activation_checkpointing.choose("auto", "auto", made, H100)[0].value.startswith("int8") == fused
+        )
     assert chosen("int8:6", room=30.0) == ("int8:6", "none", "auto: speed.recompute is asked for")
     assert chosen(room=15.0) == ("10 of 32", "none", "auto: all layers would not be enough")
     assert chosen(room=30.0, host=5.1) == ("int8", "activations:9", reason)
@@ -219,7 +215,7 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
 def test_a_process_without_weights_has_all_but_these(two_layers, untied) -> None:
     for folder in (two_layers, untied):
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        empty = model.without_weights(AutoConfig.from_pretrained(folder), torch.bfloat16)
+        empty = loading.without_weights(AutoConfig.from_pretrained(folder), torch.bfloat16)
         made, wanted = dict(empty.named_parameters()), dict(whole.named_parameters())
         assert made.keys() == wanted.keys() and not empty.training
         assert all((p.shape, p.dtype) == (made[n].shape, made[n].dtype) for n, p in wanted.items())
@@ -229,9 +225,9 @@ def test_a_process_without_weights_has_all_but_these(two_layers, untied) -> None
 
 def test_a_model_over_all_devices_is_the_model(two_layers) -> None:
     """As a base is opened that no GPU holds alone; transformers takes `auto` for no device of a map."""
-    setup = hardware.choose(attention="auto", base="auto", adapter_type="lora")
+    setup = machine_setup.choose(attention="auto", base="auto", adapter_type="lora")
     ids = torch.arange(12)[None]
-    one, spread = (model.load(Model(name=str(two_layers)), setup, device) for device in ("cpu", "auto"))
+    one, spread = (loading.load(Model(name=str(two_layers)), setup, device) for device in ("cpu", "auto"))
     assert torch.equal(one(ids).logits, spread(ids).logits)
 
 
@@ -261,7 +257,7 @@ def test_a_generation_config_that_opens_is_saved_as_far_as_it_is_valid(base, sav
     """transformers does not save all that it opens: with it, trained weights were lost."""
     (tmp_path / "generation_config.json").write_text(json.dumps(base))
     generation = GenerationConfig.from_pretrained(tmp_path)
-    notes = models_generation_config.settle_generation(generation, [])
+    notes = generation_config.settle_generation(generation, [])
     assert len(notes) == len(said) and all(text in note for text, note in zip(said, notes, strict=True))
     generation.save_pretrained(tmp_path)
     again = GenerationConfig.from_pretrained(tmp_path)
@@ -279,7 +275,7 @@ def test_what_a_model_computes_of_itself_is_as_it_makes_it(family: str) -> None:
     for module in made.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.bfloat16())
-    zero.own_buffers(made)
+    deepspeed_zero.own_buffers(made)
     for name, buffer in made.named_buffers():
         assert buffer.dtype == whole[name].dtype and torch.equal(buffer, whole[name]), name
 
@@ -291,7 +287,7 @@ def test_weights_that_want_a_package_which_is_not_there(two_layers, tmp_path, ca
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "hqq", "quant_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
-    setup = hardware.choose(attention="sdpa", base="auto", adapter_type="lora")
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="lora")
     with pytest.raises(UserError, match="wants a package that is not here") as raised:
-        model.load(Model(name=str(folder)), setup, "cpu")
+        loading.load(Model(name=str(folder)), setup, "cpu")
     assert raised.value.code == Exit.ENVIRONMENT and "hqq" in str(raised.value)

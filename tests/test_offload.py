@@ -10,11 +10,12 @@ import two_ranks
 from conftest import MODEL, QUICKSTART
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from finetune import autoconfig_compilation, cli
-from finetune.hardware_device import Hardware
-from finetune.receipts import Choice, Ledger
-from finetune.sections import Speed
-from finetune.speed import apply, offload
+from finetune.autoconfig import compilation
+from finetune.cli import main
+from finetune.core.run_checks import Choice, RunChecks
+from finetune.hardware.detection import Hardware
+from finetune.recipe.schema import Speed
+from finetune.speed import activation_offload, apply_to_model
 
 ADAPTERS = {
     "lora": lambda: LoraConfig(r=16, target_modules="all-linear"),
@@ -63,11 +64,11 @@ def assert_same(one, other) -> None:
 def test_inputs_that_left_and_came_back_change_nothing(kind: str, recomputed: int) -> None:
     model = model_of(kind)
     plain = gradients(model)
-    layers, ledger = apply.decoder_layers(model), Ledger()
-    apply.add_recompute(model, layers, recomputed, ledger)
+    layers, ledger = apply_to_model.decoder_layers(model), RunChecks()
+    apply_to_model.add_recompute(model, layers, recomputed, ledger)
     chosen = [layer for layer in layers if layer.gradient_checkpointing]
-    made = offload.Activations(chosen, model.device)
-    assert offload.of(model) is made
+    made = activation_offload.Activations(chosen, model.device)
+    assert activation_offload.of(model) is made
     assert_same(plain, gradients(model))
     assert made.out == made.back == 2 * recomputed  # micro-batches
     assert made.bytes == made.out * 2 * 32 * model.config.hidden_size * 4
@@ -81,16 +82,16 @@ def test_inputs_that_left_and_came_back_change_nothing(kind: str, recomputed: in
 def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
     """Norms and MLPs are made again, what is left leaves: inputs, attention's q, k, v and output."""
     model = model_of(kind)
-    layers = apply.decoder_layers(model)
-    apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
+    layers = apply_to_model.decoder_layers(model)
+    apply_to_model.add_fused(model, layers, Choice("on", "asked for"), RunChecks())
     plain = gradients(model)
-    ledger = Ledger()
-    apply.add_recompute(model, layers, 0, ledger, mlps=len(layers))
-    made = offload.Activations(layers, model.device)
+    ledger = RunChecks()
+    apply_to_model.add_recompute(model, layers, 0, ledger, mlps=len(layers))
+    made = activation_offload.Activations(layers, model.device)
     assert_same(plain, gradients(model))
     one = 2 * 32 * model.config.hidden_size * 4  # bytes of a layer's input
     assert made.out == made.back == 4 and made.bytes >= 4 * 4 * one
-    passing = offload.Pass(layers[0], 1, None)
+    passing = activation_offload.Pass(layers[0], 1, None)
     assert all(passing.holds(weight) for weight in layers[0].parameters())
     assert not passing.holds(torch.ones(8, 8)) and passing.holds(torch.ones(8, 8)[:, :4])
     made.add_receipt(2, ledger)
@@ -102,11 +103,11 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
     model = model_of("lora")
     asked = Speed(fused=True, recompute="int8", offload="activations:1")
     cpu = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
-    chosen = apply.apply(model, asked, autoconfig_compilation.Work(64, 1e9), cpu, ledger := Ledger())
-    made = offload.of(model)
-    assert made and made.layers == apply.decoder_layers(model)[:1] and chosen["speed.offload"].value
+    chosen = apply_to_model.apply(model, asked, compilation.Work(64, 1e9), cpu, ledger := RunChecks())
+    made = activation_offload.of(model)
+    assert made and made.layers == apply_to_model.decoder_layers(model)[:1] and chosen["speed.offload"].value
     order = list[str]()
-    fetch, last = made.fetch, apply.decoder_layers(model)[-1].mlp.down_proj.lora_A["default"].weight
+    fetch, last = made.fetch, apply_to_model.decoder_layers(model)[-1].mlp.down_proj.lora_A["default"].weight
     made.fetch = lambda owner: (order.append("fetch"), fetch(owner))[1]
     last.register_post_accumulate_grad_hook(lambda _: order.append("last layer's gradient"))
     gradients(model)
@@ -122,10 +123,10 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
 def test_what_is_made_again_is_not_kept_when_compiled(half: str) -> None:
     """A compiler sees that forward and backward make the same product, and would keep it."""
     model, saved = model_of("lora"), list[tuple[torch.Size, torch.dtype]]()
-    layers = apply.decoder_layers(model)[:1]
-    apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
+    layers = apply_to_model.decoder_layers(model)[:1]
+    apply_to_model.add_fused(model, layers, Choice("on", "asked for"), RunChecks())
     plain = gradients(model)
-    apply.add_recompute(model, layers, 0, Ledger(), mlps=half == "mlp", rounded=half == "int8")
+    apply_to_model.add_recompute(model, layers, 0, RunChecks(), mlps=half == "mlp", rounded=half == "int8")
     layers[0].compile(backend="aot_eager_decomp_partition")
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,12 +149,12 @@ def test_layers_alike_are_compiled_once(how: str) -> None:
     """The first layer's input has no gradient, all others share one graph: 80 layers took minutes."""
     model = model_of("lora")
     model.config.use_cache = False
-    layers = apply.decoder_layers(model)
+    layers = apply_to_model.decoder_layers(model)
     layers += [copy.deepcopy(layers[1]) for _ in range(2)]
     model.base_model.model.model.layers = torch.nn.ModuleList(layers)
-    apply.add_fused(model, layers, Choice("on", "asked for"), Ledger())
+    apply_to_model.add_fused(model, layers, Choice("on", "asked for"), RunChecks())
     mlps = len(layers) if how == "mlp" else 0
-    apply.add_recompute(model, layers, 0, Ledger(), mlps=mlps, rounded=how == "int8")
+    apply_to_model.add_recompute(model, layers, 0, RunChecks(), mlps=mlps, rounded=how == "int8")
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     for layer in layers:
@@ -171,10 +172,10 @@ def chosen(gpus: list[Hardware], rooms: list[float]) -> None:
     from accelerate import PartialState
 
     rank = PartialState(cpu=True).process_index
-    work = autoconfig_compilation.Work(4096, 3e16, host=(8.0, 2.0)[rank])
+    work = compilation.Work(4096, 3e16, host=(8.0, 2.0)[rank])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apply, "free_gib", lambda _: rooms[rank])
-        made = apply.apply(model_of("lora"), Speed(fused=False), work, gpus[rank], Ledger())
+        patch.setattr(apply_to_model, "free_gib", lambda _: rooms[rank])
+        made = apply_to_model.apply(model_of("lora"), Speed(fused=False), work, gpus[rank], RunChecks())
     print("chosen:", made["speed.compile"].value, made["speed.recompute"].value)
 
 
@@ -200,12 +201,12 @@ def sharded_gradients(half: bool) -> None:
     found = []
     for offloaded in (False, True):
         model = model_of("full")
-        layers = apply.decoder_layers(model)
-        apply.add_recompute(model, layers, 0 if half else len(layers), Ledger())
+        layers = apply_to_model.decoder_layers(model)
+        apply_to_model.add_recompute(model, layers, 0 if half else len(layers), RunChecks())
         for module in (*layers, model):
             fully_shard(module)
         if offloaded:
-            made = offload.Activations(layers, model.device)
+            made = activation_offload.Activations(layers, model.device)
         found.append(gradients(model))
     whole = [(losses, {n: g.full_tensor() for n, g in made.items()}) for losses, made in found]
     assert_same(*whole)
@@ -220,9 +221,9 @@ def test_weights_that_fsdp_splits_stay(half: bool) -> None:
 
 def test_a_pass_that_failed_leaves_nothing() -> None:
     model = model_of("lora")
-    layers = apply.decoder_layers(model)
-    apply.add_recompute(model, layers, len(layers), Ledger())
-    made = offload.Activations(layers, model.device)
+    layers = apply_to_model.decoder_layers(model)
+    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
+    made = activation_offload.Activations(layers, model.device)
     right = gradients(model)
 
     def fail(*_: object) -> None:
@@ -239,9 +240,9 @@ def test_a_pass_that_failed_leaves_nothing() -> None:
 
 def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
     model = model_of("lora")
-    layers = apply.decoder_layers(model)
-    apply.add_recompute(model, layers, len(layers), Ledger())
-    made = offload.Activations(layers, model.device)
+    layers = apply_to_model.decoder_layers(model)
+    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
+    made = activation_offload.Activations(layers, model.device)
     kept: list[weakref.ref] = []
     keep = made.keep
 
@@ -253,14 +254,14 @@ def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
     made.keep = watched
     ids = batches(model, 1)[0]
     loss = model.train()(input_ids=ids, labels=ids).loss
-    entries = [one() for one in kept if isinstance(one(), offload.Kept)]
+    entries = [one() for one in kept if isinstance(one(), activation_offload.Kept)]
     first, second = (entry.owner for entry in entries)
     assert second.before() is first and first.before is None
     loss.backward()
     assert all(entry.arriving is None for entry in entries) and not made.leaving
     del entries, loss, first, second
     gc.collect()
-    assert not any(isinstance(one(), offload.Kept) for one in kept)
+    assert not any(isinstance(one(), activation_offload.Kept) for one in kept)
 
 
 @pytest.mark.parametrize(
@@ -284,17 +285,15 @@ def test_what_can_t_be_had_says_what_can(override: str, code: int, said: str, tr
 def test_cuda_graphs_are_refused_where_they_can_t_be(tmp_path, capsys) -> None:
     """Torch says nothing on a CPU, and ends the run where a layer is run again in backward."""
     words = [str(QUICKSTART), "speed.compile=reduce-overhead", f"train.output_dir={tmp_path}/run"]
-    assert cli.main(["train", *words]) == 3
+    assert main.main(["train", *words]) == 3
     assert "CUDA graphs need a GPU" in capsys.readouterr().err and not (tmp_path / "run").exists()
     for again in ("all", "4"):
-        assert cli.main(["check", *words, f"speed.recompute={again}"]) == 2
+        assert main.main(["check", *words, f"speed.recompute={again}"]) == 2
         assert "speed.recompute: mlp, cheap or none" in capsys.readouterr().err
-    assert cli.main(["check", *words, "speed.recompute=mlp"]) == 0
-    assert cli.main(["check", *words, "speed.offload=activations"]) == 2
+    assert main.main(["check", *words, "speed.recompute=mlp"]) == 0
+    assert main.main(["check", *words, "speed.offload=activations"]) == 2
     assert "activations leave the GPU" in capsys.readouterr().err
-    assert autoconfig_compilation.against_graphs("max-autotune", "none", "none", "FSDP")
-    assert autoconfig_compilation.against_graphs(
-        "max-autotune", "int8", "activations:4"
-    )  # as `auto` may have it
-    assert not autoconfig_compilation.against_graphs("max-autotune", "int8", "optimizer")
-    assert not autoconfig_compilation.against_graphs("auto", "all", "all")
+    assert compilation.against_graphs("max-autotune", "none", "none", "FSDP")
+    assert compilation.against_graphs("max-autotune", "int8", "activations:4")  # as `auto` may have it
+    assert not compilation.against_graphs("max-autotune", "int8", "optimizer")
+    assert not compilation.against_graphs("auto", "all", "all")

@@ -10,7 +10,9 @@ from test_profile import GPU
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from finetune import levers, operations, plan, profile, recipe
+from finetune.planning import planner
+from finetune.profiling import profiler, recommendations, trace_analysis
+from finetune.recipe import loader
 
 SCORES, QUERIES, HIDDEN = [2, 32, 2048, 2048], [2, 32, 2048, 64], [4096, 2048]
 
@@ -72,27 +74,27 @@ def eager_step() -> list[Any]:
 
 def test_eager_attention_is_told_from_other_products_on_a_gpu() -> None:
     """Its products and softmax are kernels that linear layers and losses launch too."""
-    ran = operations.computed(eager_step(), cuda=True)
+    ran = trace_analysis.computed(eager_step(), cuda=True)
     spent = dict.fromkeys(("attention", "products", "memory-bound"), 0.0)
     for each in ran:
         spent[each.kind] += each.seconds * 1e6
     assert spent == pytest.approx({"attention": 940, "products": 300, "memory-bound": 100})
-    trace = profile.Trace(cuda=True)
+    trace = profiler.Trace(cuda=True)
     trace.traced, trace.waits, trace.steps = 1400e-6, [0.0], [1.0]
-    whole = recipe.load(QUICKSTART, ["model.attention=eager"])
-    found = profile.shares(trace, ran)
-    verdict, lever = levers.judge(found, 0.0, "eager", whole, plan.make(whole, GPU, 1))
+    whole = loader.load(QUICKSTART, ["model.attention=eager"])
+    found = profiler.shares(trace, ran)
+    verdict, lever = recommendations.judge(found, 0.0, "eager", whole, planner.make(whole, GPU, 1))
     assert verdict == "eager attention takes 67% of the step" and lever == "model.attention: auto"
 
 
 def test_a_compiled_softmax_is_attention_and_a_loss_is_not() -> None:
-    assert operations.kind_of("triton_red_fused__softmax_add_mul_3", None, set()) == "attention"
-    assert operations.kind_of("triton_red_fused__log_softmax_nll_loss_1", None, set()) == "memory-bound"
-    assert operations.kind_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", None, set()) == "communication"
+    assert trace_analysis.kind_of("triton_red_fused__softmax_add_mul_3", None, set()) == "attention"
+    assert trace_analysis.kind_of("triton_red_fused__log_softmax_nll_loss_1", None, set()) == "memory-bound"
+    assert trace_analysis.kind_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", None, set()) == "communication"
     fused = FunctionEvent(1, "aten::_scaled_dot_product_attention_math", 0, 0, 1)
     inner = FunctionEvent(1, "aten::mm", 0, 0, 1, input_shapes=[])
     inner.set_cpu_parent(fused)
-    assert operations.kind_of(KERNELS["nvjet"], inner, set()) == "attention"
+    assert trace_analysis.kind_of(KERNELS["nvjet"], inner, set()) == "attention"
 
 
 def test_rows_as_long_as_heads_are_wide_leave_rotary_alone() -> None:
@@ -100,7 +102,7 @@ def test_rows_as_long_as_heads_are_wide_leave_rotary_alone() -> None:
     step.operation("aten::mul", [[2, 4, 64, 64], [1, 1, 64, 64]], pass_=10)
     step.operation("aten::bmm", [[8, 64, 64], [8, 64, 64]], nvjet=10)
     step.operation("aten::_softmax", [[2, 4, 64, 64], [], []], softmax=10)
-    kinds = [each.kind for each in operations.computed(step.events, cuda=True)]
+    kinds = [each.kind for each in trace_analysis.computed(step.events, cuda=True)]
     assert kinds == ["memory-bound", "attention", "attention"]
 
 
@@ -111,14 +113,16 @@ def test_products_that_run_again_count_with_their_time() -> None:
     for around in ("aten::linear", "CheckpointFunctionBackward"):
         step.operation("aten::mm", [HIDDEN, [2048, 2048]], around, nvjet=once)
     step.operation("aten::addmm", [[2048], HIDDEN, [2048, 2048], []], "aten::linear", nvjet=once)
-    ran = operations.computed(step.events, cuda=True)
-    assert operations.of_peak(ran, 1e15, None) == pytest.approx(1, rel=0.02)
+    ran = trace_analysis.computed(step.events, cuda=True)
+    assert trace_analysis.of_peak(ran, 1e15, None) == pytest.approx(1, rel=0.02)
     step.operation("aten::_scaled_mm", [HIDDEN, [2048, 2048], []], nvjet=once)
-    ran = operations.computed(step.events, cuda=True)
-    assert operations.of_peak(ran, 1e15, 2e15) == pytest.approx(0.875, rel=0.02)  # in fp8 it could be twice
-    assert operations.of_peak(ran, 1e15, None) == pytest.approx(1, rel=0.02)
+    ran = trace_analysis.computed(step.events, cuda=True)
+    assert trace_analysis.of_peak(ran, 1e15, 2e15) == pytest.approx(
+        0.875, rel=0.02
+    )  # in fp8 it could be twice
+    assert trace_analysis.of_peak(ran, 1e15, None) == pytest.approx(1, rel=0.02)
     step.operation("mine::product", [HIDDEN], cutlass=5 * once)  # most of the time: no shapes
-    assert operations.of_peak(operations.computed(step.events, cuda=True), 1e15, 2e15) is None
+    assert trace_analysis.of_peak(trace_analysis.computed(step.events, cuda=True), 1e15, 2e15) is None
 
 
 def test_no_more_is_taken_for_waits_than_the_thread_lost() -> None:
@@ -127,7 +131,7 @@ def test_no_more_is_taken_for_waits_than_the_thread_lost() -> None:
         FunctionEvent(1, "aten::mul", 0, 0, lasts, input_shapes=[[8]]) for lasts in (100,) * 5 + (9100,) * 3
     ]
     for lost, left in ((0.0, 27.8), (9e-3, 18.8), (1.0, 0.8)):
-        ran = operations.computed(events, cuda=False, lost=lost)
+        ran = trace_analysis.computed(events, cuda=False, lost=lost)
         assert sum(each.seconds for each in ran) * 1e3 == pytest.approx(left, abs=0.05)
 
 
@@ -137,9 +141,9 @@ def test_a_range_on_a_gpu_is_no_kernel() -> None:
     step.kernel(KERNELS["nvjet"], 40)
     step.kernel("forward", 90, mark=True)
     step.kernel(KERNELS["pass_"], 40)
-    trace = profile.Trace(cuda=True)
+    trace = profiler.Trace(cuda=True)
     trace.traced, trace.waits, trace.steps = 100e-6, [0.0], [1.0]
-    found = profile.shares(trace, operations.computed(step.events, cuda=True))
+    found = profiler.shares(trace, trace_analysis.computed(step.events, cuda=True))
     assert found["products"] == pytest.approx(0.4) and found["memory-bound"] == pytest.approx(0.4)
     assert found["launch gaps"] == pytest.approx(0.2)
 
@@ -155,16 +159,16 @@ def test_copies_count_where_nothing_is_computed_beside_them() -> None:
     ):  # fmt: skip
         step.clock = begins
         step.kernel(name, ends - begins)
-    trace = profile.Trace(cuda=True)
+    trace = profiler.Trace(cuda=True)
     trace.traced, trace.waits, trace.steps = 100e-6, [0.0], [1.0]
-    found = profile.shares(trace, operations.computed(step.events, cuda=True))
+    found = profiler.shares(trace, trace_analysis.computed(step.events, cuda=True))
     assert found == pytest.approx(
         {"products": 0.5, "memory-bound": 0.15, "attention": 0.0, "communication": 0.1, "data wait": 0.0}
         | {"to the CPU and back": 0.05 + 0.06, "launch gaps": 0.14}
     )
     for offload, lever in (("activations", "speed.offload: auto"), ("auto", "what moves tensors in each")):
-        whole = recipe.load(QUICKSTART, [f"speed.offload={offload}"])
-        said = levers.judge(
-            found | {"launch gaps": 0.0}, 0.0, "cudnn", whole, plan.make(recipe.load(QUICKSTART), GPU, 1)
+        whole = loader.load(QUICKSTART, [f"speed.offload={offload}"])
+        said = recommendations.judge(
+            found | {"launch gaps": 0.0}, 0.0, "cudnn", whole, planner.make(loader.load(QUICKSTART), GPU, 1)
         )
         assert said[0] == "copies to the CPU's memory and back take 11% of the step" and lever in said[1]

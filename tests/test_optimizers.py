@@ -6,9 +6,11 @@ from conftest import MODEL, QUICKSTART, metrics, receipts
 from safetensors.torch import load_file
 from test_offload import batches, model_of
 
-from finetune import cli, loraplus, optimizers
-from finetune.receipts import Ledger
-from finetune.sections import Speed
+from finetune.autoconfig import optimizer_choice
+from finetune.cli import main
+from finetune.core.run_checks import RunChecks
+from finetune.recipe.schema import Speed
+from finetune.training import optimizers
 
 # ||w - w32|| / ||w32 - w0|| after 20 steps, w32 by the plain optimizer that is named: its limit, and beside
 # it what was measured (LoRA r=16 / full fine-tuning of the embedded model's first two layers, random tokens)
@@ -29,7 +31,7 @@ def moved(kind: str, optim: str, steps: int = 20):
     model = model_of(kind)
     rate = 1e-4 if "lion" in optim else 1e-3
     arguments = SFTConfig(optim=optim, learning_rate=rate, use_cpu=True, bf16=False)
-    made, options = loraplus.kind_and_options(arguments, model, Speed())
+    made, options = optimizers.kind_and_options(arguments, model, Speed())
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten() for p in parameters])
     optimizer = made(parameters, **options)
@@ -37,8 +39,8 @@ def moved(kind: str, optim: str, steps: int = 20):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    ledger = Ledger()
-    loraplus.add_receipt(optimizer, optim, made, ledger)
+    ledger = RunChecks()
+    optimizers.add_receipt(optimizer, optim, made, ledger)
     return before, torch.cat([p.detach().flatten() for p in parameters]), ledger.receipts[0]
 
 
@@ -64,14 +66,14 @@ def test_weights_move_as_the_plain_optimizer_s_do(optim: str) -> None:
 
 
 def test_an_optimizer_with_all_its_bits_is_not_taken_for_one_in_eight() -> None:
-    model, ledger = model_of("lora"), Ledger()
+    model, ledger = model_of("lora"), RunChecks()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = batches(model, 1)[0]
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    loraplus.add_receipt(optimizer, "adamw_8bit", torch.optim.AdamW, ledger)
+    optimizers.add_receipt(optimizer, "adamw_8bit", torch.optim.AdamW, ledger)
     assert not ledger.receipts[0].ok and "28 tensors in float32" in ledger.receipts[0].got
-    loraplus.add_receipt(optimizer, "sgd", torch.optim.SGD, ledger)
+    optimizers.add_receipt(optimizer, "sgd", torch.optim.SGD, ledger)
     assert not ledger.receipts[1].ok and "torch's AdamW" in ledger.receipts[1].got
 
 
@@ -133,8 +135,8 @@ def test_torchao_s_optimizer_follows_the_schedule(train) -> None:
 def test_a_package_that_is_missing_is_known_before_anything_loads(
     override: str, package: str, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(optimizers, "installed", lambda name: name != package)
-    assert cli.main(["check", str(QUICKSTART), override]) == 3
+    monkeypatch.setattr(optimizer_choice, "installed", lambda name: name != package)
+    assert main.main(["check", str(QUICKSTART), override]) == 3
     said = capsys.readouterr().err
     assert f"needs {package}" in said and "pip install 'finetune-toolkit[" in said
 
@@ -153,6 +155,6 @@ def test_a_package_that_is_missing_is_known_before_anything_loads(
 def test_what_can_train_nothing_is_known_before_anything_loads(
     override, code, said, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(optimizers, "installed", lambda name: False)
-    assert cli.main(["check", str(QUICKSTART), override]) == code
+    monkeypatch.setattr(optimizer_choice, "installed", lambda name: False)
+    assert main.main(["check", str(QUICKSTART), override]) == code
     assert said in capsys.readouterr().err

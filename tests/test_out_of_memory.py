@@ -10,18 +10,15 @@ import torch
 from conftest import QUICKSTART, metrics
 from test_faults import FEW, same, weights
 
-from finetune import (
-    autoconfig_precision,
-    batch_search,
-    checkpoint,
-    faults,
-    hardware_device,
-    plan,
-    preflight_choice_checks,
-    recipe,
-    rescue,
-)
-from finetune.sections import Speed
+from finetune.autoconfig import mixed_precision
+from finetune.checkpointing import checkpoints
+from finetune.core import fault_injection
+from finetune.hardware import detection
+from finetune.planning import planner
+from finetune.preflight import choice_checks
+from finetune.recipe import loader
+from finetune.recipe.schema import Speed
+from finetune.training import batch_search, oom_recovery
 
 
 @pytest.mark.parametrize("method", ["lora", "adalora"])
@@ -29,7 +26,7 @@ def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, trai
     """Equal bit for bit to a run that had the small micro-batch from the beginning."""
     given = [*FEW, f"adapter.type={method}", "train.save_steps=1"]
     small = train(*given, "train.per_device_train_batch_size=2", name="small")
-    monkeypatch.setenv(faults.VARIABLE, "rows:2:oom")
+    monkeypatch.setenv(fault_injection.VARIABLE, "rows:2:oom")
     run = train(*given, "train.per_device_train_batch_size=4")
     said = (run.path / "log.txt").read_text()
     assert "out of memory in step 1: again, with 2 rows at once in place of 4" in said
@@ -41,15 +38,15 @@ def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, trai
         [line[k] for k in numbers] for line in metrics(small)
     ]
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(small)])
-    state = checkpoint.read_json(run.checkpoints / "step-4", "state.json")
+    state = checkpoints.read_json(run.checkpoints / "step-4", "state.json")
     assert "parts" in json.dumps(state["callbacks"]), "a resumed run goes on with the small one"
 
 
 def test_no_memory_once_is_met_in_the_step_it_happens(train, monkeypatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "step:3:oom")
+    monkeypatch.setenv(fault_injection.VARIABLE, "step:3:oom")
     few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0"]
     run = train(*few)
-    monkeypatch.delenv(faults.VARIABLE)
+    monkeypatch.delenv(fault_injection.VARIABLE)
     plain = train(*few, name="plain")
     assert [line["loss"] for line in metrics(run)[:2]] == [line["loss"] for line in metrics(plain)[:2]]
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
@@ -59,7 +56,7 @@ def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatc
     few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0", "data.packing=true"]
     few += ["train.effective_batch_size=4", "data.max_length=256"]
     plain = train(*few, name="plain")
-    monkeypatch.setenv(faults.VARIABLE, "rows:2:oom")
+    monkeypatch.setenv(fault_injection.VARIABLE, "rows:2:oom")
     train(*few, "--until=2", code=75)
     run = train(*few, "--resume")
     assert (run.path / "log.txt").read_text().count("out of memory") == 1, "the second process knows"
@@ -69,15 +66,15 @@ def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatc
 @pytest.mark.parametrize(("rows", "parts", "fewer"), [(8, 1, 4), (5, 1, 1), (6, 2, 2), (9, 2, 3)])
 def test_fewer_rows_are_advised_that_a_step_can_be_split_into(rows: int, parts: int, fewer: int) -> None:
     """5 rows, 40 in a step on 8 processes: 2 would be refused."""
-    made = rescue.MicroBatches(rows)
+    made = oom_recovery.MicroBatches(rows)
     made.parts = parts
     assert f"per_device_train_batch_size={fewer};" in str(made.too_large(1, "out of memory"))
 
 
 def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, capsys, tmp_path) -> None:
     """What it would need, by `finetune plan`; what takes the memory; three ways to take less."""
-    monkeypatch.setenv(faults.VARIABLE, "rows:0:step:1:oom,rows:1:oom")
-    monkeypatch.setattr(rescue.MicroBatches, "rows", 1, raising=False)
+    monkeypatch.setenv(fault_injection.VARIABLE, "rows:0:step:1:oom,rows:1:oom")
+    monkeypatch.setattr(oom_recovery.MicroBatches, "rows", 1, raising=False)
     run = train(*FEW, "train.per_device_train_batch_size=1", code=5)
     said = capsys.readouterr().err
     assert "out of memory in step 1, with one row at once" in said
@@ -88,7 +85,7 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
         == "speed.recompute=all; or speed.base=nf4; or data.max_length=128; what each gives: finetune plan"
     )
     ((needed, rows),) = re.findall(r"by finetune plan: (\S+) GiB for (.*)", said)
-    made = plan.make(recipe.load(run.recipe), *plan.planned_machine(None, None))
+    made = planner.make(loader.load(run.recipe), *planner.planned_machine(None, None))
     assert rows == "one row of 256 tokens" and made.tokens == 256
     assert float(needed) == pytest.approx(sum(made.phases["step"].values()), rel=0.1)
 
@@ -96,13 +93,13 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora", "ia3", "full"])
 def test_there_are_three_ways_to_take_less_memory(kind: str) -> None:
     for recompute in ("auto", "all"):
-        assert len(rescue.fixes(Speed(recompute=recompute), kind, 256, lambda change: True)) >= 3
+        assert len(oom_recovery.fixes(Speed(recompute=recompute), kind, 256, lambda change: True)) >= 3
 
 
 def test_what_moves_less_to_the_cpu_is_not_advised(monkeypatch) -> None:
-    monkeypatch.setattr(rescue, "_gpu", lambda: True)
+    monkeypatch.setattr(oom_recovery, "_gpu", lambda: True)
     for asked, move in (("none", "all"), ("activations", "all"), ("all", "")):
-        found = rescue.fixes(Speed(offload=asked), "lora", 256, lambda change: True)
+        found = oom_recovery.fixes(Speed(offload=asked), "lora", 256, lambda change: True)
         assert [one for one in found if "offload" in one] == [f"speed.offload={move}"] * bool(move)
 
 
@@ -113,7 +110,7 @@ TE = {
 }
 
 
-H100 = hardware_device.Hardware("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 79.6, 16)
+H100 = detection.Hardware("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 79.6, 16)
 
 
 @pytest.mark.parametrize(
@@ -134,26 +131,28 @@ H100 = hardware_device.Hardware("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 79.6
 )
 def test_advice_is_what_the_run_would_not_refuse(given, launched, processes, first, monkeypatch) -> None:
     """TransformerEngine runs no layer twice, AdaLoRA's weights stay on the GPU, CUDA graphs run once."""
-    monkeypatch.setattr(rescue, "_gpu", lambda: True)
+    monkeypatch.setattr(oom_recovery, "_gpu", lambda: True)
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    made = recipe.load(QUICKSTART, [*given, "data.max_length=256"])
-    launch = autoconfig_precision.Launch("here", processes, 0, "bf16", "hardware", "")
+    made = loader.load(QUICKSTART, [*given, "data.max_length=256"])
+    launch = mixed_precision.Launch("here", processes, 0, "bf16", "hardware", "")
     setup = SimpleNamespace(hardware=H100, launch=launch)
-    allowed = partial(preflight_choice_checks.allows, made, setup)
-    found = rescue.fixes(made.speed, made.adapter.type, made.data.max_length, allowed)
+    allowed = partial(choice_checks.allows, made, setup)
+    found = oom_recovery.fixes(made.speed, made.adapter.type, made.data.max_length, allowed)
     assert all(text.startswith(start) for text, start in zip(found, first, strict=False)), found
 
 
 def test_graphs_are_the_first_advice() -> None:
     """They have memory of their own, and without them a step is slower at most."""
-    graphs, without = (rescue.fixes(Speed(), "lora", 256, bool, graphs=given) for given in (True, False))
+    graphs, without = (
+        oom_recovery.fixes(Speed(), "lora", 256, bool, graphs=given) for given in (True, False)
+    )
     assert graphs == ["speed.compile=default", *without]
 
 
 def test_other_errors_are_never_repeated(train, monkeypatch) -> None:
-    monkeypatch.setenv(faults.VARIABLE, "step:2:raise")
-    with pytest.raises(faults.Injected):
+    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:raise")
+    with pytest.raises(fault_injection.Injected):
         train(*FEW, "--debug")
 
 
@@ -173,7 +172,7 @@ def test_flattened_batches_are_cut_between_documents() -> None:
         "num_labels": 0,
         "num_tokens": 0,
     }
-    parts = list(rescue.documents_apart(batch, 2))
+    parts = list(oom_recovery.documents_apart(batch, 2))
     assert [p["input_ids"].tolist()[0] for p in parts] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
     assert [p["cu_seq_lens_q"].tolist() for p in parts] == [[0, 2, 5], [0, 3, 7], [0, 1]]
     assert [p["max_length_q"] for p in parts] == [3, 4, 1]
@@ -183,7 +182,7 @@ def test_flattened_batches_are_cut_between_documents() -> None:
 def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train, monkeypatch) -> None:
     """4 rows fit and 8 do not; the run is the one that says 4, bit for bit, also where it goes on."""
     told = train(*FEW, "train.per_device_train_batch_size=4", name="told")
-    monkeypatch.setenv(faults.VARIABLE, "rows:4:oom")
+    monkeypatch.setenv(fault_injection.VARIABLE, "rows:4:oom")
     found = [*FEW, "train.per_device_train_batch_size=auto"]
     run = train(*found, "--until=2", code=75)
     (receipt,) = [r for r in run.read("receipts.json") if r["option"] == "train.per_device_train_batch_size"]

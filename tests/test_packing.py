@@ -9,15 +9,15 @@ from plain_attention import by_document, tiny
 from transformers import AttentionInterface, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune import cli
-from finetune.batch import Batch
-from finetune.data.pack import best_fit
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.speed.attention import Leak, leaks, prove_apart
-from finetune.speed.attention_kernels import without_mask
-from finetune.speed_static_shapes import fixed_shape, tokens_of
-from finetune.stages import one_shape
+from finetune.autoconfig.batch_size import Batch
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.data.packing import best_fit
+from finetune.kernels.attention_functions import without_mask
+from finetune.speed.packing_isolation import Leak, leaks, prove_apart
+from finetune.speed.static_shapes import fixed_shape, tokens_of
+from finetune.training.stages import one_shape
 
 APART = Leak(0.0, 0.0)
 
@@ -56,7 +56,7 @@ def test_a_backend_that_leaks_is_refused() -> None:
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("leaky", leaky)
-    model, ledger = load("leaky"), Ledger()
+    model, ledger = load("leaky"), RunChecks()
     with pytest.raises(UserError, match="see each other with attention leaky") as raised:
         prove_apart(model, 64, "leaky", ledger)
     assert raised.value.code == 3 and not ledger.receipts[0].ok
@@ -64,7 +64,7 @@ def test_a_backend_that_leaks_is_refused() -> None:
 
 def test_experts_sums_go_by_how_many_tokens_they_get_which_is_no_leak() -> None:
     """In fp32 another document moves gradients in their last bits; states that run on from it are refused."""
-    ledger = Ledger()
+    ledger = RunChecks()
     model = tiny("mixtral", num_local_experts=4)
     model.set_attn_implementation("sdpa")
     prove_apart(model, 64, "sdpa", ledger)
@@ -221,5 +221,5 @@ def test_similar_lengths_together(train) -> None:
 
 def test_trl_s_names_for_packing_lead_to_ours(recipe_file, capsys) -> None:
     text = "model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\ntrain: {packing: true}\n"
-    assert cli.main(["check", str(recipe_file(text))]) == 2
+    assert main.main(["check", str(recipe_file(text))]) == 2
     assert "data.packing" in capsys.readouterr().err

@@ -12,32 +12,28 @@ import pytest
 import torch
 from conftest import MODEL, QUICKSTART, ROOT, in_four_bits, module_of, planned
 
-from finetune import (
-    adapters,
-    architecture,
-    cli,
-    estimate,
-    gpus,
-    hardware,
-    hardware_device,
-    model,
-    optimizers,
-    plan,
-    plan_adapter,
-    plan_changes,
-    plan_launch,
-    plan_memory,
-    plan_time,
-    planning_plan_report,
-    preflight_choice_checks,
-    recipe,
-    stages,
-)
-from finetune.batch import Batch
+from finetune.adapters import attach
+from finetune.autoconfig import machine_setup, memory_estimate, optimizer_choice
+from finetune.autoconfig.batch_size import Batch
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
 from finetune.data.audit import Report
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.sections import Model
+from finetune.hardware import detection, gpus
+from finetune.models import architecture, loading
+from finetune.planning import (
+    adapter_size,
+    memory_by_phase,
+    plan_report,
+    planner,
+    sharding_cost,
+    step_time,
+    suggestions,
+)
+from finetune.preflight import choice_checks
+from finetune.recipe import loader
+from finetune.recipe.schema import Model
+from finetune.training import stages
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +42,13 @@ def nothing_measured(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
 
 
-def adapted(*overrides: str) -> tuple[Any, plan_adapter.Adapted, architecture.Architecture]:
+def adapted(*overrides: str) -> tuple[Any, adapter_size.Adapted, architecture.Architecture]:
     """The real model of a recipe with its adapter, and what is counted of both without it."""
-    loaded = recipe.load(QUICKSTART, overrides)
-    setup = hardware.choose(attention="auto", base="auto", adapter_type=loaded.adapter.type)
+    loaded = loader.load(QUICKSTART, overrides)
+    setup = machine_setup.choose(attention="auto", base="auto", adapter_type=loaded.adapter.type)
     found = architecture.read(loaded.model)
-    real = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger())
-    return real, plan_adapter.adapted(loaded.adapter, loaded.model, found, 100), found
+    real = attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 100, RunChecks())
+    return real, adapter_size.adapted(loaded.adapter, loaded.model, found, 100), found
 
 
 @pytest.mark.parametrize(
@@ -90,15 +86,15 @@ def test_the_state_of_the_optimizer_is_what_adamw_keeps() -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim())
-    assert optimizers.known_bytes("adamw_torch_fused") == held / counted.trained
-    assert [optimizers.known_bytes(name) for name in ("sgd", "adamw_bnb_8bit", "lion_8bit")] == [
+    assert optimizer_choice.known_bytes("adamw_torch_fused") == held / counted.trained
+    assert [optimizer_choice.known_bytes(name) for name in ("sgd", "adamw_bnb_8bit", "lion_8bit")] == [
         0.0,
         2.03,
         1.02,
     ]
-    assert optimizers.known_bytes("lomo") is None
-    speed = recipe.load(QUICKSTART).speed
-    assert [optimizers.state_bytes(name, speed) for name in ("sgd", "lomo")] == [0, 8]
+    assert optimizer_choice.known_bytes("lomo") is None
+    speed = loader.load(QUICKSTART).speed
+    assert [optimizer_choice.state_bytes(name, speed) for name in ("sgd", "lomo")] == [0, 8]
 
 
 def test_quantised_weights_are_counted_as_they_are_stored() -> None:
@@ -111,8 +107,8 @@ def test_quantised_weights_are_counted_as_they_are_stored() -> None:
     scales = [t for s in states for t in (s.absmax, s.code, s.state2.absmax, s.state2.code)]
     real = sum(p.nbytes for p in base.parameters()) + sum(t.nbytes for t in scales)
     assert architecture.weights(found, "nf4", "bf16") == pytest.approx(real, rel=0.01)
-    setup = hardware.choose(attention="auto", base="fp8", adapter_type="lora")
-    coded = model.load(Model(name=str(MODEL)), setup, "cpu")
+    setup = machine_setup.choose(attention="auto", base="fp8", adapter_type="lora")
+    coded = loading.load(Model(name=str(MODEL)), setup, "cpu")
     buffers = {name: buffer.nbytes for name, buffer in coded.named_buffers() if "inv_freq" not in name}
     real = sum(p.nbytes for p in coded.parameters()) + sum(buffers.values())
     assert architecture.weights(found, "fp8", "no") == real
@@ -120,14 +116,14 @@ def test_quantised_weights_are_counted_as_they_are_stored() -> None:
 
 def test_a_plan_asks_what_a_run_asks() -> None:
     """What `speed.apply` computes of the live model is what a plan computes of its config."""
-    from finetune.speed import apply
+    from finetune.speed import apply_to_model
 
     for kind in ("lora", "dora", "ia3", "full"):
         real, counted, found = adapted(f"adapter.type={kind}", "train.learning_rate=1e-3")
-        live = apply.memory(real, 4096, hardware_device.detect(), fused=False, compiled=False)
+        live = apply_to_model.memory(real, 4096, detection.detect(), fused=False, compiled=False)
         how = {"full": kind == "full", "fused": False, "compiled": False, "storage": "fp32"}
-        kept = plan_memory.keeps(found, counted, **how, attention="sdpa")
-        without = estimate.activations(
+        kept = memory_by_phase.keeps(found, counted, **how, attention="sdpa")
+        without = memory_estimate.activations(
             found.config, 4096, kept, free=8, trained=counted.trained, offload="none"
         )
         assert (live.kept, live.norms, live.entry) == (without.kept, without.norms, without.entry), kind
@@ -145,9 +141,9 @@ def test_an_8b_llama_is_planned_as_it_was_measured(large) -> None:
 
 def test_what_does_not_fit_has_three_changes_that_do_and_hold(large) -> None:
     tight = ["speed.recompute=none", "speed.base=bf16", "train.max_steps=20"]
-    loaded, now = recipe.load(large, tight), planned(large, *tight, gpu="rtx4090")
+    loaded, now = loader.load(large, tight), planned(large, *tight, gpu="rtx4090")
     assert not now.fits
-    found = plan_changes.changes(loaded, tight, now)
+    found = suggestions.changes(loaded, tight, now)
     assert len(found) == 3
     for change in found:
         again = planned(large, *tight, *change.overrides, gpu="rtx4090")
@@ -159,12 +155,12 @@ def test_what_does_not_fit_has_three_changes_that_do_and_hold(large) -> None:
 def test_what_fits_is_told_what_is_faster(large) -> None:
     slow = ["speed.recompute=all", "speed.base=bf16", "speed.fused=false"]
     now = planned(large, *slow)
-    found = plan_changes.changes(recipe.load(large, slow), slow, now)
+    found = suggestions.changes(loader.load(large, slow), slow, now)
     assert now.fits and 1 <= len(found) <= 3
     for change in found:
         again = planned(large, *slow, *change.overrides)
         assert again == change.plan and again.fits
-        assert (again.tokens_per_second or 0) > plan_changes.FASTER * (now.tokens_per_second or 0)
+        assert (again.tokens_per_second or 0) > suggestions.FASTER * (now.tokens_per_second or 0)
     assert ("speed.recompute=auto",) in [change.overrides for change in found]
 
 
@@ -191,7 +187,7 @@ def test_what_does_not_fit_whole_is_divided_and_gathered(large) -> None:
     """Full fine-tuning of 8B: weights and states lie on eight GPUs, two layers are whole at once."""
     full = ("adapter.type=full", "train.effective_batch_size=8", "data.max_length=2048")
     one, eight = (planned(large, *full, gpu="h100-80gb", count=count) for count in (1, 8))
-    assert not one.fits and eight.fits and eight.by == plan_launch.FSDP2
+    assert not one.fits and eight.fits and eight.by == sharding_cost.FSDP2
     for kind in ("weights", "optimizer"):
         assert eight.phases["step"][kind] == pytest.approx(one.phases["step"][kind] / 8)
     layer = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) / 2**30
@@ -208,7 +204,7 @@ def test_what_does_not_fit_whole_is_divided_and_gathered(large) -> None:
 def test_gathering_waits_where_the_link_is_slow(large) -> None:
     split = ("speed.base=bf16", "train.effective_batch_size=8")
     fast, slow = (
-        plan.make(recipe.load(large, split), *plan.planned_machine(gpu, 8), by=plan_launch.FSDP2)
+        planner.make(loader.load(large, split), *planner.planned_machine(gpu, 8), by=sharding_cost.FSDP2)
         for gpu in ("h100-80gb", "h100-pcie")
     )
     assert fast.sent[0] == slow.sent[0] == pytest.approx(2 * 2 * 8.03e9 * 7 / 8, rel=0.01)
@@ -220,22 +216,22 @@ def test_gathering_waits_where_the_link_is_slow(large) -> None:
 @pytest.mark.parametrize(
     ("config", "by", "halves"),
     [
-        ("ddp_4", plan_launch.DDP, (1, 1)),
-        ("fsdp2_8", plan_launch.FSDP2, (8, 8)),
-        ("8xh100_fp8_te", plan_launch.DDP._replace(once=True), (1, 1)),
-        ("zero2_8", plan_launch.ZERO[2], (1, 8)),
-        ("zero3_8", plan_launch.ZERO[3], (8, 8)),
-        ("context_parallel_4", plan_launch.FSDP2._replace(sharing=4), (4, 4)),
+        ("ddp_4", sharding_cost.DDP, (1, 1)),
+        ("fsdp2_8", sharding_cost.FSDP2, (8, 8)),
+        ("8xh100_fp8_te", sharding_cost.DDP._replace(once=True), (1, 1)),
+        ("zero2_8", sharding_cost.ZERO[2], (1, 8)),
+        ("zero3_8", sharding_cost.ZERO[3], (8, 8)),
+        ("context_parallel_4", sharding_cost.FSDP2._replace(sharing=4), (4, 4)),
     ],
 )
 def test_an_accelerate_config_says_how_it_is_divided(
-    config: str, by: plan_launch.Sharding, halves: tuple[int, int]
+    config: str, by: sharding_cost.Sharding, halves: tuple[int, int]
 ) -> None:
-    found, processes = plan_launch.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
+    found, processes = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
     assert found._replace(precision="", variables=()) == by._replace(variables=()) and processes == (
         int(config[-1]) if config[-1].isdigit() else 8
     )
-    share = plan_launch.share(found, processes, 1.0, 1.0, 10**10)
+    share = sharding_cost.share(found, processes, 1.0, 1.0, 10**10)
     assert (share.weights, share.states) == halves
     assert share.outside == (halves[0] > 1)
     # a billion weights in 16 bits and half a billion gradients, by DeepSpeed's defaults
@@ -250,42 +246,42 @@ def test_compiling_is_planned_for_the_tokens_that_rows_have(large) -> None:
     assert planned(large, *given, gpu="h200").choices["compile"].value == "off"
     rows.write_text("\n".join(json.dumps({"text": " ".join([words] * 100)}) for _ in range(100)) + "\n")
     assert planned(large, *given, gpu="h200").choices["compile"].value == "on"
-    setup, report = preflight_choice_checks.setup_of(recipe.load(QUICKSTART)), Report(tokens=500, kept=10)
+    setup, report = choice_checks.setup_of(loader.load(QUICKSTART)), Report(tokens=500, kept=10)
     for packing, tokens in (("false", 50), ("true", 256)):
-        loaded = recipe.load(QUICKSTART, [f"data.packing={packing}"])
+        loaded = loader.load(QUICKSTART, [f"data.packing={packing}"])
         assert stages.tokens_of(loaded, setup, Batch(16, 4, 4), report) == (4 * 256, 4 * 4 * tokens)
 
 
 def test_a_launch_for_cpus_is_planned_on_one(capsys) -> None:
-    assert cli.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2"]) == 0
+    assert main.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2"]) == 0
     assert "4 at once, 1 passes, 2 processes" in capsys.readouterr().out
-    assert cli.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2", "--gpu", "h200"]) == 2
+    assert main.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2", "--gpu", "h200"]) == 2
     assert "this launch is for the CPU" in capsys.readouterr().err
 
 
 def test_a_launch_that_is_not_planned_is_refused(large, capsys) -> None:
     asked = ["plan", str(large), "--gpu", "h200", "--accelerate"]
-    assert cli.main([*asked, "fsdp2_8_offload"]) == 2
+    assert main.main([*asked, "fsdp2_8_offload"]) == 2
     assert "such a launch is not planned" in capsys.readouterr().err
-    assert cli.main([*asked, "zero2_8", "train.effective_batch_size=8"]) == 0
+    assert main.main([*asked, "zero2_8", "train.effective_batch_size=8"]) == 0
     assert "ZeRO-2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_launch_is_planned_with_as_many_processes_as_it_starts(large, capsys) -> None:
     """A config that leaves their number open is told it; one of a single process takes no more."""
     asked = ["plan", str(large), "train.effective_batch_size=16", "--gpu", "h200", "--accelerate"]
-    assert cli.main([*asked, "multi_node"]) == 2
+    assert main.main([*asked, "multi_node"]) == 2
     said = capsys.readouterr().err
     assert "the number of processes" in said and "num_processes: -1" in said and "--gpus 16" in said
-    assert cli.main([*asked, "multi_node", "--gpus", "16"]) == 0
+    assert main.main([*asked, "multi_node", "--gpus", "16"]) == 0
     assert "DDP:" in capsys.readouterr().out
-    assert cli.main([*asked, "single_gpu", "--gpus", "8"]) == 2
+    assert main.main([*asked, "single_gpu", "--gpus", "8"]) == 2
     assert "the config starts one process" in capsys.readouterr().err
-    assert cli.main([*asked, "ddp_4", "--gpus", "1"]) == 0
+    assert main.main([*asked, "ddp_4", "--gpus", "1"]) == 0
     out = capsys.readouterr().out
     assert "1 x H200" in out and "DDP:" not in out
     if not torch.cuda.is_available():
-        assert cli.main(["plan", str(QUICKSTART), "--accelerate", "cpu"]) == 0
+        assert main.main(["plan", str(QUICKSTART), "--accelerate", "cpu"]) == 0
 
 
 def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
@@ -299,7 +295,7 @@ def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
     ("name", "said"), [("h100-80g", "h100-80gb"), ("a100", "a100-40gb or a100-80gb"), ("4090", "")]
 )
 def test_an_unknown_gpu_is_named_with_the_nearest(name: str, said: str, capsys) -> None:
-    assert cli.main(["plan", str(QUICKSTART), "--gpu", name]) == 2
+    assert main.main(["plan", str(QUICKSTART), "--gpu", name]) == 2
     text = capsys.readouterr().err
     assert "error: --gpu: no such GPU" in text and f"found:     {name}" in text and said in text
 
@@ -322,7 +318,7 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
         with pytest.raises(UserError, match="no such GPU"):
             gpus.named(device)
     for name, gpu in gpus.GPUS.items():  # a machine that is planned for is found again by its name
-        device = plan.planned_machine(name, 1)[0].name
+        device = planner.planned_machine(name, 1)[0].name
         assert gpus.of_device(device) is gpu, name
         assert gpus.named(f"{device} {gpu.memory_gib:.0f} GiB") is gpu, "as a plan prints it"
     assert gpus.named("rtx 4090") is gpus.named("RTX 4090 24 GiB") is gpus.GPUS["rtx4090"]
@@ -331,15 +327,15 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
 def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert cli.main(["plan", str(QUICKSTART), "--price-per-hour", "2"]) == 0
+    assert main.main(["plan", str(QUICKSTART), "--price-per-hour", "2"]) == 0
     text = capsys.readouterr().out
     assert "1 x CPU" in text and "fits" in text and "a layer timed here" in text and "cost" in text
-    assert cli.main(["plan", str(QUICKSTART), "--gpus", "2"]) == 2
+    assert main.main(["plan", str(QUICKSTART), "--gpus", "2"]) == 2
     assert "there is no GPU here; say which one" in capsys.readouterr().err
 
 
 def test_durations_read_well() -> None:
-    assert [planning_plan_report.duration(s) for s in (90, 750, 12_000)] == [
+    assert [plan_report.duration(s) for s in (90, 750, 12_000)] == [
         "90 s",
         "12 min",
         "3 h 20 min",
@@ -347,8 +343,8 @@ def test_durations_read_well() -> None:
 
 
 def test_packed_attention_is_slower_on_short_documents() -> None:
-    step = plan_time.Step(4096, 4096, 1, "bf16", False, 0.0, 0.0, 1, True)
-    long, short = (plan_time.shipped("NVIDIA H200", "varlen", step._replace(length=n)) for n in (2048, 512))
+    step = step_time.Step(4096, 4096, 1, "bf16", False, 0.0, 0.0, 1, True)
+    long, short = (step_time.shipped("NVIDIA H200", "varlen", step._replace(length=n)) for n in (2048, 512))
     assert long and short
     assert long.forward == pytest.approx(292e12) and short.forward == pytest.approx(140e12, rel=0.02)
 

@@ -8,15 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import MODEL, QUICKSTART, planned
 
-from finetune import (
-    plan_changes,
-    plan_rows,
-    plan_tokens,
-    planning_plan_report,
-    recipe,
-    training_training_data,
-)
-from finetune.sections import Data, Model
+from finetune.planning import dataset_estimate, plan_report, suggestions
+from finetune.recipe import loader
+from finetune.recipe.schema import Data, Model
+from finetune.training import training_data
 
 
 def test_rows_are_counted_and_steps_follow(large) -> None:
@@ -37,13 +32,13 @@ def tall(large: Path) -> Path:
 def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
     """Rows of 2,500 tokens: half of max_length would drop each of them."""
     slow = ["speed.base=bf16", "speed.recompute=all"]
-    now, loaded = planned(large, *slow), recipe.load(large, slow)
-    offered = [change.overrides for change in plan_changes.changes(loaded, slow, now)]
-    assert ("data.max_length=2048",) in [given for given, _ in plan_changes.candidates(loaded, now)]
+    now, loaded = planned(large, *slow), loader.load(large, slow)
+    offered = [change.overrides for change in suggestions.changes(loaded, slow, now)]
+    assert ("data.max_length=2048",) in [given for given, _ in suggestions.candidates(loaded, now)]
     assert offered and ("data.max_length=2048",) not in offered
     made = planned(large, *slow, "data.max_length=2048")
     assert made.refused and "100% of the rows are longer than data.max_length (2048)" in made.refused
-    assert planning_plan_report.headline(loaded, made).count("a run would refuse its rows") == 1
+    assert plan_report.headline(loaded, made).count("a run would refuse its rows") == 1
     assert not now.refused
 
 
@@ -60,12 +55,12 @@ def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
 )
 def test_rows_that_are_too_few_for_a_step_are_refused(large, text: str, said: str) -> None:
     (large.parent / "rows.jsonl").write_text(text)
-    made, loaded = planned(large), recipe.load(large)
+    made, loaded = planned(large), loader.load(large)
     assert made.refused.startswith(said) and bool(made.refused) is bool(said)
-    assert ("a run would refuse its rows" in planning_plan_report.headline(loaded, made)) is bool(said)
+    assert ("a run would refuse its rows" in plan_report.headline(loaded, made)) is bool(said)
     assert not [note for note in made.notes if "not in local jsonl files" in note]
     assert not said or made.refused in made.notes
-    counted = plan_rows.rows_of(loaded.data, loaded.model, 1)
+    counted = dataset_estimate.rows_of(loaded.data, loaded.model, 1)
     assert counted and counted.number == text.count("text")
 
 
@@ -82,10 +77,10 @@ def test_rows_that_are_too_long_count_as_a_run_treats_them(
     tall: Path, too_long: str, rows: int, tokens: int, refused: bool
 ) -> None:
     data = Data(name=str(tall.parent / "rows.jsonl"), max_length=1500, too_long=too_long)
-    found = plan_rows.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
+    found = dataset_estimate.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
     assert found and found.long == 0.5
     assert (found.number, round(found.tokens)) == (rows, tokens)
-    said, no = plan_rows.too_long(found, data)
+    said, no = dataset_estimate.too_long(found, data)
     assert no is refused and said.startswith("50% of the rows are longer than data.max_length (1500)")
 
 
@@ -98,9 +93,9 @@ def test_chats_are_not_split(tmp_path) -> None:
     ]
     (tmp_path / "c.jsonl").write_text("\n".join(lines * 10) + "\n")
     data = Data(name=str(tmp_path / "c.jsonl"), max_length=1500, too_long="split")
-    found = plan_rows.rows_of(data, Model(name="nowhere/model"), 1)
+    found = dataset_estimate.rows_of(data, Model(name="nowhere/model"), 1)
     assert found and found.number == 10 and found.long == 0.5 and found.tokens < 10
-    said, refuses = plan_rows.too_long(found, data)
+    said, refuses = dataset_estimate.too_long(found, data)
     assert refuses and "50% are chats or have prompts, and dropped: plain text alone is split" in said
 
 
@@ -117,16 +112,16 @@ def test_rows_that_are_all_held_out_are_refused(large) -> None:
 def test_packed_rows_are_made_of_those_that_are_kept(tall) -> None:
     name = str(tall.parent / "rows.jsonl")
     data = Data(name=name, max_length=1500, packing=True, expect={"dropped": 0.6})
-    found = plan_rows.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
+    found = dataset_estimate.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
     assert found and found.number == round(20 * 1000 / 1500)
-    assert plan_rows.too_long(found, data)[1] is False
+    assert dataset_estimate.too_long(found, data)[1] is False
 
 
 def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
     """The quickstart's chats: 118 tokens, 59 by characters."""
-    loaded = recipe.load(QUICKSTART)
-    found = plan_rows.rows_of(loaded.data, loaded.model, 1)
-    report = training_training_data.prepare_data(loaded)[1].report["train"]
+    loaded = loader.load(QUICKSTART)
+    found = dataset_estimate.rows_of(loaded.data, loaded.model, 1)
+    report = training_data.prepare_data(loaded)[1].report["train"]
     assert found and found.number == report.kept
     assert found.tokens == pytest.approx(report.tokens / report.kept, rel=0.01)
     assert any(
@@ -136,19 +131,19 @@ def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
 
 
 def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
-    texts = ["a word or two", "another " * 40, "x" * 3 * plan_tokens.TOKENISED]
+    texts = ["a word or two", "another " * 40, "x" * 3 * dataset_estimate.TOKENISED]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:2]))
     data, model = Data(name=str(tmp_path / "t.jsonl"), format="text", train_on="all"), Model(name=str(MODEL))
     path = tmp_path / "t.jsonl"
-    exact, how = plan_tokens.lengths(data, model, {path: plan_tokens.SAMPLED})
-    loaded = recipe.load(
+    exact, how = dataset_estimate.lengths_in_tokens(data, model, {path: dataset_estimate.SAMPLED})
+    loaded = loader.load(
         QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
     )
-    rows = training_training_data.prepare_data(loaded)[1].train
+    rows = training_data.prepare_data(loaded)[1].train
     assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how
     with path.open("a") as file:
         file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")
-    more, how = plan_tokens.lengths(data, model, {path: plan_tokens.SAMPLED})
+    more, how = dataset_estimate.lengths_in_tokens(data, model, {path: dataset_estimate.SAMPLED})
     assert more[:2] == exact and more[3] == 0 and "from 2 of them" in how
     assert more[2] == pytest.approx(len(texts[2]) * sum(exact) / sum(map(len, texts[:2])))
 
@@ -167,5 +162,7 @@ def test_without_a_tokenizer_or_template_characters_are_counted(tmp_path) -> Non
         ("nowhere/model", "the model's tokenizer is not here"),
         (str(tmp_path / "bare"), "there is no chat template"),
     ):
-        found, how = plan_tokens.lengths(data, Model(name=name), {path: plan_tokens.SAMPLED})
+        found, how = dataset_estimate.lengths_in_tokens(
+            data, Model(name=name), {path: dataset_estimate.SAMPLED}
+        )
         assert found == [sum(map(len, ("user", "abcd", "assistant", "efgh"))) / 4] and how.endswith(why)

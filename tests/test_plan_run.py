@@ -10,29 +10,27 @@ from typing import Any
 import pytest
 from conftest import LLAMA_8B, QUICKSTART, ROOT, planned
 
-from finetune import (
-    adapters,
-    architecture,
-    batch,
-    batch_search,
-    cli,
-    hardware_device,
-    model,
-    plan,
-    plan_adapter,
-    plan_changes,
-    plan_choices,
-    plan_launch,
-    plan_memory,
-    planning_plan_report,
-    preflight_choice_checks,
-    receipts,
-    recipe,
-    stages,
+from finetune.adapters import attach
+from finetune.autoconfig import batch_size
+from finetune.cli import main
+from finetune.core import run_checks
+from finetune.core.console import Console
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.hardware import detection
+from finetune.models import architecture, loading
+from finetune.planning import (
+    adapter_size,
+    memory_by_phase,
+    plan_report,
+    planned_choices,
+    planner,
+    sharding_cost,
+    suggestions,
 )
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.screen import Screen
+from finetune.preflight import choice_checks
+from finetune.recipe import loader
+from finetune.training import batch_search, stages
 
 SHORT = ("data.max_length=1024", "data.too_long=split", "train.effective_batch_size=96", "speed.compile=true")
 AUTO = "train.per_device_train_batch_size=auto"
@@ -52,9 +50,9 @@ def test_what_a_run_refuses_is_not_planned(
 ) -> None:
     """Also where there is the config of a model alone, whose names follow from it."""
     where = [str(large), "--gpu", gpu] if gpu else [str(QUICKSTART)]
-    assert cli.main(["plan", *where, *given]) == code
+    assert main.main(["plan", *where, *given]) == code
     assert said in capsys.readouterr().err
-    assert cli.main(["plan", str(large), "--gpu", "h200", "adapter.modules_to_save=[norm]"]) == 0
+    assert main.main(["plan", str(large), "--gpu", "h200", "adapter.modules_to_save=[norm]"]) == 0
 
 
 def test_names_of_a_model_inside_another_are_not_guessed(large) -> None:
@@ -77,33 +75,31 @@ def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
     made = planned(large, *SHORT, AUTO, "speed.base=bf16", gpu="h100-80gb")
     rows, one = made.batch.per_device, planned(large, *SHORT, "train.per_device_train_batch_size=1")
     assert 1 < rows < 96 and 96 % rows == 0 and made.batch.accumulation == 96 // rows
-    most = batch.MARGIN * (made.machine.memory_gib - plan_choices.CONTEXT_GIB)
+    most = batch_size.MARGIN * (made.machine.memory_gib - planned_choices.CONTEXT_GIB)
     assert made.usable <= most and made.fits
     assert made.choices["recompute"].value == one.choices["recompute"].value == "none"
-    larger = next(size for size in batch.sizes(96, 96) if size > rows)
+    larger = next(size for size in batch_size.sizes(96, 96) if size > rows)
     stated = (f"train.per_device_train_batch_size={larger}", "speed.recompute=none", "speed.base=bf16")
     assert planned(large, *SHORT, *stated, gpu="h100-80gb").peak > most
     assert any(f"=auto: {rows} rows of 1024 tokens at once" in note for note in made.notes)
-    given = [change for change, _ in plan_changes.candidates(recipe.load(large, [*SHORT, AUTO]), made)]
+    given = [change for change, _ in suggestions.candidates(loader.load(large, [*SHORT, AUTO]), made)]
     assert not any("per_device" in text for change in given for text in change)
 
 
 def test_no_batch_is_searched_where_weights_are_split(large) -> None:
-    loaded, machine = recipe.load(large, [*SHORT, AUTO]), plan.planned_machine("h200", 2)
+    loaded, machine = loader.load(large, [*SHORT, AUTO]), planner.planned_machine("h200", 2)
     with pytest.raises(UserError, match="FSDP2 splits the weights only later"):
-        plan.make(loaded, *machine, by=plan_launch.FSDP2)
+        planner.make(loaded, *machine, by=sharding_cost.FSDP2)
 
 
 def test_evaluation_that_does_not_fit_is_in_the_first_line(large) -> None:
     given = ["eval.batch_size=64", "speed.compile=true", "data.validation_fraction=0.2"]
-    made, loaded = planned(large, *given, gpu="rtx4090"), recipe.load(large, given)
-    assert made.fits and ": training fits, evaluation does not, " in planning_plan_report.headline(
-        loaded, made
-    )
+    made, loaded = planned(large, *given, gpu="rtx4090"), loader.load(large, given)
+    assert made.fits and ": training fits, evaluation does not, " in plan_report.headline(loaded, made)
     auto = planned(large, *given, "eval.batch_size=auto", gpu="rtx4090")
-    assert ": fits, " in planning_plan_report.headline(loaded, auto)
-    none = recipe.load(large, ["eval.batch_size=64", "eval.general=false"])
-    assert ": fits, " in planning_plan_report.headline(none, made)  # nothing is evaluated
+    assert ": fits, " in plan_report.headline(loaded, auto)
+    none = loader.load(large, ["eval.batch_size=64", "eval.general=false"])
+    assert ": fits, " in plan_report.headline(none, made)  # nothing is evaluated
 
 
 def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
@@ -117,7 +113,7 @@ def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
 
 
 def test_what_the_time_leaves_out_is_said(large) -> None:
-    rows = dict(planning_plan_report.times(planned(large), 2.0))
+    rows = dict(plan_report.times(planned(large), 2.0))
     assert "without evaluation and saving, as energy and cost" in rows["training"]
 
 
@@ -145,13 +141,13 @@ def test_a_cpu_is_not_told_what_was_measured_slower_there() -> None:
     """benchmarks/ladder.json: packing 0.69, one row at once 0.53 of the tokens/s."""
     ladder = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())
     assert "packing" in json.dumps(ladder) and "accumulation" in json.dumps(ladder)
-    here = hardware_device.Hardware("cpu", "CPU", 1, (0, 0), 64.0, 2)
-    loaded = recipe.load(QUICKSTART, ["train.per_device_train_batch_size=4"])
-    made = plan.make(loaded, here, 1, cpu_rate=1e10)
-    given = [text for change, _ in plan_changes.candidates(loaded, made) for text in change]
+    here = detection.Hardware("cpu", "CPU", 1, (0, 0), 64.0, 2)
+    loaded = loader.load(QUICKSTART, ["train.per_device_train_batch_size=4"])
+    made = planner.make(loaded, here, 1, cpu_rate=1e10)
+    given = [text for change, _ in suggestions.candidates(loaded, made) for text in change]
     assert made.fits and not [text for text in given if "packing" in text or "per_device" in text]
-    tight = plan.make(loaded, replace(here, memory_gib=0.5), 1, cpu_rate=1e10)
-    given = [text for change, _ in plan_changes.candidates(loaded, tight) for text in change]
+    tight = planner.make(loaded, replace(here, memory_gib=0.5), 1, cpu_rate=1e10)
+    given = [text for change, _ in suggestions.candidates(loaded, tight) for text in change]
     assert not tight.fits and "train.per_device_train_batch_size=1" in given
 
 
@@ -166,22 +162,24 @@ def test_what_breaks_the_graph_is_not_compiled_by_auto(large, kind: str, why: st
 def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     """As stages.work_of: autocast's of the linear layers, and DDP's of all gradients."""
     given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
-    loaded = recipe.load(large, given)
+    loaded = loader.load(large, given)
     found = architecture.read(loaded.model)
-    has = plan_adapter.adapted(loaded.adapter, loaded.model, found, 100)
-    kept = plan_memory.keeps(
+    has = adapter_size.adapted(loaded.adapter, loaded.model, found, 100)
+    kept = memory_by_phase.keeps(
         found, has, full=True, fused=False, compiled=True, attention="cudnn", storage="fp32"
     )
-    machine, _ = plan.planned_machine("b200", 2)
+    machine, _ = planner.planned_machine("b200", 2)
     linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096
 
-    def left(precision: str, by: plan_launch.Sharding) -> float:
-        shared = plan_launch.share(by, 2, 0.0, 0.0, 0)
-        return plan_choices.room(loaded, machine, found, has, kept, "fp32", precision, 4096, shared)[0].room
+    def left(precision: str, by: sharding_cost.Sharding) -> float:
+        shared = sharding_cost.share(by, 2, 0.0, 0.0, 0)
+        return planned_choices.room(loaded, machine, found, has, kept, "fp32", precision, 4096, shared)[
+            0
+        ].room
 
-    whole = left("no", plan_launch.ONE)
-    assert whole - left("bf16", plan_launch.ONE) == pytest.approx(2 * linear / 2**30)
-    more = left("bf16", plan_launch.ONE) - left("bf16", plan_launch.DDP)
+    whole = left("no", sharding_cost.ONE)
+    assert whole - left("bf16", sharding_cost.ONE) == pytest.approx(2 * linear / 2**30)
+    more = left("bf16", sharding_cost.ONE) - left("bf16", sharding_cost.DDP)
     assert more == pytest.approx(4 * found.parameters / 2**30)
 
 
@@ -207,61 +205,61 @@ def test_what_auto_recomputes_is_the_least_that_fits(large, given: tuple[str, ..
 def test_bytes_of_what_trains_are_those_of_the_run() -> None:
     """DDP's copy of gradients and AdaLoRA's averages are held beside moments."""
     for kind, gpus, each in (("lora", 1, 12), ("lora", 2, 16), ("adalora", 1, 24), ("adalora", 2, 28)):
-        loaded = recipe.load(QUICKSTART, [f"adapter.type={kind}"])
-        setup = preflight_choice_checks.setup_of(loaded)
+        loaded = loader.load(QUICKSTART, [f"adapter.type={kind}"])
+        setup = choice_checks.setup_of(loaded)
         launch = replace(setup.launch, processes=gpus)
-        real = adapters.attach(model.load(loaded.model, setup, "cpu"), loaded.adapter, 100, Ledger())
+        real = attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 100, RunChecks())
         assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
     for precision, each in (("bf16", 28), ("no", 24)):  # and DeepSpeed's own in fp32
         launch = replace(setup.launch, processes=2, splitter="DeepSpeed", precision=precision)
         assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
         assert stages.beside(loaded, replace(setup, launch=launch)) == (each - 4) / 2, "each has its part"
-    light = recipe.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
+    light = loader.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
     assert stages.work_of(real, light, setup, 64, 0.0).each == 4 + 12
 
 
 def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
-    loaded = recipe.load(QUICKSTART, ["adapter.type=adalora"])
+    loaded = loader.load(QUICKSTART, ["adapter.type=adalora"])
     setup, split, chosen = (
-        preflight_choice_checks.setup_of(loaded),
-        batch.Batch(4, 2, 2),
-        receipts.Choice("trl", ""),
+        choice_checks.setup_of(loaded),
+        batch_size.Batch(4, 2, 2),
+        run_checks.Choice("trl", ""),
     )
     setup = replace(setup, launch=replace(setup.launch, processes=2))
     fast = dict.fromkeys(("speed.loss", "speed.compile", "CUDA graphs"), chosen)
     seen: list[Any] = []
     monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[-2]) or split)
     tokenizer, arguments = SimpleNamespace(pad_token_id=0), SimpleNamespace()
-    stages.search_batch(None, loaded, setup, split, None, None, tokenizer, fast, arguments, Ledger())
-    made = stages.micro_batches(loaded, setup, split, fast, Screen(), Ledger())
+    stages.search_batch(None, loaded, setup, split, None, None, tokenizer, fast, arguments, RunChecks())
+    made = stages.micro_batches(loaded, setup, split, fast, Console(), RunChecks())
     assert [*seen, made.needs.args[-1]] == [8 + 4 + 12] * 2
 
 
 def test_what_auto_recomputes_in_vain_may_all_be_recomputed(large) -> None:
     full = ["adapter.type=full", "train.effective_batch_size=16", "train.optim=ademamix"]
-    loaded, now = recipe.load(large, full), planned(large, *full, gpu="h200")
+    loaded, now = loader.load(large, full), planned(large, *full, gpu="h200")
     assert not now.fits and "-" not in now.choices["recompute"].reason
-    assert ("speed.recompute=all",) in [change for change, _ in plan_changes.candidates(loaded, now)]
+    assert ("speed.recompute=all",) in [change for change, _ in suggestions.candidates(loaded, now)]
 
 
 def test_what_compiling_takes_at_the_start_is_in_what_is_faster(large) -> None:
     """In a run of 6 s it takes 25 s more."""
     for steps, worth in ((4, False), (2000, True)):
         given = ["speed.compile=false", "speed.recompute=none", f"train.max_steps={steps}"]
-        loaded, now = recipe.load(large, given), planned(large, *given)
+        loaded, now = loader.load(large, given), planned(large, *given)
         change = ("speed.compile=true",)
-        assert change in [change for change, _ in plan_changes.candidates(loaded, now)]
+        assert change in [change for change, _ in suggestions.candidates(loaded, now)]
         quick = planned(large, *given, *change)
-        assert (quick.tokens_per_second or 0) > plan_changes.FASTER * (now.tokens_per_second or 0)
+        assert (quick.tokens_per_second or 0) > suggestions.FASTER * (now.tokens_per_second or 0)
         assert ((quick.seconds or 0) < (now.seconds or 0)) is worth
-        assert (change in [found.overrides for found in plan_changes.changes(loaded, given, now)]) is worth
+        assert (change in [found.overrides for found in suggestions.changes(loaded, given, now)]) is worth
 
 
 def test_the_cost_of_steps_that_are_not_known_is_of_a_billion_tokens(large) -> None:
     given = ("train.max_steps=null", "train.num_train_epochs=1", "train.effective_batch_size=16")
     made = replace(planned(large, *given, count=8), steps=None)
     hours = 1e9 / (made.tokens_per_second or 0) / 3600 * 8
-    cost = dict(planning_plan_report.times(made, 2.5))["cost"]
+    cost = dict(plan_report.times(made, 2.5))["cost"]
     assert cost.startswith(f"{hours * 2.5:,.2f} for a billion tokens") and f"{hours:,.2f} hours" in cost
-    assert dict(planning_plan_report.times(replace(made, parts={}), 2.5))["cost"] == "not known"
-    assert "cost" not in dict(planning_plan_report.times(made, None))
+    assert dict(plan_report.times(replace(made, parts={}), 2.5))["cost"] == "not known"
+    assert "cost" not in dict(plan_report.times(made, None))

@@ -12,25 +12,16 @@ import torch
 from conftest import LLAMA_8B, MODEL, QUICKSTART, ROOT, planned
 from transformers import AutoConfig
 
-from finetune import (
-    adapters,
-    adapters_trainable_parameters,
-    architecture,
-    cli,
-    doctor,
-    estimate,
-    hardware_device,
-    plan,
-    plan_adapter,
-    plan_changes,
-    plan_launch,
-    plan_memory,
-    planning_plan_report,
-    recipe,
-)
-from finetune.errors import Exit, UserError
-from finetune.receipts import Ledger
-from finetune.speed import apply, fuse, loss
+from finetune.adapters import attach, trainable_parameters
+from finetune.autoconfig import memory_estimate
+from finetune.cli import doctor_report, main
+from finetune.core.errors import Exit, UserError
+from finetune.core.run_checks import RunChecks
+from finetune.hardware import detection
+from finetune.models import architecture
+from finetune.planning import adapter_size, memory_by_phase, plan_report, planner, sharding_cost, suggestions
+from finetune.recipe import loader
+from finetune.speed import apply_to_model, chunked_cross_entropy, fused_layers
 
 EXPERTS: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2,
@@ -78,7 +69,9 @@ def test_auto_starts_no_fsdp2_that_would_be_refused(seventy: Path, given: list[s
 )
 def test_advice_of_a_launch_is_not_refused(seventy: Path, kind: str, gpu: str, advice: str) -> None:
     full, fp8 = 900.0, gpu != "a100-40gb"
-    said = plan_launch.reason(2, 80, full, full / 2, 70, "fp32" if kind == "full" else "bf16", kind, fp8=fp8)
+    said = sharding_cost.reason(
+        2, 80, full, full / 2, 70, "fp32" if kind == "full" else "bf16", kind, fp8=fp8
+    )
     assert f"may not fit either: {advice}" in said
     change = advice.split()[0].rstrip(",")
     if not change.startswith("--"):
@@ -96,22 +89,22 @@ def test_what_trains_of_experts_is_counted(family: str, targets: str, tmp_path: 
 
     config = AutoConfig.for_model(family, **EXPERTS)
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
-    loaded = recipe.load(QUICKSTART, [f"model.name={tmp_path}", f"adapter.target_modules={targets}"])
-    real, ledger = AutoModelForCausalLM.from_config(config), Ledger()
+    loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", f"adapter.target_modules={targets}"])
+    real, ledger = AutoModelForCausalLM.from_config(config), RunChecks()
     try:
-        adapted = adapters.attach(real, loaded.adapter, 100, ledger)
+        adapted = attach.attach(real, loaded.adapter, 100, ledger)
     except UserError:
         pytest.skip("not the names of this family")
-    has = plan_adapter.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 100)
-    assert has.trained == sum(p.numel() for p in adapters_trainable_parameters.trainable(adapted).values())
+    has = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 100)
+    assert has.trained == sum(p.numel() for p in trainable_parameters.trainable(adapted).values())
     wrapped = getattr(adapted, "targeted_parameter_names", ())
-    assert bool(has.experts) == bool(wrapped) == bool(apply.breaking(adapted)) and not has.fusable
+    assert bool(has.experts) == bool(wrapped) == bool(apply_to_model.breaking(adapted)) and not has.fusable
     said = [receipt for receipt in ledger.receipts if receipt.option == "adapter.target_parameters"]
     assert len(said) == bool(wrapped)
     if wrapped:
         dora = loaded.adapter.model_copy(update={"type": "dora"})
         with pytest.raises(UserError, match="PEFT has no DoRA of experts' weights"):
-            plan_adapter.adapted(dora, loaded.model, architecture.read(loaded.model), 100)
+            adapter_size.adapted(dora, loaded.model, architecture.read(loaded.model), 100)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +128,7 @@ def test_what_can_t_run_fused_is_not_planned_so(large: Path, given: list[str], g
         with pytest.raises(UserError, match="PEFT's forward of DoRA breaks the graph") as caught:
             planned(large, *given, "speed.compile=true", gpu=gpu)
         assert caught.value.code == Exit.ENVIRONMENT
-        offered = plan_changes.changes(recipe.load(large, given), given, made)
+        offered = suggestions.changes(loader.load(large, given), given, made)
         assert not [one for one in offered if "speed.compile=true" in one.overrides]
 
 
@@ -157,30 +150,32 @@ def test_mlps_are_whole_in_a_plan_where_they_are_in_a_run(
     config = AutoConfig.from_pretrained(MODEL)
     config.mlp_bias = bias
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
-    loaded = recipe.load(QUICKSTART, [f"model.name={tmp_path}", f"adapter.target_modules={targets}"])
+    loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", f"adapter.target_modules={targets}"])
     real = AutoModelForCausalLM.from_config(config)
-    adapted = adapters.attach(real, loaded.adapter, 9, Ledger())
-    assert fuse.Fused(adapted, real.model.layers).mlps == whole
+    adapted = attach.attach(real, loaded.adapter, 9, RunChecks())
+    assert fused_layers.Fused(adapted, real.model.layers).mlps == whole
     found = architecture.read(loaded.model)
-    has = plan_adapter.adapted(loaded.adapter, loaded.model, found, 9)
+    has = adapter_size.adapted(loaded.adapter, loaded.model, found, 9)
     given: dict[str, Any] = {"full": False, "fused": True, "compiled": True, "attention": "sdpa"}
-    assert plan_memory.keeps(found, has, **given, storage="bf16").fused == bool(whole)
+    assert memory_by_phase.keeps(found, has, **given, storage="bf16").fused == bool(whole)
 
 
 def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
     """What the plan says of it is what the run's own functions say."""
-    loaded = recipe.load(QUICKSTART, ["adapter.type=dora", "adapter.lora_dropout=0.05"])
+    loaded = loader.load(QUICKSTART, ["adapter.type=dora", "adapter.lora_dropout=0.05"])
     from transformers import AutoModelForCausalLM
 
-    adapted = adapters.attach(
-        AutoModelForCausalLM.from_pretrained(loaded.model.name), loaded.adapter, 9, Ledger()
+    adapted = attach.attach(
+        AutoModelForCausalLM.from_pretrained(loaded.model.name), loaded.adapter, 9, RunChecks()
     )
     layer = next(m for m in adapted.modules() if getattr(m, "lora_magnitude_vector", None))
-    has = plan_adapter.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 9)
-    assert fuse.obstacle(layer) == has.obstacle == "DoRA with dropout drops the base's input too"
+    has = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 9)
+    assert fused_layers.obstacle(layer) == has.obstacle == "DoRA with dropout drops the base's input too"
     speed = loaded.speed.model_copy(update={"compile": True})
     with pytest.raises(UserError, match=r"speed\.compile: PEFT's forward of DoRA breaks the graph"):
-        apply.apply(adapted, speed, SimpleNamespace(sharded="", eager=""), hardware_device.detect(), Ledger())
+        apply_to_model.apply(
+            adapted, speed, SimpleNamespace(sharded="", eager=""), detection.detect(), RunChecks()
+        )
 
 
 def test_saved_modules_are_no_thin_products(large: Path) -> None:
@@ -212,46 +207,48 @@ def test_what_comes_with_a_change_is_in_its_price(seventy: Path) -> None:
     (seventy.parent / "rows.jsonl").write_text(f"{json.dumps({'text': 'w' * 1600})}\n" * 99)
     short = ["train.effective_batch_size=8", "eval.batch_size=64", "data.validation_fraction=0.2"]
     now = planned(seventy, *short, gpu="h100-80gb", count=8)
-    found = plan_changes.changes(recipe.load(seventy, short), short, now)
-    assert found and plan_changes.evaluation_fits(recipe.load(seventy, short), now)
+    found = suggestions.changes(loader.load(seventy, short), short, now)
+    assert found and suggestions.evaluation_fits(loader.load(seventy, short), now)
     for change in found:
         made = change.plan
-        assert plan_changes.evaluation_fits(recipe.load(seventy, short), made)
+        assert suggestions.evaluation_fits(loader.load(seventy, short), made)
         assert made.by.name == now.by.name or f"{made.by.name} in place of" in change.cost
         base = made.choices["base"].value
         named = change.overrides[0].startswith(("speed.base", "adapter.type"))
         assert base == now.choices["base"].value or named or f"the base in {base}" in change.cost
         assert made.host <= now.host or "GiB of the CPU's memory" in change.cost
-    packed = dict(plan_changes.faster(recipe.load(seventy, short), now))["data.packing=true"]
+    packed = dict(suggestions.faster(loader.load(seventy, short), now))["data.packing=true"]
     after = planned(seventy, *short, "data.packing=true", gpu="h100-80gb", count=8)
     assert packed == "several rows in one"
-    (said,) = plan_changes.beside(("data.packing=true",), now, after)
+    (said,) = suggestions.beside(("data.packing=true",), now, after)
     assert said == f"a step of {8 * 4096:,} tokens, not {8 * 400:,}"
 
 
 def test_a_change_is_offered_once(large: Path) -> None:
     given = ["speed.recompute=4"]
     now = planned(large, *given, gpu="a100-40gb")
-    offered = [one.overrides for one in plan_changes.changes(recipe.load(large, given), given, now)]
+    offered = [one.overrides for one in suggestions.changes(loader.load(large, given), given, now)]
     assert len(offered) == len(set(offered))
 
 
 def test_doctor_names_the_model_s_own_attention(large: Path, capsys) -> None:
     config = {**LLAMA_8B, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "head_dim": 256}
     (large.parent / "8b" / "config.json").write_text(json.dumps(config))
-    assert cli.main(["doctor", str(large)]) == 0
+    assert main.main(["doctor", str(large)]) == 0
     assert "which gemma2 needs" in capsys.readouterr().out.replace("\n", " ")
     (large.parent / "8b" / "config.json").write_text("no json")
-    chosen = doctor._chosen_attention(recipe.load(large), plan.planned_machine("h100-80gb", None)[0])
+    chosen = doctor_report._chosen_attention(
+        loader.load(large), planner.planned_machine("h100-80gb", None)[0]
+    )
     assert chosen[0] == "cudnn" and "no config of" in chosen[1], "doctor answers without the model, too"
 
 
 def test_a_cache_that_can_t_be_written_is_said_before_anything_is_measured(monkeypatch, capsys) -> None:
-    from finetune import measure
+    from finetune.planning import measured_rates
 
     monkeypatch.setenv("FINETUNE_CACHE", "/dev/null/x")
-    monkeypatch.setattr(measure, "products", lambda *_: pytest.fail("measured"))
-    assert cli.main(["doctor", str(QUICKSTART), "--measure"]) == 2
+    monkeypatch.setattr(measured_rates, "products", lambda *_: pytest.fail("measured"))
+    assert main.main(["doctor", str(QUICKSTART), "--measure"]) == 2
     assert "can't be written" in capsys.readouterr().err
 
 
@@ -259,7 +256,7 @@ def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:
     (large.parent / "rows.jsonl").write_text(f"{json.dumps({'text': 'w' * 4 * 4096})}\n" * 9)
     monkeypatch.chdir(large.parent)
     made = planned(large, "model.name=8b", gpu="rtx4090", count=2)
-    said = planning_plan_report.headline(recipe.load(large, ["model.name=8b"]), made)
+    said = plan_report.headline(loader.load(large, ["model.name=8b"]), made)
     said = said.replace("on 8b,", "on models/8b,")
     assert said in (ROOT / "README.md").read_text()
 
@@ -267,7 +264,7 @@ def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:
 def test_a_dry_run_looks_for_what_it_would_go_on_from(tmp_path: Path, capsys) -> None:
     for asked, code, said in (("step-999", 2, "no checkpoint"), ("auto", 0, "--resume=auto")):
         words = [str(QUICKSTART), f"train.output_dir={tmp_path}/none", f"--resume={asked}", "--dry-run"]
-        assert cli.main(["train", *words]) == code
+        assert main.main(["train", *words]) == code
         assert said in " ".join("".join(capsys.readouterr()).split()) and not (tmp_path / "none").exists()
 
 
@@ -275,12 +272,12 @@ def test_a_dry_run_looks_for_what_it_would_go_on_from(tmp_path: Path, capsys) ->
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_loss_has_the_chunks_that_are_planned(compiled: bool, softcap: float | None, monkeypatch) -> None:
     """Eager softmax makes copies of a chunk's logits, which both count."""
-    most, chunk_rows = [], estimate.chunk_rows
-    for module in (loss, estimate):
+    most, chunk_rows = [], memory_estimate.chunk_rows
+    for module in (chunked_cross_entropy, memory_estimate):
         monkeypatch.setattr(module, "chunk_rows", lambda rows, of: most.append(of) or chunk_rows(rows, of))
-    monkeypatch.setattr(loss, "_compiled", lambda: loss.softmax_in_place)
+    monkeypatch.setattr(chunked_cross_entropy, "_compiled", lambda: chunked_cross_entropy.softmax_in_place)
     hidden, weight = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(99, 16, dtype=torch.bfloat16)
-    loss.token_loss(hidden, weight, torch.arange(8), softcap=softcap, compiled=compiled)
+    chunked_cross_entropy.token_loss(hidden, weight, torch.arange(8), softcap=softcap, compiled=compiled)
     config = AutoConfig.for_model("gemma2", vocab_size=99, final_logit_softcapping=softcap)
-    estimate.loss_gib(config, 8, compiled=compiled)
+    memory_estimate.loss_gib(config, 8, compiled=compiled)
     assert len(most) == 2 and most[0] == most[1]

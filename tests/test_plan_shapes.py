@@ -10,9 +10,11 @@ import pytest
 import torch
 from conftest import LLAMA_8B, planned
 
-from finetune import adapters_trainable_parameters, architecture, estimate, shapes
-from finetune.errors import Exit, UserError
-from finetune.sections import Model
+from finetune.adapters import trainable_parameters
+from finetune.autoconfig import memory_estimate
+from finetune.core.errors import Exit, UserError
+from finetune.models import architecture
+from finetune.recipe.schema import Model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -20,16 +22,18 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*sorted(shapes.NORMS), *shapes.EXPERTS, *shapes.JOINED, "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", [*sorted(architecture.NORMS), *architecture.EXPERTS, *architecture.JOINED, "gpt_neox"]
+)
 def test_shapes_from_a_config_are_those_of_the_model(family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **SMALL)
     with torch.device("meta"):
         real = AutoModelForCausalLM.from_config(config)
-    ours = shapes.of(architecture.as_config(config.to_diff_dict()))
+    ours = architecture.of(architecture.as_config(config.to_diff_dict()))
     assert ours == {name: tuple(parameter.shape) for name, parameter in real.named_parameters()}
-    linear = {name for name, _ in adapters_trainable_parameters.linear_layers(real).items()}
+    linear = {name for name, _ in trainable_parameters.linear_layers(real).items()}
     assert set(architecture.Architecture(None, ours, "").linear) == linear
 
 
@@ -64,7 +68,7 @@ def test_a_config_s_vision_tower_is_in_the_memory(tmp_path, monkeypatch) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = architecture.read(Model(name=str(tmp_path)))
     of_text = sum(
-        torch.Size(size).numel() for size in (shapes.of(architecture.as_config(text)) or {}).values()
+        torch.Size(size).numel() for size in (architecture.of(architecture.as_config(text)) or {}).values()
     )
     assert found.of_text == of_text < found.parameters and not found.unknown
     assert len(found.stored) > len(found.linear) == 14
@@ -97,7 +101,7 @@ def test_a_model_without_attention_is_refused(family: str, tmp_path) -> None:
 
 def test_layers_of_several_widths_are_planned_by_the_widest() -> None:
     config = {"model_type": "gemma3n_text", **SMALL, "intermediate_size": [128, 256]}
-    assert estimate.widths(architecture.as_config(config)).intermediate == 256
+    assert memory_estimate.widths(architecture.as_config(config)).intermediate == 256
 
 
 def test_a_model_that_needs_another_package_is_refused(tmp_path, monkeypatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finetune import plots
-from finetune.plots import Curve, Point
+from finetune.reporting import plots
+from finetune.reporting.plots import Curve, Point
 
 STEPS = list(range(1, 41))
 FALLING = [3 * math.exp(-step / 9) + 0.01 for step in STEPS]

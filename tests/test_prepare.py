@@ -10,14 +10,15 @@ import pytest
 from conftest import MODEL, ROOT
 from pyarrow import parquet
 
-from finetune import cli, recipe
-from finetune.data import load
-from finetune.data.bundled import read_template
-from finetune.data.prepare import prepare
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Data, Model, Source
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.data import source_loading
+from finetune.data.chat_templates import read_template
+from finetune.data.examples import Row
+from finetune.data.preparation import prepare
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe import loader
+from finetune.recipe.schema import Data, Model, Source
 
 ASSETS = Path(os.environ.get("FINETUNE_TEST_ASSETS", ROOT.parent / "shared" / "assets"))
 
@@ -155,7 +156,7 @@ def test_a_template_that_leaves_contents_out_is_refused(tmp_path, recipe_file, c
     name = write(tmp_path / "a.jsonl", "Maria.")
     text = "model: {name: '{model}'}\ndata: {name: NAME, chat_template: smolvlm}\nadapter: {type: lora}\n"
     text = text.replace("NAME", name)
-    assert cli.main(["train", str(recipe_file(text)), "--quiet"]) == 2
+    assert main.main(["train", str(recipe_file(text)), "--quiet"]) == 2
     assert "leaves contents out" in capsys.readouterr().err
 
 
@@ -164,7 +165,7 @@ def test_a_typo_in_a_folder_is_no_hub_id(tmp_path, recipe_file, capsys, monkeypa
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / "train.jsonl", "Maria.")
     text = "model: {name: '{model}'}\ndata: {name: data/train.jsnl}\nadapter: {type: lora}\n"
-    assert cli.main(["check", str(recipe_file(text))]) == 2
+    assert main.main(["check", str(recipe_file(text))]) == 2
     assert "data/train.jsonl" in capsys.readouterr().err
 
 
@@ -176,7 +177,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path, recipe_file, capsys) ->
     text = "model: {name: FOLDER}\ndata: {name: '{data}'}\nadapter: {type: lora}\n".replace(
         "FOLDER", str(folder)
     )
-    assert cli.main(["train", str(recipe_file(text)), "--quiet"]) == 2
+    assert main.main(["train", str(recipe_file(text)), "--quiet"]) == 2
     assert "no eos token" in capsys.readouterr().err
 
 
@@ -193,32 +194,34 @@ def test_a_completion_has_no_space_of_the_tokenizer_s_own(tmp_path) -> None:
 
 
 def test_parts_of_hub_data_sets_are_not_asked_of_files(tmp_path) -> None:
-    from finetune.data import load
+    from finetune.data import source_loading
 
     name = write(tmp_path / "a.jsonl", "Maria.")
-    load.check_of_the_hub(Data(name=name))
-    load.check_of_the_hub(Data(name=[name, "org/rows"], split="test", subset="en", revision="v1"))
+    source_loading.check_of_the_hub(Data(name=name))
+    source_loading.check_of_the_hub(Data(name=[name, "org/rows"], split="test", subset="en", revision="v1"))
     for key, value in (("split", "test"), ("subset", "en"), ("revision", "v1")):
         with pytest.raises(UserError, match=rf"data.{key}: is for a Hub data set(.|\n)*{value}"):
-            load.check_of_the_hub(Data.model_validate({"name": name, key: value}))
+            source_loading.check_of_the_hub(Data.model_validate({"name": name, key: value}))
         with pytest.raises(UserError, match=rf"data.name: is for a Hub data set(.|\n)*{key}: {value} of "):
-            load.check_of_the_hub(Data(name=["org/rows", Source.model_validate({"name": name, key: value})]))
+            source_loading.check_of_the_hub(
+                Data(name=["org/rows", Source.model_validate({"name": name, key: value})])
+            )
 
 
 def test_check_refuses_revisions_and_splits_of_what_is_here(tmp_path, capsys) -> None:
     here = ["data.split=test", "model.revision=v1", f"model.name={MODEL}"]
-    assert cli.main(["check", "recipes/quickstart.yaml", *here]) == 2
+    assert main.main(["check", "recipes/quickstart.yaml", *here]) == 2
     said = capsys.readouterr().err
-    loaded = recipe.load("recipes/quickstart.yaml", ["data.subset=en", "data.name=org/rows"])
+    loaded = loader.load("recipes/quickstart.yaml", ["data.subset=en", "data.name=org/rows"])
     assert loaded.data.subset == "en", "overridden too"
     assert "data.split: is for a Hub data set" in said and "model.revision: is for a model on the Hub" in said
 
 
 def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path, monkeypatch) -> None:
-    from finetune.data import load
+    from finetune.data import source_loading
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(load, "_commit", lambda _: None)
+    monkeypatch.setattr(source_loading, "_commit", lambda _: None)
     for name in ("en", "broken", "script"):
         (tmp_path / name).mkdir()
     (tmp_path / "en" / "a.jsonl").write_text('{"text": "a"}\n')
@@ -235,18 +238,18 @@ def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path
     ):
         source = Source(name=str(tmp_path / name), split=asked.pop("split", "train"), **asked)
         with pytest.raises(UserError) as raised:
-            list(load._hub(source))
+            list(source_loading._hub(source))
         assert raised.value.code == 2 and says in str(raised.value)
     with pytest.raises(UserError, match="can't be loaded") as raised:
-        list(load._hub(Source(name=str(tmp_path / "none"), split="train")))
+        list(source_loading._hub(Source(name=str(tmp_path / "none"), split="train")))
     assert raised.value.code == 3
 
 
 def test_two_subsets_of_one_hub_set_are_two_sources(tmp_path, tokenizer, monkeypatch) -> None:
     """Each of a format of its own, and with its own share of the mix."""
     held = {"a": {"prompt": "Who?", "completion": "Maria."}, "b": {"instruction": "Who?", "output": "Omar."}}
-    monkeypatch.setattr(load, "_hub", lambda one: iter([Row(held[one.subset], f"{one.name}[0]")]))
-    monkeypatch.setattr(load, "_commit", lambda source: "c0ffee")
+    monkeypatch.setattr(source_loading, "_hub", lambda one: iter([Row(held[one.subset], f"{one.name}[0]")]))
+    monkeypatch.setattr(source_loading, "_commit", lambda source: "c0ffee")
     names = [{"name": "org/rows", "subset": subset, "split": "train"} for subset in held]
     data = Data.model_validate({"name": names, "cache": str(tmp_path / "cache")})
     made = prepare(data, tokenizer, 0, None)

@@ -12,28 +12,21 @@ import pytest
 from conftest import QUICKSTART
 from transformers import TrainerCallback
 
-from finetune import (
-    callbacks,
-    check,
-    cli,
-    hardware_device,
-    levers,
-    measured,
-    operations,
-    plan,
-    profile,
-    prove,
-    recipe,
-    sections,
-    state,
-    train,
-)
-from finetune.batch import split_batch
-from finetune.errors import Problem, UserError
-from finetune.measured import saves
+from finetune.autoconfig.batch_size import split_batch
+from finetune.checkpointing import training_state
+from finetune.cli import main
+from finetune.core.errors import Problem, UserError
+from finetune.experiments.runner import measured_run, verify_resume
+from finetune.experiments.runner.measured_run import saves
+from finetune.hardware import detection
+from finetune.planning import planner
+from finetune.preflight import checker
+from finetune.profiling import profiler, recommendations, trace_analysis
+from finetune.recipe import loader, schema
+from finetune.training import pipeline, step_metrics
 
-CPU = hardware_device.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
-GPU = hardware_device.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 140.0, 16)
+CPU = detection.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+GPU = detection.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 140.0, 16)
 
 
 class SlowLoader(TrainerCallback):
@@ -68,7 +61,7 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
     overrides, watchers, said = PLANTED[planted]
     given = [*small, f"model.name={two_layers}", "eval.general=false", *overrides]
     for attempt in range(3):  # it measures time: what else a machine does may look like a wait
-        found = profile.run(str(QUICKSTART), given, str(tmp_path / str(attempt)), watchers)
+        found = profiler.run(str(QUICKSTART), given, str(tmp_path / str(attempt)), watchers)
         if said in found.verdict:
             break
     assert said in found.verdict, found
@@ -89,45 +82,47 @@ def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkey
     whole += ["adapter.orth_reg_every=20", "train.max_steps=100", "train.save_steps=2"]
     runs = []
 
-    def fail(short: sections.Recipe, **_: Any) -> None:
-        check.run(short)
+    def fail(short: schema.Recipe, **_: Any) -> None:
+        checker.run(short)
         runs.append(short)
         raise MemoryError
 
-    monkeypatch.setattr(train, "run", fail)
+    monkeypatch.setattr(pipeline, "run", fail)
     with pytest.raises(MemoryError):
-        profile.run(str(QUICKSTART), whole, str(tmp_path))
+        profiler.run(str(QUICKSTART), whole, str(tmp_path))
     (short,) = runs
     assert short.adapter.ours("orth_reg_every") == short.train.max_steps == 9 and saves(short.train) == "no"
     assert short.adapter.options()["tinit"] + short.adapter.options()["tfinal"] < 8
     assert list(tmp_path.iterdir()) == []
-    adapter = recipe.load(QUICKSTART, whole).adapter
-    short_ones = measured.length(3, 1, adapter)
-    recipe.load(QUICKSTART, [*whole, *short_ones])
-    quantised = recipe.load(QUICKSTART, [*whole, "adapter.type=qadalora"])
-    assert measured.length(3, 1, quantised.adapter) == short_ones and "adapter.tinit=0" in short_ones
-    unstated = [recipe.load(QUICKSTART, [f"adapter.type={kind}"]) for kind in ("adalora", "qadalora")]
-    assert prove.shortened(unstated[0]) == prove.shortened(unstated[1])
-    assert not [text for text in measured.length(3, 1, recipe.load(QUICKSTART).adapter) if "adapter" in text]
+    adapter = loader.load(QUICKSTART, whole).adapter
+    short_ones = measured_run.length(3, 1, adapter)
+    loader.load(QUICKSTART, [*whole, *short_ones])
+    quantised = loader.load(QUICKSTART, [*whole, "adapter.type=qadalora"])
+    assert measured_run.length(3, 1, quantised.adapter) == short_ones and "adapter.tinit=0" in short_ones
+    unstated = [loader.load(QUICKSTART, [f"adapter.type={kind}"]) for kind in ("adalora", "qadalora")]
+    assert verify_resume.shortened(unstated[0]) == verify_resume.shortened(unstated[1])
+    assert not [
+        text for text in measured_run.length(3, 1, loader.load(QUICKSTART).adapter) if "adapter" in text
+    ]
 
 
 def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monkeypatch) -> None:
     """And the head for tokens without a loss; the model's own FLOPs stay what they were."""
-    traces: list[profile.Trace] = []
+    traces: list[profiler.Trace] = []
 
-    class Kept(profile.Trace):
+    class Kept(profiler.Trace):
         def __init__(self, cuda: bool) -> None:
             super().__init__(cuda)
             traces.append(self)
 
-    monkeypatch.setattr(profile, "Trace", Kept)
+    monkeypatch.setattr(profiler, "Trace", Kept)
     given = [*small, f"model.name={two_layers}", "eval.general=false", "train.effective_batch_size=4"]
     work = []
     for index, more in enumerate(([], ["speed.recompute=all"], ["speed.loss=trl"])):
-        found = profile.run(str(QUICKSTART), [*given, *more], str(tmp_path / str(index)))
+        found = profiler.run(str(QUICKSTART), [*given, *more], str(tmp_path / str(index)))
         assert found.roofline and found.model and 0 < found.model < found.roofline[0]
-        ran = operations.computed(traces[-1].profiler.events(), cuda=False)
-        work.append(sum(operations.flops(each.operation) for each in ran if each.kind == "products"))
+        ran = trace_analysis.computed(traces[-1].profiler.events(), cuda=False)
+        work.append(sum(trace_analysis.flops(each.operation) for each in ran if each.kind == "products"))
     plain, again, all_tokens = work
     assert again > 1.15 * plain and all_tokens > 1.05 * plain
     assert len({(trace.computed, trace.scored) for trace in traces}) == 1
@@ -139,8 +134,8 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
     given += ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_size=8"]
     waited = {}
     for name, watchers in (("slow", [SlowLoader()]), ("fast", [])):
-        loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / name}"])
-        run = train.run(loaded, quiet=True, watchers=watchers)
+        loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / name}"])
+        run = pipeline.run(loaded, quiet=True, watchers=watchers)
         waited[name] = [
             json.loads(line)["data_wait"] for line in (run.path / "metrics.jsonl").read_text().splitlines()
         ]
@@ -151,25 +146,25 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
 
 def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_path, monkeypatch) -> None:
     """Once; and what is logged and saved after a step is no wait."""
-    monkeypatch.setattr(callbacks, "COUNTED", 2)
+    monkeypatch.setattr(step_metrics, "COUNTED", 2)
     given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.general=false"]
     given += ["eval.samples=0", "train.max_steps=5", "train.warmup_steps=0", "train.effective_batch_size=8"]
     given += ["train.logging_steps=1"]
-    loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'slow'}"])
-    log = (train.run(loaded, quiet=True, watchers=[SlowLoader()]).path / "log.txt").read_text()
+    loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'slow'}"])
+    log = (pipeline.run(loaded, quiet=True, watchers=[SlowLoader()]).path / "log.txt").read_text()
     said = re.findall(r"note: the last (\d) steps waited for data", log)
     assert said == ["2"] and log.index("the last 2 steps") < log.index("note: steps waited for data")
 
-    save = state.save
+    save = training_state.save
 
     def slowly(trainer: Any) -> None:
         time.sleep(0.5)
         save(trainer)
 
-    monkeypatch.setattr(state, "save", slowly)
+    monkeypatch.setattr(training_state, "save", slowly)
     given += ["train.save_strategy=steps", "train.save_steps=1"]
-    loaded = recipe.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'saved'}"])
-    run = train.run(loaded, quiet=True)
+    loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'saved'}"])
+    run = pipeline.run(loaded, quiet=True)
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert max(line["data_wait"] * line["step_seconds"] for line in lines[1:]) < 0.3
     assert lines[1]["step_seconds"] > 0.5  # a step's time is all that went by
@@ -178,7 +173,7 @@ def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_
 
 def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys) -> None:
     given = [*small, f"model.name={two_layers}", "eval.general=false", "train.effective_batch_size=2"]
-    assert cli.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
+    assert main.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert "verdict:" in text and "next:" in text and "padding:" in text and "launch gaps" in text
     assert "roofline: products reach" in text and "memory snapshot: none on the CPU" in text
@@ -189,19 +184,19 @@ def test_a_recipe_that_is_refused_leaves_no_folder(tmp_path, monkeypatch) -> Non
     def refuses(*_: Any, **__: Any) -> None:
         raise UserError(Problem("no"))
 
-    monkeypatch.setattr(train, "run", refuses)
+    monkeypatch.setattr(pipeline, "run", refuses)
     (tmp_path / "there").mkdir()
     for name in ("there", "new"):
-        assert cli.main(["profile", str(QUICKSTART), "--output", str(tmp_path / name)]) == 2
+        assert main.main(["profile", str(QUICKSTART), "--output", str(tmp_path / name)]) == 2
     assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
 
 def test_a_verdict_is_about_what_could_be_had_back() -> None:
     even = {"products": 0.75, "attention": 0.15, "memory-bound": 0.05, "communication": 0.0}
     even |= {"data wait": 0.02, "launch gaps": 0.03}
-    whole = recipe.load(QUICKSTART)
-    made, on_cpu = plan.make(whole, GPU, 1), plan.make(whole, CPU, 1)
-    judge = partial(levers.judge, whole=whole, made=made)
+    whole = loader.load(QUICKSTART)
+    made, on_cpu = planner.make(whole, GPU, 1), planner.make(whole, CPU, 1)
+    judge = partial(recommendations.judge, whole=whole, made=made)
     verdict, lever = judge(even, 0.0, "flash_attention_4")
     assert "nothing large is in their way" in verdict and lever == "speed.base: fp8"
     near = judge(even, 0.0, "flash_attention_4", reached=(0.71, "989 TFLOP/s, of its data sheet"))
@@ -212,7 +207,7 @@ def test_a_verdict_is_about_what_could_be_had_back() -> None:
     passes = {**even, "memory-bound": 0.5, "products": 0.3}
     assert "passes over memory" in judge(passes, 0.0, "flash_attention_4")[0]
     assert "sdpa attention" in judge(even, 0.0, "sdpa")[0]
-    assert "sdpa attention" not in levers.judge(even, 0.0, "sdpa", whole, on_cpu)[0]
+    assert "sdpa attention" not in recommendations.judge(even, 0.0, "sdpa", whole, on_cpu)[0]
 
 
 def test_a_lever_is_not_what_is_so_already() -> None:
@@ -221,13 +216,15 @@ def test_a_lever_is_not_what_is_so_already() -> None:
     data, gaps = gaps | {"data wait": 0.4, "launch gaps": 0.0}, gaps | {"data wait": 0.0, "launch gaps": 0.4}
 
     def lever(
-        found: dict[str, float], *more: str, machine: hardware_device.Hardware = GPU, padding: float = 0
+        found: dict[str, float], *more: str, machine: detection.Hardware = GPU, padding: float = 0
     ) -> str:
-        whole = recipe.load(QUICKSTART, list(more))
-        said = levers.judge(found, padding, "flash_attention_4", whole, plan.make(whole, machine, 1))[1]
+        whole = loader.load(QUICKSTART, list(more))
+        said = recommendations.judge(
+            found, padding, "flash_attention_4", whole, planner.make(whole, machine, 1)
+        )[1]
         first = re.findall(r"(\w+\.\w+): (\w+)", said.partition(" or ")[0])
         more = (*more, *(f"{key}={value}" for key, value in first if value != "one"))
-        split_batch(recipe.load(QUICKSTART, list(more)).train, 1)
+        split_batch(loader.load(QUICKSTART, list(more)).train, 1)
         return said
 
     with (
@@ -239,8 +236,8 @@ def test_a_lever_is_not_what_is_so_already() -> None:
         shared = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}
         for name, value in shared.items():
             launched.setenv(name, value)
-        assert "more rows at once" in levers.more_rows(
-            recipe.load(QUICKSTART, ["train.effective_batch_size=2"]), True
+        assert "more rows at once" in recommendations.more_rows(
+            loader.load(QUICKSTART, ["train.effective_batch_size=2"]), True
         )
     assert lever(data, machine=CPU) == "train.dataloader_num_workers: 2"
     assert lever(data) == "train.dataloader_num_workers: 4 (now 2)"

@@ -21,15 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from finetune import checkpoint, launch_receipts, recipe, run_folder
-from finetune.data import bundled, chat, load
-from finetune.data.chat import Encoded
+from finetune.checkpointing import checkpoints
+from finetune.data import chat_templates, encoding, source_loading
+from finetune.data.arrow_store import Documents
+from finetune.data.encoding import Encoded
+from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import convert, detect
-from finetune.data.pack import best_fit
-from finetune.data.rows import BadRow, Example, Row
-from finetune.data.table import Documents
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Data, Model, Source
+from finetune.data.packing import best_fit
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe import loader
+from finetune.recipe.schema import Data, Model, Source
+from finetune.run_folder import run_folder
+from finetune.training import launch_checks
 
 END = "<|im_end|>"
 AWKWARD = [
@@ -63,9 +66,9 @@ documents = st.lists(
 
 
 @cache
-def encoder() -> chat.Encoder:
-    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), bundled.read_template("chatml"))
-    return chat.make_encoder(tokenizer, Data(name="-"), chats=True)
+def encoder() -> encoding.Encoder:
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), chat_templates.read_template("chatml"))
+    return encoding.make_encoder(tokenizer, Data(name="-"), chats=True)
 
 
 def value(system: str | None, pairs: list[tuple[str, str]]) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def test_rows_that_are_written_and_read_again_are_the_same_examples(
         path = Path(folder) / f"rows{suffix}"
         content = "\n".join(dumped) if suffix == ".jsonl" else f"[{', '.join(dumped)}]"
         path.write_text(content + "\n", encoding="utf-8", newline="")
-        found = list(load.training(Data(name="-"), Source(name=str(path)), set(), 0))
+        found = list(source_loading.training(Data(name="-"), Source(name=str(path)), set(), 0))
     again = [example(row) for row in found if isinstance(row, Row)]
     assert [(e.messages, e.trained, e.digest()) for e in again] == [
         (e.messages, e.trained, e.digest()) for e in direct
@@ -243,7 +246,7 @@ def test_rows_that_an_epoch_repeats_are_counted(rows: int, batch: int, shards: i
     given_out = [row for part in parts for one in part for row in one]
     assert set(given_out) == set(range(rows)) and len({len(part) for part in parts}) == 1
     if shards > 1:
-        assert len(given_out) - rows == launch_receipts.repeated(rows, batch, shards)
+        assert len(given_out) - rows == launch_checks.repeated(rows, batch, shards)
 
 
 @few
@@ -271,7 +274,7 @@ def test_wherever_an_epoch_is_resumed_each_row_is_had_once(
     assert [one[stop:] for one in whole] == after
     given_out = Counter(row for one in whole for part in one for row in part)
     assert set(given_out) == set(range(rows))
-    twice = launch_receipts.repeated(rows, batch, shards) if shards > 1 else 0
+    twice = launch_checks.repeated(rows, batch, shards) if shards > 1 else 0
     assert given_out.total() - rows == twice
 
 
@@ -302,12 +305,12 @@ def test_a_recipe_that_is_written_and_read_again_is_the_same(values: dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(json.dumps(content))
-        loaded = recipe.load(path)
+        loaded = loader.load(path)
         for dotted, given_value in values.items():
             section, _, key = dotted.partition(".")
             assert getattr(getattr(loaded, section), key) == given_value
         path.write_text(run_folder.resolved_yaml(loaded, {}), encoding="utf-8")
-        again = recipe.load(path)
+        again = loader.load(path)
         assert again.model_dump() == loaded.model_dump()
         second = run_folder.resolved_yaml(again, {}).splitlines()
         first = path.read_text(encoding="utf-8").splitlines()
@@ -321,15 +324,15 @@ def test_whatever_is_rotated_away_the_newest_checkpoints_stay_and_verify(
 ) -> None:
     steps = list(accumulate(gaps))
     with tempfile.TemporaryDirectory() as folder:
-        writer = checkpoint.Writer(Path(folder), limit)
+        writer = checkpoints.Writer(Path(folder), limit)
         for count, step in enumerate(steps, start=1):
             writer.start(
-                step, {"weights.safetensors": {"a": torch.ones(4)}, checkpoint.CONTRACT: {"recipe": {}}}
+                step, {"weights.safetensors": {"a": torch.ones(4)}, checkpoints.CONTRACT: {"recipe": {}}}
             )
             writer.wait()
-            kept = checkpoint.published(Path(folder))
+            kept = checkpoints.published(Path(folder))
             wanted = steps[:count][::-1][:limit]
             assert [path.name for path in kept] == [f"step-{number}" for number in wanted]
             for path in kept:
-                checkpoint.verify(path)
+                checkpoints.verify(path)
         writer.close()

@@ -12,10 +12,10 @@ import torch
 from conftest import MODEL, QUICKSTART, ROOT
 from hub_server import TOKEN, Hub
 
-from finetune import cli
-from finetune.data.load import hub_name
-from finetune.run_folder import RunFolder
-from finetune.sections import Source
+from finetune.cli import main
+from finetune.data.source_loading import hub_name
+from finetune.recipe.schema import Source
+from finetune.run_folder.run_folder import RunFolder
 
 # huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
@@ -37,7 +37,7 @@ TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 def publish(run: RunFolder, *options: str, code: int = 0) -> None:
-    assert cli.main(["publish", str(run.path), *options]) == code
+    assert main.main(["publish", str(run.path), *options]) == code
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -204,7 +204,7 @@ def test_what_lasts_is_exit_3_with_what_to_do(where, answer, said, hub: Hub, tra
 def test_what_passes_is_tried_again(where, answer, hub: Hub, trained, monkeypatch) -> None:
     """A cut before the commit, and one after it arrived, both end in one commit."""
     folder = trained()
-    monkeypatch.setattr("finetune.hub.SILENCE", 0.5)
+    monkeypatch.setattr("finetune.hub.client.SILENCE", 0.5)
     hub.fail(where, answer, **({"Retry-After": "0"} if answer == 429 else {}))
     publish(folder, "--repo", "me/notes")
     repo = hub.repos["me/notes"]
@@ -319,9 +319,9 @@ def test_what_would_fail_at_the_end_fails_before_the_start(hub: Hub, train, caps
     said = capsys.readouterr().err
     assert "publish.repo=null" in said and not folder.path.exists() and not hub.asked("/commit/")
     hub.requests.clear()
-    assert cli.main(["check", str(QUICKSTART), "publish.repo=me/notes"]) == 0 and not hub.requests
-    assert cli.main(["check", str(QUICKSTART), "publish.repo=me/not--this"]) == 2
-    assert cli.main(["check", str(QUICKSTART), "publish.base_model=/a/b"]) == 2
+    assert main.main(["check", str(QUICKSTART), "publish.repo=me/notes"]) == 0 and not hub.requests
+    assert main.main(["check", str(QUICKSTART), "publish.repo=me/not--this"]) == 2
+    assert main.main(["check", str(QUICKSTART), "publish.base_model=/a/b"]) == 2
 
 
 def test_a_push_that_fails_does_not_fail_the_run(hub: Hub, small, tmp_path, capsys) -> None:
@@ -342,7 +342,7 @@ def test_a_push_that_fails_does_not_fail_the_run(hub: Hub, small, tmp_path, caps
         "eval.general=false",
         "publish.repo=me/notes",
     ]
-    assert cli.main([*command, f"train.output_dir={folder.path}"]) == 0
+    assert main.main([*command, f"train.output_dir={folder.path}"]) == 0
     said = capsys.readouterr()
     assert "will be published to me/notes (private)" in said.out, "at its start"
     for text in (said.err, (folder.path / "log.txt").read_text()):

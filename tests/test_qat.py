@@ -8,11 +8,14 @@ import pytest
 import torch
 from conftest import MODEL, QUICKSTART, metrics
 
-from finetune import cli, evaluation_reopen, qat, recipe, recipe_qat_rules
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.run_folder import RunFolder
-from finetune.sections import QAT_CONFIGS, Qat
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.evaluation import reopen
+from finetune.quantization import qat
+from finetune.recipe import loader, qat_rules
+from finetune.recipe.schema import QAT_CONFIGS, Qat
+from finetune.run_folder.run_folder import RunFolder
 
 INTX = "speed.qat.config=IntxWeightOnly"
 IDS = torch.arange(3, 3999, 37).reshape(4, 27)
@@ -146,7 +149,7 @@ def test_a_run_rounds_every_layer_and_reopens_as_it_was(kind: str, run, two_laye
         plain = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
         opened = PeftModel.from_pretrained(plain, folder.adapter)
     assert qat.rounding(opened) == {}
-    reopened = evaluation_reopen.reopen(folder, recipe.load(folder.recipe))
+    reopened = reopen.reopen(folder, loader.load(folder.recipe))
     assert len(qat.rounding(reopened)) == 14
     assert 0.01 < (logits(reopened) - logits(opened)).norm() / logits(opened).norm() < 0.5
 
@@ -155,7 +158,7 @@ def test_a_run_rounds_every_layer_and_reopens_as_it_was(kind: str, run, two_laye
 def test_what_was_trained_for_is_what_merge_stores(kind: str, run, capsys) -> None:
     folder = run(kind)
     command = ["merge", str(folder.path), "--quantize", "int4"]
-    assert cli.main([*command, "--dtype", "float32"]) == 0
+    assert main.main([*command, "--dtype", "float32"]) == 0
     assert "IntxWeightOnlyConfig: int4 in groups of 32 (stored so)" in capsys.readouterr().out
     report = folder.read("merge.json")["merged-int4"]
     assert report["against_tuned"]["relative"] < 1e-5, "the trained model, and not near it"
@@ -164,14 +167,14 @@ def test_what_was_trained_for_is_what_merge_stores(kind: str, run, capsys) -> No
     assert set(scores) == {"tuned", "quantized", "merged" if kind == "lora" else "unrounded"}
     assert scores["tuned"] == folder.read("eval.json")["tuned"]
     assert scores["quantized"]["loss"] == pytest.approx(scores["tuned"]["loss"], rel=1e-6)
-    assert cli.main([*command[:-1], "int8"]) == 2
+    assert main.main([*command[:-1], "int8"]) == 2
     said = capsys.readouterr().err
     assert "trained for other weights" in said and "try:       --quantize int4" in said
 
 
 def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
     folder = run("lora")
-    assert cli.main(["merge", str(folder.path)]) == 0
+    assert main.main(["merge", str(folder.path)]) == 0
     assert "not stored so: see --quantize" in capsys.readouterr().out
     assert folder.read("merge.json")["merged"]["against_tuned"]["relative"] < 0.2
 
@@ -195,15 +198,15 @@ def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
     ],
 )
 def test_what_does_not_go_together_is_said(overrides: list[str], said: list[str], capsys) -> None:
-    assert cli.main(["check", str(QUICKSTART), *overrides]) == 2
+    assert main.main(["check", str(QUICKSTART), *overrides]) == 2
     printed = capsys.readouterr().err
     assert all(text in printed for text in said), printed
     assert printed.count("error:") == 1
 
 
 def test_without_torchao_the_pip_line(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.upstream.installed", lambda name: name != "torchao")
-    assert cli.main(["check", str(QUICKSTART), INTX]) == 3
+    monkeypatch.setattr("finetune.recipe.upstream_options.installed", lambda name: name != "torchao")
+    assert main.main(["check", str(QUICKSTART), INTX]) == 3
     assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err
     with pytest.raises(UserError) as raised:
         qat.prepare(base(), Qat(config="IntxWeightOnly"))
@@ -225,7 +228,7 @@ def test_a_layer_whose_merged_weight_is_not_known_is_refused() -> None:
 
 def test_rounding_that_does_nothing_ends_the_run() -> None:
     """As if torchao's quantisers were switched off."""
-    model, ledger = qat.prepare(base(), Qat(config="IntxWeightOnly")), Ledger()
+    model, ledger = qat.prepare(base(), Qat(config="IntxWeightOnly")), RunChecks()
     watch = qat.Watch(model)
     for layer in qat.rounding(model).values():
         layer.weight_fake_quantizer.enabled = False
@@ -244,22 +247,22 @@ def test_our_words_for_torchao_s_configs_are_torchao_s() -> None:
     here = {name for name, kind in classes.items() if kind.__module__ == quant_api.__name__}
     real = {name for name in here if issubclass(classes[name], AOBaseConfig)} - {"ModuleFqnToConfig"}
     assert {*QAT_CONFIGS} <= real
-    assert real - {*QAT_CONFIGS, "FqnToConfig"} == recipe_qat_rules.REFUSED.keys() - {
+    assert real - {*QAT_CONFIGS, "FqnToConfig"} == qat_rules.REFUSED.keys() - {
         "Int8DynamicActivationInt4WeightConfig"
     }
-    schema = json.loads(Path("finetune/recipe.schema.json").read_text())
+    schema = json.loads(Path("finetune/recipe/recipe.schema.json").read_text())
     assert schema["$defs"]["Qat"]["properties"]["config"]["enum"] == [*QAT_CONFIGS]
 
 
-@pytest.mark.parametrize("name", sorted(recipe_qat_rules.REFUSED))
+@pytest.mark.parametrize("name", sorted(qat_rules.REFUSED))
 def test_what_is_refused_can_t_be_had(name: str) -> None:
     from torchao import quantization
     from torchao.quantization.qat import QATConfig
 
     if not hasattr(quantization, name):
-        assert "no more" in recipe_qat_rules.REFUSED[name]
+        assert "no more" in qat_rules.REFUSED[name]
         return
-    trains = "trains it" in recipe_qat_rules.REFUSED[name]
+    trains = "trains it" in qat_rules.REFUSED[name]
     layer = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False))
     config = getattr(quantization, name)()
     try:
@@ -274,12 +277,13 @@ def test_what_is_refused_can_t_be_had(name: str) -> None:
 
 
 def test_doctor_says_what_becomes_of_it() -> None:
-    from finetune import doctor, hardware_device
+    from finetune.cli import doctor_report
+    from finetune.hardware import detection
 
-    def row(*overrides: str) -> doctor.Optimisation:
-        asked = recipe.load(QUICKSTART, overrides)
+    def row(*overrides: str) -> doctor_report.Optimisation:
+        asked = loader.load(QUICKSTART, overrides)
         (found,) = (
-            o for o in doctor.optimisations(asked, hardware_device.detect()) if o.where == "speed.qat"
+            o for o in doctor_report.optimisations(asked, detection.detect()) if o.where == "speed.qat"
         )
         return found
 

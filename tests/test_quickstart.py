@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import DATA, QUICKSTART, ROOT
 
-from finetune.run_folder import RunFolder
+from finetune.run_folder.run_folder import RunFolder
 
 
 @pytest.mark.alone

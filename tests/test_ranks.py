@@ -16,16 +16,24 @@ import torch
 import two_ranks
 from conftest import QUICKSTART, ROOT, metrics
 
-from finetune import checkpoint, claim, cli, faults, launch, launch_env, prove, ranks, report
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.run_folder import RunFolder
+from finetune.checkpointing import checkpoints
+from finetune.cli import main
+from finetune.core import fault_injection
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.distributed import collectives, launch_environment
+from finetune.experiments.runner import verify_resume
+from finetune.launch import launcher
+from finetune.reporting import html_report
+from finetune.run_folder import lock
+from finetune.run_folder.run_folder import RunFolder
 
 FAILS = """
 import argparse, datetime, os, sys, time
 from pathlib import Path
-from finetune import cli, launch_env, ranks
-from finetune.errors import Exit, Problem, UserError
+from finetune.cli import main
+from finetune.distributed import collectives
+from finetune.core.errors import Exit, Problem, UserError
 
 def work(options):
     rank, how = int(os.environ["RANK"]), sys.argv[1]
@@ -33,15 +41,15 @@ def work(options):
     if how == "one fails" and rank == 1:
         raise UserError(Problem("rank 1's disk is full"), code=Exit.ENVIRONMENT)
     import torch.distributed
-    ranks.start("cpu")
+    collectives.start("cpu")
     if how == "one hangs" and rank == 1:
         time.sleep(300)
     if how == "rank 0 fails alone":
-        ranks.from_main(lambda: 1 / 0)
+        collectives.from_main(lambda: 1 / 0)
     torch.distributed.barrier()
 
 if __name__ == "__main__":
-    sys.exit(cli.guarded(work, argparse.Namespace(debug=False)))
+    sys.exit(main.guarded(work, argparse.Namespace(debug=False)))
 """
 
 
@@ -76,7 +84,7 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
     script, begun = tmp_path / "fails.py", tmp_path / "begun"
     script.write_text(FAILS)
     wait = 8 if how == "one hangs" else 30  # nothing else is to time out, however late a process starts
-    with two_processes(str(script), how, str(begun), **{launch_env.TIMEOUT: str(wait)}) as process:
+    with two_processes(str(script), how, str(begun), **{launch_environment.TIMEOUT: str(wait)}) as process:
         stderr = process.communicate(timeout=120)[1]
         took = time.time() - begun.stat().st_mtime
     assert process.returncode == code, stderr
@@ -102,7 +110,7 @@ def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
     """
     run = tmp_path / "run"
     words = short(small, two_layers, f"train.output_dir={run}", "train.logging_steps=1")
-    own = {launch_env.TIMEOUT: "15", faults.VARIABLE: f"step:3:rank:1:{fault}"}
+    own = {launch_environment.TIMEOUT: "15", fault_injection.VARIABLE: f"step:3:rank:1:{fault}"}
     with two_processes("-m", "finetune", *words, **own) as process:
         stderr = process.communicate(timeout=120)[1]
         took = time.time() - (run / "metrics.jsonl").stat().st_mtime  # since step 2
@@ -116,7 +124,7 @@ def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
 def test_a_rank_that_is_killed_begins_again_by_max_restarts(small, two_layers, tmp_path) -> None:
     run = tmp_path / "run"
     words = short(small, two_layers, f"train.output_dir={run}", "train.logging_steps=1", "train.save_steps=2")
-    own = {launch_env.TIMEOUT: "60", faults.VARIABLE: "step:4:rank:1:kill"}
+    own = {launch_environment.TIMEOUT: "60", fault_injection.VARIABLE: "step:4:rank:1:kill"}
     with two_processes("--max_restarts", "1", "-m", "finetune", *words, "--resume=auto", **own) as process:
         stderr = process.communicate(timeout=200)[1]
     assert process.returncode == 0, stderr
@@ -124,23 +132,25 @@ def test_a_rank_that_is_killed_begins_again_by_max_restarts(small, two_layers, t
 
 
 def test_asking_who_sees_the_folder_does_not_let_go_of_its_lock(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(ranks, "PartialState", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
-    monkeypatch.setattr(ranks, "from_main", lambda value: value())
-    monkeypatch.setattr(ranks, "gathered", lambda value: [value, value])
-    with claim.claimed(str(tmp_path / "run"), "run") as folder:
-        ranks.on_one_disk(Path(str(folder)))
-        assert [path.name for path in (tmp_path / "run").iterdir()] == [claim.LOCK]
+    monkeypatch.setattr(
+        collectives, "PartialState", lambda: SimpleNamespace(num_processes=2, is_main_process=True)
+    )
+    monkeypatch.setattr(collectives, "from_main", lambda value: value())
+    monkeypatch.setattr(collectives, "gathered", lambda value: [value, value])
+    with lock.claimed(str(tmp_path / "run"), "run") as folder:
+        collectives.on_one_disk(Path(str(folder)))
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [lock.LOCK]
         child = os.fork()
         if not child:  # another process
             try:
-                claim.claimed(folder, "run").__enter__()
+                lock.claimed(folder, "run").__enter__()
             except UserError:
                 os._exit(2)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
-GONE = f"error: {launch_env.GONE}"
+GONE = f"error: {launch_environment.GONE}"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +170,7 @@ GONE = f"error: {launch_env.GONE}"
 def test_who_failed_first(failures: list[Any], rank: int) -> None:
     names = ("exitcode", "timestamp", "message")
     found = {n: SimpleNamespace(**dict(zip(names, one, strict=True))) for n, one in enumerate(failures)}
-    assert launch.first(found)[0] == rank
+    assert launcher.first(found)[0] == rank
 
 
 def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tmp_path) -> None:
@@ -175,15 +185,15 @@ def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tm
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 75, said
     assert "stopped by SIGUSR1" in said and "--resume" in said
-    (step,) = checkpoint.published(run / "checkpoints")
-    checkpoint.verify(step)
+    (step,) = checkpoints.published(run / "checkpoints")
+    checkpoints.verify(step)
 
 
 def runs(*commands: list[str], fault: str = "") -> None:
     """Each to its `--until`; all but the first meet the fault, and where they go on they do not."""
     for number, words in enumerate(commands):
-        os.environ[faults.VARIABLE] = fault if number and "--resume" not in words else ""
-        assert cli.main(words) == 75, words
+        os.environ[fault_injection.VARIABLE] = fault if number and "--resume" not in words else ""
+        assert main.main(words) == 75, words
 
 
 @pytest.mark.usefixtures("the_only_launch")
@@ -194,7 +204,7 @@ def test_ranks_take_as_many_rows_as_fit_on_each(small, two_layers, tmp_path) -> 
     found = short(small, two_layers, f"{size}=auto", "train.output_dir=found")
     commands = told, [*found, "--until=1"], [*found, "--until=2", "--resume"]
     said = two_ranks.run(runs_with_little_memory, *commands, cwd=tmp_path)
-    parts = prove.compare(tmp_path / "told", tmp_path / "found", 2)
+    parts = verify_resume.compare(tmp_path / "told", tmp_path / "found", 2)
     assert not [part for part in parts if part.differing], said
     run = RunFolder(tmp_path / "found")
     assert f"{size.partition('.')[2]}: 2" in run.recipe.read_text()
@@ -215,22 +225,22 @@ def until_a_time(words: list[str]) -> None:
 def test_ranks_whose_clocks_differ_end_in_time_together(small, two_layers, tmp_path) -> None:
     said = two_ranks.run(until_a_time, short(small, two_layers), cwd=tmp_path)
     assert "stopped by --until 0.001s after step 1" in said  # which rank 1 alone has reached
-    names = [path.name for path in checkpoint.published(tmp_path / "timed" / "checkpoints")]
+    names = [path.name for path in checkpoints.published(tmp_path / "timed" / "checkpoints")]
     assert names == ["step-2", "step-1"]
-    parts = prove.compare(tmp_path / "straight", tmp_path / "timed", 2)
+    parts = verify_resume.compare(tmp_path / "straight", tmp_path / "timed", 2)
     assert not [part for part in parts if part.differing]
 
 
 def each_is_refused(given: list[str]) -> None:
     for flag in ("--preflight", "--prove-resume"):
-        assert cli.main(["check", *given, flag]) == 2
+        assert main.main(["check", *given, flag]) == 2
 
 
 def on_two_disks(words: list[str]) -> None:
-    ranks.NEW_FILE_SECONDS = 1.0
+    collectives.NEW_FILE_SECONDS = 1.0
     Path(os.environ["RANK"]).mkdir()
     os.chdir(os.environ["RANK"])
-    assert cli.main(words) == 3
+    assert main.main(words) == 3
 
 
 @pytest.mark.usefixtures("the_only_launch")
@@ -248,7 +258,7 @@ def on_rows_of_their_own(words: list[str], rows: str) -> None:
     Path(str(rank)).mkdir()
     Path(str(rank), "train.jsonl").write_text("\n".join(lines[48 * rank : 48 * rank + 48]) + "\n")
     os.chdir(str(rank))
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
 
 
 @pytest.mark.usefixtures("the_only_launch")
@@ -261,15 +271,15 @@ def test_machines_with_other_rows_under_one_name_are_refused(small, two_layers, 
 
 def ends_late(words: list[str]) -> None:
     """Rank 0 has much to write when a run has been stopped."""
-    after = report.after
+    after = html_report.after
 
     def slowly(*given: Any) -> Any:
         time.sleep(1)
         Path("written").touch()
         return after(*given)
 
-    report.after = slowly if os.environ["RANK"] == "0" else after
-    assert cli.main(words) == 75
+    html_report.after = slowly if os.environ["RANK"] == "0" else after
+    assert main.main(words) == 75
     assert Path("written").exists(), "the launcher would have ended rank 0"
 
 
@@ -283,27 +293,27 @@ def test_no_rank_leaves_a_stopped_run_before_rank_0_has_written_all(small, two_l
 def test_gloo_is_told_the_interface_on_which_other_machines_are(monkeypatch) -> None:
     found = {a.address: name for name, all_ in psutil.net_if_addrs().items() for a in all_}
     for address in ("127.0.0.1", *[a for a in found if a.count(".") == 3][:2]):
-        assert ranks.interface_to(address) == found[address]
-    assert ranks.interface_to("no-such-host.invalid") == ""
+        assert collectives.interface_to(address) == found[address]
+    assert collectives.interface_to("no-such-host.invalid") == ""
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv(ranks.GLOO, raising=False)
+    monkeypatch.delenv(collectives.GLOO, raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    ranks.name_interface()
-    assert ranks.GLOO not in os.environ, "one machine needs none"
+    collectives.name_interface()
+    assert collectives.GLOO not in os.environ, "one machine needs none"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    ranks.name_interface()
-    assert os.environ.pop(ranks.GLOO) == found["127.0.0.1"]
+    collectives.name_interface()
+    assert os.environ.pop(collectives.GLOO) == found["127.0.0.1"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", list(found.values())[-1])
-    ranks.name_interface()
-    assert os.environ.pop(ranks.GLOO) == list(found.values())[-1]
+    collectives.name_interface()
+    assert os.environ.pop(collectives.GLOO) == list(found.values())[-1]
 
 
 def test_processes_that_machines_can_not_share_evenly_are_refused(capsys) -> None:
     """Accelerate would start 8 of the 9."""
     config = str(ROOT / "accelerate_configs" / "multi_node.yaml")
     given = ["--num_machines", "2", "--num_processes", "9", "--machine_rank", "0", "--main_process_ip", "a"]
-    assert launch.main(["--config_file", config, *given, "scripts/train.py"]) == 2
+    assert launcher.main(["--config_file", config, *given, "scripts/train.py"]) == 2
     said = capsys.readouterr().err
     assert "9 processes can't be as many on each of 2 machines: 8 would start" in said and "8 or 10" in said
 
@@ -317,9 +327,9 @@ def test_the_config_that_is_read_where_none_is_named_is_looked_at(
     file = tmp_path / "default_config.yaml"
     file.write_text("fp8_config:\n  backend: te\n  formt: HYBRID\nnum_processes: 1\n")
     monkeypatch.setattr(config_args, "default_config_file", str(file))
-    assert launch.default_config(by) == [str(file)]
-    assert launch.default_config(["python", "-m", "torch.distributed.launch"]) == []
-    assert launch.main(["scripts/train.py"]) == 2
+    assert launcher.default_config(by) == [str(file)]
+    assert launcher.default_config(["python", "-m", "torch.distributed.launch"]) == []
+    assert launcher.main(["scripts/train.py"]) == 2
 
 
 @pytest.mark.usefixtures("the_only_launch")
@@ -333,7 +343,7 @@ def test_a_proof_is_not_started_by_a_launcher(small, two_layers) -> None:
 
 
 def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) -> None:
-    monkeypatch.setenv(launch_env.TIMEOUT, "10")
+    monkeypatch.setenv(launch_environment.TIMEOUT, "10")
     here = len(psutil.Process(os.getppid()).children())  # this process and those beside it
     for processes, seconds, started, given_up in (
         (1, 99, here + 1, False),
@@ -341,27 +351,25 @@ def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) 
         (2, 10, here + 1, True),
         (2, 10, here, False),
     ):
-        monkeypatch.setattr(ranks, "PartialState", lambda n=processes: SimpleNamespace(num_processes=n))
+        monkeypatch.setattr(collectives, "PartialState", lambda n=processes: SimpleNamespace(num_processes=n))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started))
-        assert ranks.given_up(seconds) == given_up, (processes, seconds, started - here)
+        assert collectives.given_up(seconds) == given_up, (processes, seconds, started - here)
 
 
 def prepares_for_long() -> None:
     """On one of two ranks, of which the first takes longer than all wait for each other."""
     from accelerate import PartialState
 
-    from finetune import training_resume_facts, training_training_data
+    from finetune.training import resume_facts, training_data
 
-    os.environ[launch_env.TIMEOUT] = "3"
+    os.environ[launch_environment.TIMEOUT] = "3"
     recipe: Any = SimpleNamespace(data=SimpleNamespace(streaming=False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_resume_facts, "facts", lambda *_: {})
-        ranks.start("cpu")
+        patch.setattr(resume_facts, "facts", lambda *_: {})
+        collectives.start("cpu")
         slow = 6 * PartialState().is_main_process
-        patch.setattr(
-            training_training_data, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow)
-        )
-        print("prepared:", training_training_data.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore[reportArgumentType]  (a stand-in)
+        patch.setattr(training_data, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow))
+        print("prepared:", training_data.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore[reportArgumentType]  (a stand-in)
 
 
 def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:
@@ -371,16 +379,17 @@ def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:
 
 def looks_at_its_base(decomposed: bool) -> None:
     """On one of two ranks, whose bases differ by a bit."""
-    from finetune import adapter_init, stages
+    from finetune.adapters import initialization
+    from finetune.training import stages
 
     with pytest.MonkeyPatch.context() as patch:
-        ranks.start("cpu")
+        collectives.start("cpu")
         base: Any = torch.nn.Linear(2, 2).requires_grad_(False)
-        base.weight.fill_(1 + ranks.main() * 1e-6)
+        base.weight.fill_(1 + collectives.main() * 1e-6)
         base.bias.zero_()
-        patch.setattr(adapter_init, "rebases", lambda _: decomposed)
+        patch.setattr(initialization, "rebases", lambda _: decomposed)
         try:
-            print("base:", stages.frozen_fingerprint(base, None, Ledger()))
+            print("base:", stages.frozen_fingerprint(base, None, RunChecks()))
         except UserError as error:
             print(f"refused: {error}")
 

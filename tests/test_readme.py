@@ -7,7 +7,8 @@ import shlex
 import pytest
 from conftest import ROOT, module_of
 
-from finetune import cli, recipe
+from finetune.cli import main
+from finetune.recipe import loader
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^    ((?:finetune|accelerate|make) [^#\n]*)", README, re.MULTILINE)
@@ -49,7 +50,7 @@ def test_a_finetune_command_runs(command: str, trained, small, two_layers, tmp_p
         if "--accelerate" in words:
             assert words[2:4] == ["--accelerate", "cpu_2"]
             words = ["check", words[1]]
-    assert cli.main(words) == 0, capsys.readouterr().err
+    assert main.main(words) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [c.strip() for c in COMMANDS if c.startswith("accelerate")])
@@ -61,7 +62,7 @@ def test_an_accelerate_line_names_what_exists(command: str) -> None:
     assert (ROOT / options.config_file).exists()
     assert options.training_script == "finetune" or (ROOT / options.training_script).exists()
     words = options.training_script_args
-    assert cli.main(["check", words[-1]]) == 0
+    assert main.main(["check", words[-1]]) == 0
 
 
 def test_make_has_the_targets() -> None:
@@ -74,7 +75,7 @@ def test_the_example_recipe_is_valid(tmp_path) -> None:
     lines = re.findall(r"^    ((?:model|data|adapter|speed|train|eval|publish): .*)", README, re.MULTILINE)
     assert len(lines) == 7
     (tmp_path / "recipe.yaml").write_text("\n".join(lines))
-    loaded = recipe.load(tmp_path / "recipe.yaml")
+    loaded = loader.load(tmp_path / "recipe.yaml")
     assert loaded.adapter.type == "dora" and loaded.origin.notices == []
 
 

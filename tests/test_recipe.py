@@ -3,21 +3,23 @@
 import pytest
 from conftest import ADAPTERS, QUICKSTART
 
-from finetune import check, recipe, recipe_errors, run_folder
-from finetune.data import load
-from finetune.errors import UserError
+from finetune.core.errors import UserError
+from finetune.data import source_loading
+from finetune.preflight import checker
+from finetune.recipe import loader, recipe_errors
+from finetune.run_folder import run_folder
 
 
 def problems(path: object, *overrides: str) -> dict[str, str]:
     """Key -> whole message of each problem that loading a recipe gives."""
     with pytest.raises(UserError) as raised:
-        recipe.load(path, overrides)
+        loader.load(path, overrides)
     assert raised.value.code == 2
     return {problem.key or problem.where: str(problem) for problem in raised.value.problems}
 
 
 def test_the_quickstart_says_what_it_will_do() -> None:
-    loaded = recipe.load(QUICKSTART)
+    loaded = loader.load(QUICKSTART)
     assert loaded.train.max_steps and loaded.data.validation
     assert loaded.train.passed_on()["logging_steps"] == 1
     assert loaded.adapter.options()["r"] == 16
@@ -25,21 +27,21 @@ def test_the_quickstart_says_what_it_will_do() -> None:
 
 
 def test_it_is_frozen() -> None:
-    loaded = recipe.load(QUICKSTART)
+    loaded = loader.load(QUICKSTART)
     with pytest.raises(ValueError, match="frozen"):
         loaded.train.seed = 1
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_one_key_swaps_the_adapter(kind: str) -> None:
-    loaded = recipe.load(QUICKSTART, [f"adapter.type={kind}"])
+    loaded = loader.load(QUICKSTART, [f"adapter.type={kind}"])
     assert loaded.adapter.type == kind
     assert loaded.origin.set_by["adapter.type"] == "override"
     assert ("r" in loaded.adapter.options()) == (kind not in ("ia3", "full"))
 
 
 def test_a_key_of_another_type_is_left_out_and_named() -> None:
-    loaded = recipe.load(QUICKSTART, ["adapter.type=ia3"])
+    loaded = loader.load(QUICKSTART, ["adapter.type=ia3"])
     assert any(notice.startswith("adapter.r: ia3 has no such key") for notice in loaded.origin.notices)
 
 
@@ -59,10 +61,10 @@ def test_a_key_that_the_type_has_under_another_name_is_an_error(recipe_file) -> 
     assert (
         "try:       adapter.r" in problems(path, "adapter.lora_alpha=null", "adapter.rank=8")["adapter.rank"]
     )
-    swapped = recipe.load(path, ["adapter.type=loha"]).origin.notices
+    swapped = loader.load(path, ["adapter.type=loha"]).origin.notices
     assert "adapter.lora_alpha: loha has no such key (loha calls it alpha); left out (64)" in swapped
     path = recipe_file(text.replace("KIND", "ia3").replace("KEY", "lora_alpha"))
-    assert "adapter.lora_alpha: ia3 has no such key; left out (64)" in recipe.load(path).origin.notices
+    assert "adapter.lora_alpha: ia3 has no such key; left out (64)" in loader.load(path).origin.notices
 
 
 def test_a_key_of_no_type_is_an_error() -> None:
@@ -71,10 +73,10 @@ def test_a_key_of_no_type_is_an_error() -> None:
 
 
 def test_an_override_displaces_its_rival() -> None:
-    loaded = recipe.load(QUICKSTART, ["train.num_train_epochs=2"])
+    loaded = loader.load(QUICKSTART, ["train.num_train_epochs=2"])
     assert loaded.train.max_steps is None and loaded.train.num_train_epochs == 2
     assert any("train.max_steps" in notice for notice in loaded.origin.notices)
-    loaded = recipe.load(QUICKSTART, ["train.max_steps=7", "train.num_train_epochs=2", "train.max_steps=5"])
+    loaded = loader.load(QUICKSTART, ["train.max_steps=7", "train.num_train_epochs=2", "train.max_steps=5"])
     assert loaded.train.max_steps == 5 and loaded.train.num_train_epochs is None
 
 
@@ -86,18 +88,18 @@ def test_what_an_override_leaves_unread_is_displaced(recipe_file) -> None:
         ("train_sampling_strategy", "group_by_length", "data.streaming=true"),
         ("data_seed", "1", "data.streaming=true"),
     ):
-        loaded = recipe.load(path := recipe_file(f"{text}{{{key}: {value}}}"), [override])
+        loaded = loader.load(path := recipe_file(f"{text}{{{key}: {value}}}"), [override])
         assert f"train.{key}: {value} is displaced by the override of " in loaded.origin.notices[0]
         assert not {**loaded.train.passed_on(), "save_steps": loaded.train.save_steps}.get(key)
         assert "drop it" in problems(path, f"train.{key}={value}", override)[f"train.{key}"]
     for steps in (["train.save_strategy=steps"], ["train.save_strategy=epoch", "train.save_strategy=steps"]):
-        assert recipe.load(recipe_file(text + "{save_steps: 50}"), steps).train.save_steps
+        assert loader.load(recipe_file(text + "{save_steps: 50}"), steps).train.save_steps
     found = problems(recipe_file(text + "3"), "data.streaming=true")
     assert "wrong type" in found["train"]
 
 
 def test_values_of_overrides_are_yaml() -> None:
-    loaded = recipe.load(QUICKSTART, ["adapter.target_modules=[q_proj, v_proj]", "train.learning_rate=1e-4"])
+    loaded = loader.load(QUICKSTART, ["adapter.target_modules=[q_proj, v_proj]", "train.learning_rate=1e-4"])
     assert loaded.adapter.options()["target_modules"] == ["q_proj", "v_proj"]
     assert loaded.train.learning_rate == 1e-4
 
@@ -197,7 +199,7 @@ def test_of_texts_and_truth_values_the_texts_are_named() -> None:
 
 def test_only_three_keys_are_required(recipe_file) -> None:
     path = recipe_file("model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\n")
-    assert recipe.load(path).adapter.options() == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    assert loader.load(path).adapter.options() == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
     empty = recipe_file("model: {}\ndata: {}\nadapter: {}\n", "empty.yaml")
     assert set(problems(empty)) == {"model.name", "data.name", "adapter.type"}
 
@@ -205,19 +207,19 @@ def test_only_three_keys_are_required(recipe_file) -> None:
 def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkeypatch) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     path = recipe_file("model: {name: '{model}'}\ndata: {name: rows.jsonl}\nadapter: {type: lora}\n")
-    assert recipe.load(path).data.name == str(tmp_path / "rows.jsonl")
+    assert loader.load(path).data.name == str(tmp_path / "rows.jsonl")
     odd = tmp_path / "a[1]"  # in a folder and under a name that look like globs
     odd.mkdir()
     (odd / "x[2].jsonl").write_text("")
     (odd / "r.yaml").write_text(path.read_text().replace("rows.jsonl", "'x[2].jsonl'"))
-    assert recipe.load(odd / "r.yaml").data.name == str(odd / "x[2].jsonl")
-    every = recipe.load(odd / "r.yaml", ["data.name='*.jsonl'"]).data.name
-    assert load.files(str(every), "data.name") == [odd / "x[2].jsonl"]
+    assert loader.load(odd / "r.yaml").data.name == str(odd / "x[2].jsonl")
+    every = loader.load(odd / "r.yaml", ["data.name='*.jsonl'"]).data.name
+    assert source_loading.files(str(every), "data.name") == [odd / "x[2].jsonl"]
     for nothing in ("['', rows.jsonl]", "[{name: ''}, rows.jsonl]"):  # not all that is beside it
         with pytest.raises(UserError, match=r"data\.name: is empty"):
-            check.run(recipe.load(path, [f"data.name={nothing}"]))
+            checker.run(loader.load(path, [f"data.name={nothing}"]))
     monkeypatch.chdir(tmp_path)
-    assert recipe.load(path).data.name == "rows.jsonl"
+    assert loader.load(path).data.name == "rows.jsonl"
 
 
 def test_data_may_be_called_as_a_task_is(recipe_file, tmp_path) -> None:
@@ -225,7 +227,7 @@ def test_data_may_be_called_as_a_task_is(recipe_file, tmp_path) -> None:
     for name in ("arc_easy", "own.yaml"):
         (tmp_path / name).mkdir()
     text = "model: {name: '{model}'}\ndata: {name: arc_easy}\nadapter: {type: lora}\n"
-    loaded = recipe.load(recipe_file(text + "eval: {tasks: [arc_easy, own.yaml]}\n"))
+    loaded = loader.load(recipe_file(text + "eval: {tasks: [arc_easy, own.yaml]}\n"))
     assert loaded.data.name == str(tmp_path / "arc_easy")
     assert loaded.eval.tasks == ["arc_easy", str(tmp_path / "own.yaml")]
 
@@ -262,7 +264,7 @@ def test_what_excludes_an_adapter_is_said_with_a_remedy(overrides: list[str], ke
 
 def test_a_run_folder_at_home_is_not_a_folder_called_so(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert recipe.load(QUICKSTART, ["train.output_dir=~/runs/x"]).train.output_dir == f"{tmp_path}/runs/x"
+    assert loader.load(QUICKSTART, ["train.output_dir=~/runs/x"]).train.output_dir == f"{tmp_path}/runs/x"
 
 
 @pytest.mark.parametrize("flat", ["packing", "padding_free"])
@@ -278,7 +280,7 @@ def test_rows_end_to_end_are_not_padded_to_a_multiple(flat: str) -> None:
     given = ["train.pad_to_multiple_of=64", "data.packing=false", f"data.{flat}=true"]
     assert f"excludes data.{flat}" in problems(QUICKSTART, *given)["train.pad_to_multiple_of"]
     rows = ["train.pad_to_multiple_of=64", "data.packing=false", "data.padding_free=false"]
-    assert recipe.load(QUICKSTART, rows).train.passed_on()["pad_to_multiple_of"] == 64
+    assert loader.load(QUICKSTART, rows).train.passed_on()["pad_to_multiple_of"] == 64
 
 
 def test_keys_of_peft_s_own_configs_are_checked_by_name_and_type() -> None:
@@ -289,10 +291,10 @@ def test_keys_of_peft_s_own_configs_are_checked_by_name_and_type() -> None:
 
 def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
     overrides = ["adapter.type=dora", "adapter.rank_pattern={q_proj: 8}", "train.seed=7"]
-    loaded = recipe.load(QUICKSTART, overrides)
+    loaded = loader.load(QUICKSTART, overrides)
     path = tmp_path / "again.yaml"
     path.write_text(run_folder.resolved_yaml(loaded, {"train.steps": (200, "asked for")}))
-    again = recipe.load(path)
+    again = loader.load(path)
     assert again.model_dump() == loaded.model_dump()
     text = path.read_text()
     assert "seed: 7  # override" in text and "r: 16  # recipe" in text and "samples: 3  # recipe" in text
@@ -309,9 +311,9 @@ def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
 )
 def test_what_is_inside_a_section_survives_the_run_folder(given: str, tmp_path) -> None:
     """A null that is not the default, too: it was left out, and read back as the default."""
-    loaded, path = recipe.load(QUICKSTART, [given]), tmp_path / "again.yaml"
+    loaded, path = loader.load(QUICKSTART, [given]), tmp_path / "again.yaml"
     path.write_text(run_folder.resolved_yaml(loaded, {}))
-    assert recipe.load(path).model_dump() == loaded.model_dump()
+    assert loader.load(path).model_dump() == loaded.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -338,19 +340,19 @@ def test_overrides_are_checked_like_the_file(override: str, place: str, says: st
 
 def test_an_empty_section_is_an_empty_section(recipe_file) -> None:
     path = recipe_file("model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\ntrain:\n")
-    assert recipe.load(path).train.seed == 42
+    assert loader.load(path).train.seed == 42
 
 
 def test_a_word_that_only_looks_like_a_secret_is_fine(recipe_file, tmp_path) -> None:
     name = "task-specific-instructions.jsonl"
     (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}\n')
     path = recipe_file(f"model: {{name: '{{model}}'}}\ndata: {{name: {name}}}\nadapter: {{type: lora}}\n")
-    assert recipe.load(path).data.name.endswith(name)
+    assert loader.load(path).data.name.endswith(name)
 
 
 @pytest.mark.parametrize("value", [float("inf"), 1e-05, 3.0, "\U0001f600 a: b", None, True, {"a": [1, "x"]}])
 def test_what_is_written_reads_back(value: object) -> None:
-    from finetune import strict_yaml
+    from finetune.core import strict_yaml
 
     document = strict_yaml.parse(f"key: {run_folder.flow(value)}", "-")
     assert document.value["key"] == value and not document.problems

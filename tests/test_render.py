@@ -14,9 +14,9 @@ import psutil
 import pytest
 from test_masks import TURNS, encoder_of, example, tokenizer_with
 
-from finetune.data import bundled, chat, render
-from finetune.errors import UserError
-from finetune.sections import Data
+from finetune.core.errors import UserError
+from finetune.data import chat_templates, encoding, template_sandbox
+from finetune.recipe.schema import Data
 
 ASKED: list[tuple[Any, Any]] = [([{"role": "user", "content": "Who came?"}], None)]
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -50,8 +50,8 @@ QUICK = {
 }
 
 
-def answer(template: str, chats: list[tuple[Any, Any]] = ASKED) -> list[render.Rendered]:
-    return render.render(template, {}, "none", chats)
+def answer(template: str, chats: list[tuple[Any, Any]] = ASKED) -> list[template_sandbox.Rendered]:
+    return template_sandbox.render(template, {}, "none", chats)
 
 
 def children() -> list[psutil.Process]:
@@ -90,14 +90,14 @@ def test_a_template_that_never_ends_is_an_error_before_any_row() -> None:
     answer(PLAIN)
     started = time.monotonic()
     with pytest.raises(UserError, match=r"the chat template is broken(.|\n)*more than 5 s"):
-        chat.make_encoder(tokenizer, Data(name="-"), chats=True)
+        encoding.make_encoder(tokenizer, Data(name="-"), chats=True)
     assert time.monotonic() - started < 9
 
 
 def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> None:
     """Memory is limited whatever the chats are: the process dies of one, and answers the rest."""
     huge = [{"role": "user", "content": "x" * 150_000_000}]
-    child = render._child(os.getpid())
+    child = template_sandbox._child(os.getpid())
     before = child.process.pid
     found = answer(PLAIN, [*ASKED, (huge, None), *ASKED])
     assert [text.text for text in found] == ["Who came?", "", "Who came?"]
@@ -105,9 +105,9 @@ def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> No
 
 
 def test_a_process_that_something_else_ended_is_begun_again() -> None:
-    encoder = encoder_of(tokenizer_with(bundled.read_template("chatml")))
+    encoder = encoder_of(tokenizer_with(chat_templates.read_template("chatml")))
     before = encoder.render([example(TURNS)])
-    child = render._child(os.getpid())
+    child = template_sandbox._child(os.getpid())
     child.process.kill()
     child.process.wait()
     assert encoder.render([example(TURNS)]) == before and before[0]
@@ -118,10 +118,10 @@ def test_more_text_than_the_child_holds_at_once_is_sent_in_portions() -> None:
     chats: list[tuple[Any, Any]] = [
         ([{"role": "user", "content": f"{n} {content}"}], None) for n in range(50)
     ]
-    before = render._child(os.getpid()).process.pid
+    before = template_sandbox._child(os.getpid()).process.pid
     found = answer(PLAIN, chats)
     assert [text.text for text in found] == [f"{n} {content}" for n in range(50)]
-    assert render._child(os.getpid()).process.pid == before, "it did not die of it"
+    assert template_sandbox._child(os.getpid()).process.pid == before, "it did not die of it"
 
 
 def test_an_interrupt_between_question_and_answer_does_not_mix_up_the_next() -> None:
@@ -141,7 +141,7 @@ def test_an_interrupt_between_question_and_answer_does_not_mix_up_the_next() -> 
 
 
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
-    program = "import os; from finetune.data.render import render, _child\n"
+    program = "import os; from finetune.data.template_sandbox import render, _child\n"
     program += "render('x', {}, 'none', [([], None)]); print(_child(os.getpid()).process.pid, flush=True)\n"
     program += "os.kill(os.getpid(), 9)"  # no chance to clean up
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from finetune import cli, report, report_scores, reporting_run_files
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.reporting import html_report, run_files, scores
+from finetune.run_folder.run_folder import RunFolder
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 NASTY = "<script>alert(1)</script></style><b>&amp; \u202e \x07 {{ 7 * 7 }} https://example.org"
@@ -131,7 +132,7 @@ def folder(train, tmp_path: Path) -> RunFolder:
 
 def page_of(folder: RunFolder, capsys=None, code: int = 0, **options: str) -> Page:
     given = [part for name, value in options.items() for part in (f"--{name}", value)]
-    assert cli.main(["report", str(folder.path), *given]) == code
+    assert main.main(["report", str(folder.path), *given]) == code
     return Page(Path(options.get("output", folder.path / "report.html")))
 
 
@@ -225,7 +226,7 @@ def test_what_the_data_holds_is_shown_as_text(folder: RunFolder) -> None:
 )
 def test_verdicts(word: str, forgot: list, kind: str, title: str, folder: RunFolder) -> None:
     change(folder, verdict={"word": word, "why": "because", "forgot": forgot})
-    found = report.judge(reporting_run_files.read(folder.path))
+    found = html_report.judge(run_files.read(folder.path))
     assert (found.kind, found.title) == (kind, title) and found.why.startswith("because")
     assert (forgot == []) == (found.doubts == [])
     assert title in page_of(folder).said()
@@ -241,7 +242,7 @@ def test_what_can_t_be_merged_is_not_advised_to_be(adapter: str, merges: bool, f
 
 def test_without_a_verdict_nothing_is_claimed(folder: RunFolder) -> None:
     folder.write("eval.json", {})
-    found = report.judge(reporting_run_files.read(folder.path))
+    found = html_report.judge(run_files.read(folder.path))
     assert found.kind == "unknown" and "not evaluated" in found.why and page_of(folder).open == []
 
 
@@ -251,7 +252,7 @@ def test_the_command_that_makes_it_again_has_the_launch_s_precision(splitter: st
     environment = folder.read("environment.json")
     environment["launch"] |= {"processes": 8, "precision": "bf16", "splitter": splitter}
     folder.write("environment.json", environment)
-    command, needs = report.reproduce(reporting_run_files.read(folder.path))
+    command, needs = html_report.reproduce(run_files.read(folder.path))
     assert command.startswith("accelerate launch --num_processes 8 --mixed_precision bf16 -m finetune train ")
     split = ", the base split by FSDP" if splitter else ""
     assert needs[0] == f"8 processes, precision bf16{split}"
@@ -291,13 +292,13 @@ def test_training_ends_with_a_page_and_is_not_spoilt_by_it(train, monkeypatch, c
     def broken(*_: object) -> None:
         raise RuntimeError("a page that can't be made")
 
-    monkeypatch.setattr("finetune.report.render", broken)
+    monkeypatch.setattr("finetune.reporting.html_report.render", broken)
     run = train(*short, name="other")
     assert not (run.path / "report.html").exists() and (run.path / "adapter").exists()
     assert (run.path / "log.txt").read_text().count("a page that can't be made") == 1
 
 
-@pytest.mark.parametrize("name", list(reporting_run_files.FILES))
+@pytest.mark.parametrize("name", list(run_files.FILES))
 def test_a_missing_part_is_said(name: str, folder: RunFolder) -> None:
     (folder.path / name).unlink()
     page = page_of(folder)
@@ -307,13 +308,13 @@ def test_a_missing_part_is_said(name: str, folder: RunFolder) -> None:
     assert f"{name}" in page.said() and "can't be read" in page.said() and page.open == []
 
 
-@pytest.mark.parametrize("name", list(reporting_run_files.FILES))
+@pytest.mark.parametrize("name", list(run_files.FILES))
 def test_one_part_alone_is_a_page(name: str, folder: RunFolder) -> None:
     for other in folder.path.iterdir():
         if other.name != name:
             shutil.rmtree(other) if other.is_dir() else other.unlink()
     page = page_of(folder)
-    assert page.open == [] and page.said().count("is not there") == len(reporting_run_files.FILES) - 1
+    assert page.open == [] and page.said().count("is not there") == len(run_files.FILES) - 1
 
 
 @pytest.mark.parametrize("word", ["better", "same", "worse", "unknown"])
@@ -326,7 +327,7 @@ def test_weights_and_an_evaluation_alone_are_a_page(word: str, folder: RunFolder
     assert page.open == [] and "because" in page.said() and "learning_rate=" not in page.said()
 
 
-@pytest.mark.parametrize("name", [name for name in reporting_run_files.FILES if name.endswith(".json")])
+@pytest.mark.parametrize("name", [name for name in run_files.FILES if name.endswith(".json")])
 def test_a_part_with_nothing_in_it(name: str, folder: RunFolder) -> None:
     (folder.path / name).write_text("[]" if name == "receipts.json" else "{}")
     page = page_of(folder)
@@ -347,12 +348,12 @@ def test_what_is_shown_in_percent(folder: RunFolder) -> None:
 
 
 def test_what_is_no_run_folder(tmp_path: Path, capsys) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 2
+    assert main.main(["report", str(tmp_path)]) == 2
     assert "not a run folder" in capsys.readouterr().err
 
 
 def test_a_page_that_can_t_be_written(folder: RunFolder, tmp_path: Path, capsys) -> None:
-    assert cli.main(["report", str(folder.path), "--output", str(tmp_path / "no" / "a.html")]) == 2
+    assert main.main(["report", str(folder.path), "--output", str(tmp_path / "no" / "a.html")]) == 2
     assert "can't be written" in capsys.readouterr().err
 
 
@@ -371,7 +372,7 @@ def test_a_report_of_what_was_just_trained(train) -> None:
     run = train("adapter.type=ia3", "eval.samples=2")
     page, evaluation = page_of(run), run.read("eval.json")
     assert page.open == [] and evaluation["samples"][1]["reference"] in page.text
-    assert report_scores.number(evaluation["tuned"]["loss"]) in page.said() and "ia3 on " in page.said()
+    assert scores.number(evaluation["tuned"]["loss"]) in page.said() and "ia3 on " in page.said()
     assert all(receipt["option"] in page.text for receipt in run.read("receipts.json"))
 
 
@@ -400,14 +401,14 @@ def test_a_long_run_with_long_answers_stays_small(folder: RunFolder) -> None:
     ],
 )
 def test_numbers(value: float | None, said: str) -> None:
-    assert report_scores.number(value) == said
+    assert scores.number(value) == said
 
 
 @pytest.mark.parametrize(
     ("time", "said"), [(0.42, "0.42 s"), (45.2, "45 s"), (184, "3 min 4 s"), (7800, "2 h 10 min")]
 )
 def test_durations(time: float, said: str) -> None:
-    assert report.duration(time) == said
+    assert html_report.duration(time) == said
 
 
 def test_templates_are_in_the_package() -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from conftest import DATA, ROOT, metrics, receipts
 
-from finetune import checkpoint, checkpointing_resume_contract, cli, nested, prove, resume, state
-from finetune.errors import UserError
-from finetune.run_folder import RunFolder
+from finetune.checkpointing import checkpoints, resume, resume_contract, serialization, training_state
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.experiments.runner import verify_resume
+from finetune.run_folder.run_folder import RunFolder
 
 STEPS = 12
 COMMON = [
@@ -83,8 +85,8 @@ def stopped_after(straight, tmp_path) -> Callable[..., list[str]]:
 
 
 def differing(one: Path, other: Path, step: int) -> dict[str, list[str]]:
-    parts = prove.compare(one, other, step)
-    assert {part.name for part in parts} >= state.PARTS.keys()
+    parts = verify_resume.compare(one, other, step)
+    assert {part.name for part in parts} >= training_state.PARTS.keys()
     return {part.name: part.differing[:3] for part in parts if part.differing}
 
 
@@ -96,7 +98,7 @@ def test_every_kind_goes_on_bit_for_bit(
     begin = 7  # within the second epoch
     straight(kind)
     # no memory for a copy, where `save` asks; enough to read a checkpoint
-    monkeypatch.setattr(state, "available", lambda *groups: 2**50 if groups else 0)
+    monkeypatch.setattr(training_state, "available", lambda *groups: 2**50 if groups else 0)
     train(*stopped_after(kind, begin), f"--until={STEPS}", code=75)
     assert not differing(straight(kind).path, tmp_path / f"{kind}-{begin}", STEPS)
 
@@ -135,7 +137,7 @@ def nothing(trainer: Any, kept: Any) -> None:
 def test_the_proof_sees_each_part_that_is_lost(
     kind: str, step: int, part: str, straight, stopped_after, train, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setitem(state.PARTS, part, (state.PARTS[part][0], nothing))
+    monkeypatch.setitem(training_state.PARTS, part, (training_state.PARTS[part][0], nothing))
     end = STEPS if step == 7 else step + 1
     train(*stopped_after(kind, step), f"--until={end}", code=75)
     assert differing_at(straight(kind).path, tmp_path / f"{kind}-{step}", end)
@@ -144,7 +146,7 @@ def test_the_proof_sees_each_part_that_is_lost(
 def test_the_proof_sees_a_lost_place_in_the_data(
     straight, stopped_after, train, tmp_path, monkeypatch
 ) -> None:
-    from finetune.trainer import Trainer
+    from finetune.training.trainer import Trainer
 
     original = Trainer._init_training_state
     monkeypatch.setattr(Trainer, "_init_training_state", lambda *a, **k: (original(*a, **k)[0], 0))
@@ -157,7 +159,7 @@ def test_a_loader_draws_nothing_from_the_generator_of_training(monkeypatch) -> N
     import torch
     from trl.trainer.sft_trainer import SFTTrainer
 
-    from finetune.trainer import Trainer
+    from finetune.training.trainer import Trainer
 
     made: Any = torch.utils.data.DataLoader([1, 2])  # pyright: ignore[reportArgumentType]  (a list is one)
     monkeypatch.setattr(SFTTrainer, "get_train_dataloader", lambda self: made)
@@ -171,9 +173,11 @@ def test_fp16_s_scaler_is_kept() -> None:
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler))
-    kept = state.PARTS["scaler"][0](trainer)
+    kept = training_state.PARTS["scaler"][0](trainer)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
-    state.PARTS["scaler"][1](trainer, nested.restore(nested.flatten(kept, {}, "s", torch.clone), {}))
+    training_state.PARTS["scaler"][1](
+        trainer, serialization.restore(serialization.flatten(kept, {}, "s", torch.clone), {})
+    )
     assert trainer.accelerator.scaler.state_dict() == kept
 
 
@@ -203,11 +207,13 @@ def test_an_offloaded_optimizer_goes_on_as_it_was() -> None:
     for found in gradients[:2]:
         step(trainer, found)
     tensors: dict[str, torch.Tensor] = {}
-    kept = nested.flatten(state.PARTS["optimizer"][0](trainer), tensors, "optimizer", torch.clone)
+    kept = serialization.flatten(
+        training_state.PARTS["optimizer"][0](trainer), tensors, "optimizer", torch.clone
+    )
     copies = [torch.nn.Parameter(p.detach().clone()) for p in weights]
     again: Any = SimpleNamespace(optimizer=offloaded(copies))
-    again.resumed = {"optimizer": nested.restore(kept, tensors)}
-    state.put_back(again, "optimizer")
+    again.resumed = {"optimizer": serialization.restore(kept, tensors)}
+    training_state.put_back(again, "optimizer")
     assert not again.resumed, "held once, not until training ends"
     for found in gradients[2:]:
         step(trainer, found)
@@ -225,11 +231,11 @@ def test_a_checkpoint_without_a_part_is_refused(stopped_after, train, tmp_path, 
     given = stopped_after("lora", 3)
     path = tmp_path / "lora-3" / "checkpoints" / "step-3"
     content = {
-        name: checkpoint.read_json(path, name)
+        name: checkpoints.read_json(path, name)
         for name in ("state.json", "contract.json", "trainer_state.json")
     }
     del content["state.json"]["scheduler"]
-    checkpoint.write(path.parent, 3, content, None)
+    checkpoints.write(path.parent, 3, content, None)
     train(*given, code=4)
     assert "scheduler" in capsys.readouterr().err
 
@@ -272,7 +278,7 @@ def test_what_differs_must_match_or_is_named(straight, stopped_after, train, tmp
     log = (tmp_path / "lora-3" / "log.txt").read_text()
     assert "train.logging_steps" in log and "now 2" in log and "goes on after step 3" in log
     resolved = tmp_path / "lora-3" / "recipe.resolved.yaml"
-    assert cli.main(["train", str(resolved), "--resume", "--until=5", "--quiet"]) == 75  # what `auto` became
+    assert main.main(["train", str(resolved), "--resume", "--until=5", "--quiet"]) == 75  # what `auto` became
 
 
 MUST = {
@@ -296,7 +302,7 @@ MAY = {
 
 def test_no_difference_is_silent(straight) -> None:
     """Every key of a recipe and every fact, changed alone: refused by name, or named; and which is which."""
-    kept = checkpoint.read_json(straight("lora").path / "checkpoints" / "step-3", checkpoint.CONTRACT)
+    kept = checkpoints.read_json(straight("lora").path / "checkpoints" / "step-3", checkpoints.CONTRACT)
     kept["chosen"] = {}
     refused, named = set[str](), set[str]()
     for part in ("recipe", "facts"):
@@ -304,7 +310,7 @@ def test_no_difference_is_silent(straight) -> None:
             for other in (f"not {value}", None):  # another value; a key that is there in one of them alone
                 now = {**kept, part: {**kept[part], key: other}}
                 try:
-                    (said,) = checkpointing_resume_contract.compare(kept, now, Path("step-3"))
+                    (said,) = resume_contract.compare(kept, now, Path("step-3"))
                     named.add(key)
                 except UserError as error:
                     said = str(error)
@@ -346,29 +352,27 @@ def test_another_base_is_refused_before_anything_is_changed(
 
 def test_a_base_that_was_decomposed_is_not_said_to_be_another_model() -> None:
     with pytest.raises(UserError, match="OMP_NUM_THREADS"):
-        checkpointing_resume_contract.check_base(
-            {"base": "a", "recipe": {}}, "b", Path("step-3"), decomposed=True
-        )
+        resume_contract.check_base({"base": "a", "recipe": {}}, "b", Path("step-3"), decomposed=True)
 
 
 def test_memory_is_the_container_s(tmp_path) -> None:
-    free = state.available(tmp_path)
+    free = training_state.available(tmp_path)
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert abs(state.available(tmp_path) - free) < free / 2
+    assert abs(training_state.available(tmp_path) - free) < free / 2
     (tmp_path / "memory.max").write_text("5000\n")
-    assert state.available(tmp_path) == 4000
+    assert training_state.available(tmp_path) == 4000
 
 
 def test_a_checkpoint_that_memory_has_no_room_for(straight, tmp_path, monkeypatch) -> None:
     """Every process of a machine reads it whole."""
     kept = straight("lora").path / "checkpoints" / "step-3"
     (tmp_path / "memory.current").write_text("0\n")
-    (tmp_path / "memory.max").write_text(str(2 * checkpoint.size_of(kept)))
-    assert state.read(kept, tmp_path)["weights"]
+    (tmp_path / "memory.max").write_text(str(2 * checkpoints.size_of(kept)))
+    assert training_state.read(kept, tmp_path)["weights"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match="no memory to read the checkpoint") as raised:
-        state.read(kept, tmp_path)
+        training_state.read(kept, tmp_path)
     assert raised.value.code == 3 and "4 processes x" in str(raised.value)
 
 
@@ -392,14 +396,14 @@ def test_damage_is_seen_and_passed_over(straight, stopped_after, train, tmp_path
         flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
         for damaged in (flipped, whole[:-1], None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            found = checkpoint.newest(folder)
+            found = checkpoints.newest(folder)
             assert found and found.step == 3 and name in found.notes[0]
             with pytest.raises(UserError) as raised:
-                checkpoint.named(folder, "step-4")
+                checkpoints.named(folder, "step-4")
             assert raised.value.code == 4
             path.write_bytes(whole)
     print(f"\ndamages: {len(names)} files x 3")  # benchmarks/reliability.py --saves
-    found = checkpoint.newest(folder)
+    found = checkpoints.newest(folder)
     assert found and found.step == 4
     (folder / "step-4" / "weights.safetensors").write_bytes(b"")
     shutil.copy(straight("lora").path / "metrics.jsonl", folder.parent)

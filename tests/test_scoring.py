@@ -10,13 +10,14 @@ import pytest
 from conftest import MODEL
 from transformers import GenerationConfig
 
-from finetune import estimate, scoring, tasks
-from finetune.data import bundled, chat
+from finetune.autoconfig import memory_estimate
+from finetune.data import chat_templates, encoding
+from finetune.data.examples import Row
 from finetune.data.formats import convert
-from finetune.data.prepare import HeldOut
-from finetune.data.rows import Row
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Data, Model
+from finetune.data.preparation import HeldOut
+from finetune.evaluation import scoring, tasks
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Model
 
 USER = {"role": "user", "content": "Hi there"}
 HELLO = {"role": "assistant", "content": "Hello you"}
@@ -26,25 +27,25 @@ CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 def tokenizer_with(template: str) -> Any:
     """The embedded tokenizer with a bundled template, and the special tokens that it names."""
-    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), bundled.read_template(template))
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), chat_templates.read_template(template))
     tokenizer.add_tokens(
         sorted(set(re.findall(r"<\|[a-z_]+\|>", tokenizer.chat_template))), special_tokens=True
     )
     return tokenizer
 
 
-def held_out(tokenizer: Any, messages: list[Any], data: Data) -> tuple[chat.Encoder, HeldOut]:
+def held_out(tokenizer: Any, messages: list[Any], data: Data) -> tuple[encoding.Encoder, HeldOut]:
     example = convert(Row({"messages": messages}, "a:1"), data, "messages")
-    encoder = chat.make_encoder(tokenizer, data, chats=True)
+    encoder = encoding.make_encoder(tokenizer, data, chats=True)
     (encoded,) = encoder([example])
-    assert isinstance(encoded, chat.Encoded), encoded
+    assert isinstance(encoded, encoding.Encoded), encoded
     return encoder, HeldOut(example, [encoded])
 
 
 def test_reasoning_before_an_answer_is_not_compared() -> None:
-    assert chat.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
-    assert chat.without_thinking("hm\n</think>\n\n{}\n") == "{}", "its prompt began it"
-    assert chat.without_thinking(" a <think>b</think>") == "a <think>b</think>"
+    assert encoding.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
+    assert encoding.without_thinking("hm\n</think>\n\n{}\n") == "{}", "its prompt began it"
+    assert encoding.without_thinking(" a <think>b</think>") == "a <think>b</think>"
     task = tasks.Task(task="t", data="d", kind="exact_match", prompt="")
     assert tasks.right(task, "hm\n</think>\n\nyes", "yes") == 1.0
 
@@ -62,7 +63,7 @@ def test_a_perfect_answer_is_the_reference(template: str, train_on: Any) -> None
     answer = row.documents[0].ids[len(prompt) :]
     assert row.documents[0].ids[: len(prompt)] == prompt and answer[: len(tokens)] == tokens
     said = tokenizer.decode(answer, skip_special_tokens=True)
-    assert chat.without_thinking(said) == wanted and wanted.endswith("Hello you")
+    assert encoding.without_thinking(said) == wanted and wanted.endswith("Hello you")
 
 
 @pytest.mark.parametrize(
@@ -97,5 +98,6 @@ def test_batches_hold_each_row_once_and_stay_small() -> None:
     batches = list(scoring.batches(lengths, 2))
     assert sorted(index for batch in batches for index in batch) == list(range(6))
     assert all(
-        len(b) * max(lengths[i] for i in b) <= estimate.EVALUATED_TOKENS or len(b) == 1 for b in batches
+        len(b) * max(lengths[i] for i in b) <= memory_estimate.EVALUATED_TOKENS or len(b) == 1
+        for b in batches
     )

@@ -10,11 +10,11 @@ import pytest
 from conftest import QUICKSTART, ROOT, receipts
 from hub_server import TOKEN, Hub, serve
 
-from finetune import core_packages, privacy, untrusted
-from finetune.errors import Problem, UserError
-from finetune.recipe import load
-from finetune.run_folder import RunFolder
-from finetune.screen import Screen
+from finetune.core import packages, privacy, untrusted_files
+from finetune.core.console import Console
+from finetune.core.errors import Problem, UserError
+from finetune.recipe.loader import load
+from finetune.run_folder.run_folder import RunFolder
 
 CANARIES = {
     "HF_TOKEN": TOKEN,
@@ -87,7 +87,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
             "HF_HOME": str(tmp_path / "hf"),
             "TMPDIR": str(tmp_path / "tmp"),
         }
-        tracker = "tensorboard" if core_packages.installed("tensorboard") else "none"
+        tracker = "tensorboard" if packages.installed("tensorboard") else "none"
         hub.fail("/me/other/commit/", 403, times=9)
         short = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=4"]
         command = ["train", str(QUICKSTART), *short, *small, "publish.repo=me/notes", "eval.max_new_tokens=2"]
@@ -110,7 +110,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
     written = contents(tmp_path / "run")
     assert any(name.startswith("tensorboard/") for name in written) == (tracker != "none")
     assert any(name.startswith("checkpoints/step-1/") for name in written)
-    pickles = [name for name in written if Path(name).suffix in untrusted.PICKLES]
+    pickles = [name for name in written if Path(name).suffix in untrusted_files.PICKLES]
     assert not pickles, "no training_args.bin, no other pickle"
     assert all(receipt["ok"] for receipt in receipts(RunFolder(tmp_path / "run")).values())
 
@@ -129,7 +129,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_screen_and_logs_mask_every_secret(canaries, tmp_path, capsys) -> None:
-    screen, text = Screen(), " ".join(CANARIES.values())
+    screen, text = Console(), " ".join(CANARIES.values())
     screen.log_to(tmp_path / "log.txt")
     screen.say(f"said {text}")
     screen.table(f"title {text}", ("column",), [[f"cell {text}"]])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, metrics
 
-from finetune import cli
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.run_folder.run_folder import RunFolder
 
 ASSETS = Path(os.environ.get("FINETUNE_TEST_ASSETS", ROOT.parent / "shared" / "assets"))
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,7 @@ eval: {{max_new_tokens: 8, samples: 1, general: false}}
 def run_recipe(tmp_path: Path, **values: object) -> RunFolder:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.format(assets=ASSETS, **values))
-    assert cli.main(["train", str(path), f"train.output_dir={tmp_path / 'run'}", "--quiet"]) == 0
+    assert main.main(["train", str(path), f"train.output_dir={tmp_path / 'run'}", "--quiet"]) == 0
     return RunFolder(tmp_path / "run")
 
 

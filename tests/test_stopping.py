@@ -19,27 +19,21 @@ import two_ranks
 from conftest import DATA, QUICKSTART, ROOT, metrics
 from transformers import TrainerCallback
 
-from finetune import (
-    arguments,
-    autoconfig_precision,
-    checkpoint,
-    claim,
-    cli,
-    cli_train,
-    hardware_device,
-    profile,
-    prove,
-    publish,
-    recipe,
-    resume,
-    signals,
-    state,
-    stopping,
-)
-from finetune import train as finetune_train
-from finetune.errors import Stopped, UserError
-from finetune.run_folder import RunFolder
-from finetune.sections import Train
+from finetune.autoconfig import mixed_precision
+from finetune.checkpointing import checkpoints, resume, training_state
+from finetune.cli import arguments, main
+from finetune.cli import train as cli_train
+from finetune.core import signals
+from finetune.core.errors import Stopped, UserError
+from finetune.experiments.runner import verify_resume
+from finetune.export import publishing
+from finetune.hardware import detection
+from finetune.profiling import profiler
+from finetune.recipe import loader
+from finetune.recipe.schema import Train
+from finetune.run_folder import lock
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training import pipeline, stopping
 
 # A loader's worker that does not leave by itself, as one that waits for more to read
 WAITING = """
@@ -70,7 +64,7 @@ def signalled(monkeypatch) -> Any:
     """`signalled(number, step)`: this process gets a signal while it reads the batch of a step."""
 
     def at(number: int, step: int) -> None:
-        original, seen = state.digest, []
+        original, seen = training_state.digest, []
 
         def digest(so_far: Any, inputs: Any) -> Any:
             seen.append(1)
@@ -78,7 +72,7 @@ def signalled(monkeypatch) -> Any:
                 os.kill(os.getpid(), number)
             return original(so_far, inputs)
 
-        monkeypatch.setattr(state, "digest", digest)
+        monkeypatch.setattr(training_state, "digest", digest)
 
     return at
 
@@ -89,13 +83,13 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(number: int, train,
     run = train(*SHORT, code=75)
     said = capsys.readouterr().err
     assert f"stopped by {signal.Signals(number).name} after step 3" in said
-    assert [path.name for path in checkpoint.published(run.checkpoints)] == ["step-3"]
+    assert [path.name for path in checkpoints.published(run.checkpoints)] == ["step-3"]
     assert not (run.path / ".lock").exists()
     (line,) = [line for line in said.splitlines() if "go on with:" in line]
     again = shlex.split(line.partition(": finetune ")[2])
     assert again[-1] == "--resume" and f"train.output_dir={run.path}" in again
     if number == signal.SIGTERM:
-        assert cli.main([*again, "--quiet"]) == 0
+        assert main.main([*again, "--quiet"]) == 0
         whole = train(*SHORT, name="whole")
         numbers = [[line[k] for k in ("step", "loss", "grad_norm")] for line in metrics(run)]
         assert numbers == [[line[k] for k in ("step", "loss", "grad_norm")] for line in metrics(whole)]
@@ -104,9 +98,9 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(number: int, train,
 
 
 def test_a_signal_before_training_ends_at_once(train, monkeypatch, capsys) -> None:
-    from finetune import model
+    from finetune.models import loading
 
-    monkeypatch.setattr(model, "load", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(loading, "load", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
     run = train(code=75)
     assert "stopped by SIGTERM" in capsys.readouterr().err and not run.path.exists()
 
@@ -125,12 +119,12 @@ def test_what_saves_where_this_run_can_not(keeper: str, said: str) -> None:
     """Another optimizer, another precision, another launch."""
     given = ["train.optim=adamw_torch_8bit", "train.save_strategy=steps"]
     with pytest.raises(UserError) as raised:
-        stopping.check(recipe.load(QUICKSTART, given).train, None, keeper)
+        stopping.check(loader.load(QUICKSTART, given).train, None, keeper)
     assert said in raised.value.problems[0].fix
 
 
 def test_what_deepspeed_keeps_apart_is_told_by_the_launch(monkeypatch) -> None:
-    machine = hardware_device.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)
+    machine = detection.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)
     for given, said in (
         ({}, "DeepSpeed"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "DeepSpeed in fp16"),
@@ -139,7 +133,7 @@ def test_what_deepspeed_keeps_apart_is_told_by_the_launch(monkeypatch) -> None:
         with monkeypatch.context() as launch:
             for name, value in ({"ACCELERATE_USE_DEEPSPEED": "true"} | given).items():
                 launch.setenv(name, value)
-            assert autoconfig_precision.launch(machine).keeper == said
+            assert mixed_precision.launch(machine).keeper == said
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
@@ -156,13 +150,13 @@ def test_a_second_signal_leaves_at_once(monkeypatch) -> None:
 
 def test_a_second_signal_in_a_save_leaves_the_last_one_as_it_was(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(signals, "TOGETHER", 0.0)
-    tensors: dict[str, Any] = {"weights.safetensors": {"w": torch.ones(4)}, checkpoint.CONTRACT: {}}
-    checkpoint.write(tmp_path, 1, tensors, None)
+    tensors: dict[str, Any] = {"weights.safetensors": {"w": torch.ones(4)}, checkpoints.CONTRACT: {}}
+    checkpoints.write(tmp_path, 1, tensors, None)
     begun, child = time.monotonic(), os.fork()
     if not child:
         os.fsync = lambda handle: time.sleep(60)  # a disk that takes its time
         with stopping.Stop().listening() as stop, stop.later():
-            checkpoint.Writer(tmp_path, 1).start(2, tensors)
+            checkpoints.Writer(tmp_path, 1).start(2, tensors)
             while not list(tmp_path.glob(".staging/step-2/*")):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -170,16 +164,16 @@ def test_a_second_signal_in_a_save_leaves_the_last_one_as_it_was(tmp_path, monke
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75 and time.monotonic() - begun < 30
-    found = checkpoint.newest(tmp_path)
+    found = checkpoints.newest(tmp_path)
     assert found and found.step == 1 and not found.notes
-    checkpoint.verify(found.path)
+    checkpoints.verify(found.path)
 
 
 def test_until_is_a_step_or_a_time(train, monkeypatch) -> None:
     run = train(*SHORT, "--until=2", code=75)
-    assert [path.name for path in checkpoint.published(run.checkpoints)] == ["step-2"]
+    assert [path.name for path in checkpoints.published(run.checkpoints)] == ["step-2"]
     train(*SHORT, "--resume", "--until=0.001s", code=75)  # no step fits, but one is always made
-    assert checkpoint.published(run.checkpoints)[0].name == "step-3"
+    assert checkpoints.published(run.checkpoints)[0].name == "step-3"
     now = time.time()
     assert 0 < (cli_train.until("06:30").time or 0) - now <= 86400
     assert abs((cli_train.until("1h30m").time or 0) - now - 5400) < 5
@@ -196,7 +190,7 @@ def test_checkpoints_by_share_epoch_and_time(train, monkeypatch, tmp_path) -> No
 
     def steps(*options: str, name: str) -> list[int]:
         run = train(*few, *options, "--until=6", name=name, code=75)
-        return sorted(map(checkpoint.step_of, checkpoint.published(run.checkpoints)))
+        return sorted(map(checkpoints.step_of, checkpoints.published(run.checkpoints)))
 
     assert steps("train.save_steps=0.4", name="share") == [3, 6]
     assert steps("train.save_strategy=epoch", name="epoch") == [3, 6]
@@ -208,7 +202,7 @@ def test_checkpoints_by_share_epoch_and_time(train, monkeypatch, tmp_path) -> No
 def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     train("--resume", code=2)
     assert "--resume=auto" in capsys.readouterr().err
-    assert cli.main(["train", str(QUICKSTART), "--resume"]) == 2
+    assert main.main(["train", str(QUICKSTART), "--resume"]) == 2
     assert "train.output_dir" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("")
@@ -224,7 +218,7 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     for mark in resume.MARKS:  # of a run that got no further
         (tmp_path / "run" / mark).write_text(f"process {2**22 + 1} on here, since then")
         assert not resume.nothing_to_do(str(tmp_path / "run"), "auto", {})
-        (tmp_path / "run" / mark).rename(tmp_path / "run" / claim.LOCK)
+        (tmp_path / "run" / mark).rename(tmp_path / "run" / lock.LOCK)
     train(code=2)
     said = capsys.readouterr().err
     assert "left by process" in said and "in use" not in said
@@ -275,7 +269,7 @@ def test_a_finished_run_may_be_asked_for_otherwise(tmp_path, monkeypatch) -> Non
 
 def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
     def said(folder: Path | str, *words: str) -> list[str]:
-        return arguments.go_on(cli.parse(["train", "a.yaml", *words]), str(folder))
+        return arguments.go_on(main.parse(["train", "a.yaml", *words]), str(folder))
 
     assert said("") == ["train", "a.yaml"]  # it had no folder yet
     assert said("", "--resume")[-1] == "--resume=auto"  # the recipe says which
@@ -289,15 +283,15 @@ def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
 def test_a_run_that_is_finished_is_published_once(tmp_path, monkeypatch) -> None:
     """Also where its process was ended while it did that."""
     told: list[Any] = []
-    monkeypatch.setattr(publish, "check", lambda *given: [])
-    monkeypatch.setattr(publish, "after_training", lambda *given: told.append(given))
+    monkeypatch.setattr(publishing, "check", lambda *given: [])
+    monkeypatch.setattr(publishing, "after_training", lambda *given: told.append(given))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "eval.json").write_text("{}")
     words = ["train", str(QUICKSTART), f"train.output_dir={tmp_path}", "publish.repo=a/b", "--resume"]
-    assert cli.main([*words, "--quiet"]) == 0
+    assert main.main([*words, "--quiet"]) == 0
     assert len(told) == 1
     (tmp_path / "publish.json").write_text("{}")
-    assert cli.main([*words, "--quiet"]) == 0
+    assert main.main([*words, "--quiet"]) == 0
     assert len(told) == 1
 
 
@@ -332,26 +326,26 @@ def test_an_optimizer_whose_state_can_t_be_kept_is_said_after_one_step() -> None
 
 def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
     given = ["train.save_strategy=epoch", "train.report_to=tensorboard", "publish.repo=a/b"]
-    shorter = prove.shortened(recipe.load(QUICKSTART, given))
-    found = recipe.load(QUICKSTART, [*given, *shorter])
-    assert (found.train.save_strategy, found.train.save_steps) == ("steps", prove.HALF)
+    shorter = verify_resume.shortened(loader.load(QUICKSTART, given))
+    found = loader.load(QUICKSTART, [*given, *shorter])
+    assert (found.train.save_strategy, found.train.save_steps) == ("steps", verify_resume.HALF)
     assert found.train.passed_on()["report_to"] == "none" and found.publish.repo is None
 
 
 def test_the_proof_of_a_recipe(two_layers, small, capsys) -> None:
     words = [*small, f"model.name={two_layers}", "train.max_steps=20", "adapter.type=adalora"]
-    assert cli.main(["check", str(QUICKSTART), *words, "--prove-resume"]) == 0
+    assert main.main(["check", str(QUICKSTART), *words, "--prove-resume"]) == 0
     said = capsys.readouterr().out
     assert "not a bit differs" in said and "train.max_steps=12" in said
-    for part in state.PARTS:
+    for part in training_state.PARTS:
         assert part in said
 
 
 def _ranks(words: list[str]) -> None:
     """Straight through; and stopped by a signal to one rank, and resumed."""
     rank, exits = os.environ["RANK"], []
-    exits.append(cli.main([*words, "train.output_dir=straight", "--until=4", "--quiet"]))
-    original, seen = state.digest, []
+    exits.append(main.main([*words, "train.output_dir=straight", "--until=4", "--quiet"]))
+    original, seen = training_state.digest, []
 
     def digest(so_far: Any, inputs: Any) -> Any:
         seen.append(1)
@@ -359,10 +353,10 @@ def _ranks(words: list[str]) -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
         return original(so_far, inputs)
 
-    state.digest = digest
-    exits.append(cli.main([*words, "train.output_dir=resumed", "--quiet"]))
-    exits.append(cli.main([*words, "train.output_dir=resumed", "--resume", "--until=4", "--quiet"]))
-    exits.append(cli.main([*words, "train.output_dir=straight", "--resume", "--quiet"]))  # no step is left
+    training_state.digest = digest
+    exits.append(main.main([*words, "train.output_dir=resumed", "--quiet"]))
+    exits.append(main.main([*words, "train.output_dir=resumed", "--resume", "--until=4", "--quiet"]))
+    exits.append(main.main([*words, "train.output_dir=straight", "--resume", "--quiet"]))  # no step is left
     assert exits == [75, 75, 75, 0], exits
 
 
@@ -374,9 +368,9 @@ def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, c
     said = two_ranks.run(_ranks, words, cwd=tmp_path)
     assert "stopped by SIGUSR1 after step 2" in said  # which rank 1 alone has heard
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    names = [path.name for path in checkpoint.published(resumed / "checkpoints")]
+    names = [path.name for path in checkpoints.published(resumed / "checkpoints")]
     assert names == ["step-4", "step-2"]
-    parts = prove.compare(straight, resumed, 4)
+    parts = verify_resume.compare(straight, resumed, 4)
     assert not [part for part in parts if part.differing]
     (random_states,) = [part for part in parts if part.name == "rng"]
     assert random_states.tensors == 4  # torch's and numpy's, of two ranks
@@ -398,13 +392,13 @@ def test_a_loader_s_worker_outlives_signals_but_not_its_run(tmp_path) -> None:
 def test_a_loader_s_workers_end_with_the_training(train, monkeypatch) -> None:
     """Of a loader that garbage collection finds, queues are closed first: torch then waits 20 s."""
     left: list[Any] = []
-    clear = finetune_train.clear_device_cache
+    clear = pipeline.clear_device_cache
 
     def watched(**given: bool) -> None:
         left.append(multiprocessing.active_children())
         clear(**given)
 
-    monkeypatch.setattr(finetune_train, "clear_device_cache", watched)
+    monkeypatch.setattr(pipeline, "clear_device_cache", watched)
     train("train.dataloader_num_workers=1", "train.dataloader_persistent_workers=true", "eval.samples=0")
     assert left and not any(left)
 
@@ -418,5 +412,5 @@ def test_of_a_profile_that_is_stopped_nothing_is_kept(small, two_layers, tmp_pat
 
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=2"]
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM.*; nothing of a profile is kept"):
-        profile.run(str(QUICKSTART), given, str(tmp_path), [Tells()])
+        profiler.run(str(QUICKSTART), given, str(tmp_path), [Tells()])
     assert list(tmp_path.iterdir()) == []

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from finetune import cli
-from finetune.data import bad_rows, stream
-from finetune.data.rows import Row
-from finetune.errors import Problem, UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.run_folder import RunFolder
-from finetune.sections import Data, Expect, Model
+from finetune.cli import main
+from finetune.core.errors import Problem, UserError
+from finetune.data import example_errors, streaming
+from finetune.data.examples import Row
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Expect, Model
+from finetune.run_folder.run_folder import RunFolder
 
 LINES = (DATA / "test.jsonl").read_text().splitlines()[:70]
 
@@ -39,7 +39,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def opened(files: list[str], tokenizer, seed: int = 0, **more):
-    return stream.stream(Data(name=files, streaming=True, **more), tokenizer, seed, None, passes=1).train
+    return streaming.stream(Data(name=files, streaming=True, **more), tokenizer, seed, None, passes=1).train
 
 
 def seen(rows) -> Counter:
@@ -86,7 +86,7 @@ def test_ranges_of_bytes_share_the_lines(lines, ranges, end, tmp_path_factory) -
     path.write_text("\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines) + end)
     size = path.stat().st_size
     cuts = [size * i // ranges for i in range(ranges + 1)]
-    found = [row for a, b in pairwise(cuts) for row in stream._lines(path, a, b)]
+    found = [row for a, b in pairwise(cuts) for row in streaming._lines(path, a, b)]
     assert [row.value["text"] for row in found if isinstance(row, Row)] == lines
 
 
@@ -114,23 +114,23 @@ def test_it_resumes_where_it_stopped(packing: bool, files, tokenizer) -> None:
 def test_weights_repeat_a_source(files, tokenizer) -> None:
     names = [{"name": files[0], "weight": 2.0}, files[1]]
     data = Data.model_validate({"name": names, "streaming": True})
-    found = seen(stream.stream(data, tokenizer, 0, None, passes=1).train)
+    found = seen(streaming.stream(data, tokenizer, 0, None, passes=1).train)
     assert Counter(found.values()) == {2: 40, 1: 20}
 
 
 def test_what_is_streamed_is_known_by_name_size_and_both_ends(files, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "BLOCK", 64)
+    monkeypatch.setattr(streaming, "BLOCK", 64)
     path = Path(files[0])
-    whole, ends = path.read_bytes(), stream._ends(path)
-    content = stream.stream(Data(name=files, streaming=True), tokenizer, 0, None, passes=1).content
+    whole, ends = path.read_bytes(), streaming._ends(path)
+    content = streaming.stream(Data(name=files, streaming=True), tokenizer, 0, None, passes=1).content
     assert ends in json.dumps(content)
     for at, same in ((0, False), (63, False), (len(whole) // 2, True), (len(whole) - 1, False)):
         path.write_bytes(whole[:at] + b"-" + whole[at + 1 :])
-        assert (stream._ends(path) == ends) == same
+        assert (streaming._ends(path) == ends) == same
 
 
 def test_a_bad_row_beyond_the_audit_stops_the_run(files, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "AUDITED", 5)
+    monkeypatch.setattr(streaming, "AUDITED", 5)
     with Path(files[0]).open("a") as file:
         file.write('{"messages": 1}\n')
     data = opened(files, tokenizer, shuffle_buffer=10)
@@ -141,7 +141,7 @@ def test_a_bad_row_beyond_the_audit_stops_the_run(files, tokenizer, monkeypatch)
 def test_a_line_that_can_t_be_read_beyond_the_audit_is_said_as_anywhere(
     files, tokenizer, monkeypatch
 ) -> None:
-    monkeypatch.setattr(stream, "AUDITED", 5)
+    monkeypatch.setattr(streaming, "AUDITED", 5)
     with Path(files[0]).open("a") as file:
         file.write("{'messages': 1}\n")
     with pytest.raises(UserError) as raised:
@@ -149,11 +149,13 @@ def test_a_line_that_can_t_be_read_beyond_the_audit_is_said_as_anywhere(
     (problem,) = raised.value.problems
     assert str(problem).count("error:") == 1 and problem.found == "{'messages': 1}"
     assert f"{files[0]}, byte " in problem.where and "json.dumps" in problem.fix
-    assert bad_rows.shown(["a, byte 1", "a, byte 2", "b, byte 3"], 4) == "a, byte 1, byte 2, b, byte 3 ..."
+    assert (
+        example_errors.shown(["a, byte 1", "a, byte 2", "b, byte 3"], 4) == "a, byte 1, byte 2, b, byte 3 ..."
+    )
 
 
 def test_a_row_whose_one_column_has_no_name_is_a_row(files, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "AUDITED", 5)
+    monkeypatch.setattr(streaming, "AUDITED", 5)
     with Path(files[0]).open("a") as file:
         file.write('{"": 5}\n')
     with pytest.raises(UserError, match="messages must be a list"):
@@ -171,7 +173,7 @@ def test_a_row_whose_one_column_has_no_name_is_a_row(files, tokenizer, monkeypat
 def test_what_streaming_can_t_do(more: dict, phrase: str, tokenizer) -> None:
     data = Data.model_validate({"name": str(DATA / "test.jsonl"), "streaming": True, **more})
     with pytest.raises(UserError, match=phrase):
-        stream.stream(data, tokenizer, 0, None)
+        streaming.stream(data, tokenizer, 0, None)
 
 
 def test_a_run_on_streamed_rows(train, capsys) -> None:
@@ -192,7 +194,7 @@ def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
     train(*asked, code=2)
     said = capsys.readouterr().err
     assert "train.max_steps: streamed data has no known number of rows" in said
-    assert cli.main(["check", str(QUICKSTART), *asked]) == 2
+    assert main.main(["check", str(QUICKSTART), *asked]) == 2
     assert capsys.readouterr().err == said
 
 
@@ -243,15 +245,14 @@ def test_a_row_for_each_rank_is_enough(files, tokenizer, tmp_path, monkeypatch) 
 def test_an_error_in_a_loader_s_worker_is_still_a_message() -> None:
     """torch raises it again as text with the worker's traceback."""
     raised = UserError(Problem("content is empty", where="a.jsonl:3"))
-    text = (
-        f"Caught UserError in DataLoader worker process 0.\nTraceback:\nfinetune.errors.UserError: {raised}\n"
-    )
+    trace = f"Traceback:\nfinetune.core.errors.UserError: {raised}\n"
+    text = f"Caught UserError in DataLoader worker process 0.\n{trace}"
     again = UserError(text)
     assert again.code == raised.code and "Caught" not in str(again) and "content is empty" in str(again)
 
 
 def test_too_long_is_an_error_past_the_audit_too(files, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(stream, "AUDITED", 5)
+    monkeypatch.setattr(streaming, "AUDITED", 5)
     with Path(files[0]).open("a") as file:
         asked = '"user", "content": "'
         file.write(LINES[0].replace(asked, asked + "word " * 999))
@@ -263,9 +264,9 @@ def test_too_long_is_an_error_past_the_audit_too(files, tokenizer, monkeypatch) 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_left_out_past_the_audit_are_counted(workers: int, files, tokenizer, monkeypatch) -> None:
     """Of 70 rows, by each worker of a loader; what the audit reads does not count."""
-    monkeypatch.setattr(stream, "AUDITED", 5)
+    monkeypatch.setattr(streaming, "AUDITED", 5)
     data = Data(name=files, streaming=True, max_length=128, expect=Expect(dropped=1.0))
-    made = stream.stream(data, tokenizer, 0, None, passes=1)
+    made = streaming.stream(data, tokenizer, 0, None, passes=1)
     assert made.read.sum() == 0
     kept = sum(1 for _ in DataLoader(made.train, batch_size=None, num_workers=workers))
     read, left_out = made.read.sum(0).tolist()
@@ -277,14 +278,14 @@ def test_sources_of_two_formats(files, tokenizer, tmp_path) -> None:
     alpaca.write_text(
         "".join(json.dumps({"instruction": f"{n}?", "output": f"{n}!"}) + "\n" for n in range(20))
     )
-    found = stream.stream(Data(name=[*files, str(alpaca)], streaming=True), tokenizer, 0, None, passes=1)
+    found = streaming.stream(Data(name=[*files, str(alpaca)], streaming=True), tokenizer, 0, None, passes=1)
     assert set(found.report["train"].formats.values()) == {"messages", "alpaca"}
     assert sum(seen(found.train).values()) == 90
 
 
 def one_rank(*command: str) -> None:
-    assert cli.main(list(command)) == 0
+    assert main.main(list(command)) == 0
 
 
 def refused(*command: str) -> None:
-    assert cli.main(list(command)) == 2
+    assert main.main(list(command)) == 2

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from finetune import publish, report, results, strict_json, trial
-from finetune.data.rows import Example
-from finetune.results import Measured
-from finetune.run_folder import RunFolder
-from finetune.scoring import Score
-from finetune.sections import Eval
+from finetune.core import strict_json
+from finetune.data.examples import Example
+from finetune.evaluation import results
+from finetune.evaluation.results import Measured
+from finetune.evaluation.scoring import Score
+from finetune.experiments.runner import worker_process
+from finetune.export import publishing
+from finetune.recipe.schema import Eval
+from finetune.reporting import html_report
+from finetune.run_folder.run_folder import RunFolder
 
 
 def refused(name: str) -> Any:
@@ -51,13 +55,13 @@ def test_numbers_are_read_back_and_texts_stay(lost: RunFolder) -> None:
 
 
 def test_readers_take_it(lost: RunFolder, tmp_path: Path) -> None:
-    page, _ = report.run(lost.path)
+    page, _ = html_report.run(lost.path)
     text = page.read_text()
     assert "nan ± nan" in text and "worse" in text and "can't be read" not in text
     assert math.isnan(lost.found("eval.json")["tuned"]["loss"])
-    assert math.isnan(trial.result(lost.path, "eval_loss", []))
+    assert math.isnan(worker_process.result(lost.path, "eval_loss", []))
     staged = tmp_path / "eval.json"
-    publish.write_json(staged, {"tuned": {"loss": math.nan}}, indent=1)  # of a run that wrote NaN itself
+    publishing.write_json(staged, {"tuned": {"loss": math.nan}}, indent=1)  # of a run that wrote NaN itself
     assert json.loads(staged.read_text(), parse_constant=refused) == {"tuned": {"loss": "nan"}}
 
 

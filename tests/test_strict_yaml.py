@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from finetune import strict_yaml
-from finetune.errors import UserError
+from finetune.core import strict_yaml
+from finetune.core.errors import UserError
 
 
 @pytest.mark.parametrize(

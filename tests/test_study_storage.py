@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT
 from optuna.trial import TrialState
 
-from finetune import study_storage, tune_report
-from finetune.errors import Exit, UserError
+from finetune.core.errors import Exit, UserError
+from finetune.experiments.sweep import study_storage, sweep_report
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
@@ -97,7 +97,7 @@ def shared(url: str) -> None:
     pair = [subprocess.Popen(share, cwd=ROOT) for _ in range(2)]
     assert [process.wait() for process in pair] == [0, 0]
     with study_storage.opened(url, "shared") as study:
-        rows = tune_report.trials(study)
+        rows = sweep_report.trials(study)
         assert [row["state"] for row in rows] == ["complete"] * 12
         names = [row["worker"] for row in rows]
         assert sorted(map(names.count, set(names))) == [6, 6]

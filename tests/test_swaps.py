@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from conftest import ADAPTERS, receipts
 
-from finetune import cli, shipped
+from finetune.cli import main
+from finetune.core import shipped_files
 
-RECIPES = shipped.recipes()
+RECIPES = shipped_files.recipes()
 # But for those that need a GPU, and those that train twenty steps as they are (test_curves.py)
 TRAINED = [name for name in RECIPES if not name.startswith(("gpus/", "isc25/", "llama3_8b/", "adapters/"))]
 
@@ -20,11 +21,11 @@ def test_an_adapter_swapped_into_a_recipe_is_checked_on_the_model_itself(
     for kind in ADAPTERS:
         words = ["check", str(RECIPES[name]), f"adapter.type={kind}", f"model.name={two_layers}", *small]
         words += ["model.revision=null"]
-        code = cli.main(words)
+        code = main.main(words)
         said = capsys.readouterr().err
         assert code == 0 or said.startswith("error: speed.base: "), said
         if code:
-            assert "  try: " in said and cli.main([*words, "speed.base=auto"]) == 0, capsys.readouterr().err
+            assert "  try: " in said and main.main([*words, "speed.base=auto"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", TRAINED)

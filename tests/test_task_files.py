@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from finetune import task_files, tasks
-from finetune.errors import UserError
-from finetune.sections import Eval
+from finetune.core.errors import UserError
+from finetune.evaluation import lm_eval_tasks, tasks
+from finetune.recipe.schema import Eval
 
 PLAIN = """task: theirs
 dataset_path: json
@@ -58,12 +58,12 @@ def test_a_file_may_begin_with_a_bom_and_is_utf_8(tmp_path) -> None:
     """Windows' editors write the mark; with it the first key was not seen as lm-eval's."""
     path = written(tmp_path)
     path.write_bytes(b"\xef\xbb\xbf" + PLAIN.partition("\n")[2].encode() + b"task: theirs\n")
-    assert tasks.read(str(path)) is None and task_files.config(path)["task"] == "theirs"
+    assert tasks.read(str(path)) is None and lm_eval_tasks.config(path)["task"] == "theirs"
     included = tmp_path / "other.yaml"
     included.write_bytes("description: café\n".encode("latin-1"))
     path.write_text(PLAIN + "include: other.yaml\n")
     with pytest.raises(UserError, match="not UTF-8") as raised:
-        task_files.config(path)
+        lm_eval_tasks.config(path)
     assert raised.value.problems[0].where == f"{included}, byte 16"
 
 
@@ -81,7 +81,7 @@ def test_a_file_may_begin_with_a_bom_and_is_utf_8(tmp_path) -> None:
 )
 def test_a_template_is_in_a_sandbox(template: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rendered = task_files.sandboxed(template, "doc_to_text", False, "task.yaml")
+    rendered = lm_eval_tasks.sandboxed(template, "doc_to_text", False, "task.yaml")
     with pytest.raises(UserError) as raised:
         rendered({"question": "?"})
     assert "doc_to_text" in str(raised.value) and "question" in str(raised.value)
@@ -96,21 +96,21 @@ def test_a_template_is_in_a_sandbox(template: str, tmp_path, monkeypatch) -> Non
     ],
 )
 def test_a_template_of_a_task_has_limits(template: str, said: str) -> None:
-    rendered = task_files.sandboxed(template, "doc_to_text", False, "task.yaml")
+    rendered = lm_eval_tasks.sandboxed(template, "doc_to_text", False, "task.yaml")
     with pytest.raises(UserError, match=said):
         rendered({"question": "?"})
-    assert task_files.sandboxed("{{ question }}", "doc_to_text", False, "")({"question": "!"}) == "!"
+    assert lm_eval_tasks.sandboxed("{{ question }}", "doc_to_text", False, "")({"question": "!"}) == "!"
 
 
 def test_it_is_what_lm_eval_makes_of_it(tmp_path) -> None:
     """The same numbers: tests/test_tasks.py. Here what a template gives: texts, indices, lists, columns."""
     (tmp_path / "base.yaml").write_text(PLAIN)
     path = written(tmp_path, "include: base.yaml\ntask: mine\n")
-    made = task_files.config(path)
+    made = lm_eval_tasks.config(path)
     row: dict[str, Any] = {"question": "2+2", "options": ["3", "4"], "right": 1}
     assert made["task"] == "mine" and made["dataset_path"] == "json" and "include" not in made
     assert made["doc_to_text"](row) == "2+2 a+b" and made["doc_to_choice"](row) == ["3", "4"]
     assert made["doc_to_target"](row) == 1
-    target = task_files.sandboxed("{{ options }}", "doc_to_target", False, "")
+    target = lm_eval_tasks.sandboxed("{{ options }}", "doc_to_target", False, "")
     assert target(row) == ["3", "4"] and target({"options": "[not a list]"}) == "[not a list]"
-    assert task_files.sandboxed("options", "doc_to_target", False, "")(row) == ["3", "4"]
+    assert lm_eval_tasks.sandboxed("options", "doc_to_target", False, "")(row) == ["3", "4"]

@@ -15,12 +15,13 @@ from conftest import MODEL, ROOT
 from small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
 from tokenizers.processors import TemplateProcessing
 
-from finetune import cli, harness, tasks
-from finetune.data.chat import make_encoder
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.data.encoding import make_encoder
+from finetune.data.examples import Row
 from finetune.data.formats import convert
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.sections import Data, Eval, Model
+from finetune.evaluation import lm_eval_harness, tasks
+from finetune.recipe.schema import Data, Eval, Model
 
 KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
 
@@ -56,7 +57,7 @@ def test_every_kind_of_task_gives_lm_evals_own_numbers(train, two_layers, task_f
         own: Any = simple_evaluate("hf", loaded, ["theirs"], task_manager=manager, device="cpu", batch_size=5)
         assert own["results"]["theirs"]["acc,none"] == found["tasks"]["choice"][side]["acc"]
     # lm-eval's own file as a task of ours: the same again, and what was evaluated before is kept
-    assert cli.main(["evaluate", str(run.path), "--tasks", str(theirs / "choice.yaml"), "--quiet"]) == 0
+    assert main.main(["evaluate", str(run.path), "--tasks", str(theirs / "choice.yaml"), "--quiet"]) == 0
     again = run.read("eval.json")["tasks"]
     assert again["theirs"]["tuned"]["acc"] == found["tasks"]["choice"]["tuned"]["acc"]
     assert again["choice"] == found["tasks"]["choice"]
@@ -166,7 +167,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
 )
 def test_a_task_file_that_is_wrong_is_explained(text, said, tmp_path, capsys, small) -> None:
     path = write_task(tmp_path, "bad", QUESTIONS, text)
-    assert cli.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{path}]", *small]) == 2
+    assert main.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{path}]", *small]) == 2
     printed = capsys.readouterr().err
     assert all(part in printed for part in said), printed
 
@@ -183,40 +184,40 @@ def test_tasks_that_are_not_there(train, two_layers, tmp_path, capsys, monkeypat
     listed = all_of_them()
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: listed)
     missing = tmp_path / "knowlege.yaml"
-    assert cli.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{missing}]"]) == 2
+    assert main.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{missing}]"]) == 2
     assert "cannot read the task" in capsys.readouterr().err
     run = train(f"model.name={two_layers}")
     before = run.read("eval.json")
-    assert cli.main(["evaluate", str(run.path), "--tasks", "arc_eazy"]) == 2
+    assert main.main(["evaluate", str(run.path), "--tasks", "arc_eazy"]) == 2
     assert "no such task" in capsys.readouterr().err and run.read("eval.json") == before
 
 
 def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) -> None:
     found = tasks.find_spec
     monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "lm_eval" else found(name))
-    assert cli.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
+    assert main.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
     assert "finetune-toolkit[eval]" in capsys.readouterr().err
     with pytest.raises(UserError, match="needs lm-eval") as raised:  # a local task needs it too
-        harness.check(Eval(tasks=["general_knowledge"]))
+        lm_eval_harness.check(Eval(tasks=["general_knowledge"]))
     assert raised.value.code == 3
     monkeypatch.undo()
     if found("vllm") is None:
         asked = ["eval.tasks=[arc_easy]", "eval.engine=vllm"]
-        assert cli.main(["check", "recipes/quickstart.yaml", *asked]) == 3
+        assert main.main(["check", "recipes/quickstart.yaml", *asked]) == 3
         assert "pip install vllm" in capsys.readouterr().err
 
 
 def test_tasks_are_found_before_weights_are_read(two_layers, tmp_path, capsys, small, monkeypatch) -> None:
-    from finetune import model
+    from finetune.models import loading
 
     def never(*_: Any) -> None:
         raise AssertionError("weights were read")
 
     listed = all_of_them()
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: listed)
-    monkeypatch.setattr(model, "load", never)
+    monkeypatch.setattr(loading, "load", never)
     asked = [f"model.name={two_layers}", "eval.tasks=[arc_eazy]", f"train.output_dir={tmp_path / 'run'}"]
-    assert cli.main(["train", "recipes/quickstart.yaml", *asked, *small, "--quiet"]) == 2
+    assert main.main(["train", "recipes/quickstart.yaml", *asked, *small, "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "no such task" in said and "arc_easy" in said
 
@@ -244,12 +245,12 @@ def test_an_answer_as_long_as_the_model_is_refused_before_it_loads(tmp_path) -> 
         text = f"kind: {kind}_match\nprompt: a\nanswer: b\nmax_new_tokens: {tokens}\n"
         path = write_task(tmp_path, "long", ANSWERS, text + "pattern: a\n" * (kind == "regex"))
         asked = ["check", "recipes/quickstart.yaml", f"model.name={MODEL}", f"eval.tasks=[{path}]"]
-        assert cli.main(asked) == (0 if ok else 2)
+        assert main.main(asked) == (0 if ok else 2)
         if ok:
-            harness.check(Eval(tasks=[path]), base)
+            lm_eval_harness.check(Eval(tasks=[path]), base)
             continue
         with pytest.raises(UserError) as raised:
-            harness.check(Eval(tasks=[path]), base)
+            lm_eval_harness.check(Eval(tasks=[path]), base)
         (problem,) = raised.value.problems
         assert (problem.key, problem.where) == ("max_new_tokens", path)
 
@@ -259,16 +260,16 @@ def test_a_check_knows_the_names_of_lm_evals_tasks(capsys, monkeypatch) -> None:
     made, listed = all_of_them(), list[bool]()
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: (listed.append(True), made)[1])
     asked = ["check", "recipes/quickstart.yaml"]
-    assert cli.main([*asked, "eval.tasks=[arc_easy, mmlu, winogrande, general_knowledge]"]) == 0
+    assert main.main([*asked, "eval.tasks=[arc_easy, mmlu, winogrande, general_knowledge]"]) == 0
     assert not listed, capsys.readouterr().err
-    assert cli.main([*asked, "eval.tasks=[arc_eazy, arc_easy, gsm8x]"]) == 2
+    assert main.main([*asked, "eval.tasks=[arc_eazy, arc_easy, gsm8x]"]) == 2
     said = capsys.readouterr().err
     assert listed and said.count("no such task") == 2
     assert "arc_eazy\n  try:       arc_easy" in said and "gsm8x\n  try:       gsm8k" in said
 
 
 def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None:
-    from finetune import harness
+    from finetune.evaluation import lm_eval_harness
 
     def row(index: int, right: float) -> dict[str, Any]:
         return {"doc_id": index, "filter": "none", "prompt_hash": "a", "acc": right}
@@ -280,22 +281,22 @@ def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None
         return {"part": part, "group": {**common, "rows": [], "subtasks": ["part"], "metrics": {"acc": said}}}
 
     base, tuned = side([0.0] * 10, 0.0), side([1.0] * 9 + [0.0], 0.9)
-    found = harness.compare(base, tuned, set())
+    found = lm_eval_harness.compare(base, tuned, set())
     assert found["group"]["difference"]["acc"]["verdict"] == "better" and found["group"]["asked"]
     assert not found["part"]["asked"]
     assert found["part"]["tuned"]["acc_stderr"] == pytest.approx(0.1)
-    weighted = harness.compare(base, side([1.0] * 9 + [0.0], 0.7), set())
+    weighted = lm_eval_harness.compare(base, side([1.0] * 9 + [0.0], 0.7), set())
     assert weighted["group"]["difference"] == {}
 
 
 def test_a_task_may_not_differ_between_base_and_tuned() -> None:
-    from finetune import harness
+    from finetune.evaluation import lm_eval_harness
 
     row = {"doc_id": 0, "filter": "none", "prompt_hash": "a", "acc": 1.0}
     side = {"t": {"rows": [row], "subtasks": [], "metrics": {}, "higher_is_better": {}, "settings": {}}}
     other = {"t": {**side["t"], "rows": [{**row, "prompt_hash": "b"}]}}
     with pytest.raises(UserError, match="not asked the same"):
-        harness.compare(side, other, set())
+        lm_eval_harness.compare(side, other, set())
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +305,7 @@ def engine() -> Any:
 
     folder = ROOT / "examples" / "tiny_llama" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
+    return lm_eval_harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
 
 
 def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
@@ -315,7 +316,7 @@ def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
     task = write_task(tmp_path, "greedy", rows, f"kind: exact_match\nchat: true\n{ASKED}")
 
     def said() -> str:
-        found = harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
+        found = lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
         return found["greedy"]["rows"][0]["resps"][0][0]
 
     plain = said()
@@ -327,8 +328,8 @@ def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkey
     """It is one word, whose perplexity no float holds; what lm-eval's own tasks end in is told."""
     rows = [{"said": "".join(chr(0x4E00 + 7 * row + at * 11) for at in range(168))} for row in range(7)]
     task = write_task(tmp_path, "word", rows, 'kind: perplexity\nprompt: "{{ said }}"\nanswer: null\n')
-    found = harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
-    metrics = harness.compare(found, found, set())["word"]["tuned"]
+    found = lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
+    metrics = lm_eval_harness.compare(found, found, set())["word"]["tuned"]
     assert metrics["word_perplexity"] == math.inf and 1 < metrics["bits_per_byte"] < 100
     assert math.isfinite(metrics["bits_per_byte_stderr"])
 
@@ -337,7 +338,7 @@ def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkey
 
     monkeypatch.setattr("lm_eval.simple_evaluate", fails)
     with pytest.raises(UserError, match="math range error"):
-        harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
+        lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
 
 
 def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypatch) -> None:
@@ -363,7 +364,7 @@ def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypat
     own, row = tokenizer.chat_template, convert(Row({"messages": said}, "a:1"), Data(name="-"), "messages")
     for template, count in ((own, 0), ("{{ bos_token }}" + own, 1)):
         tokenizer.chat_template = template
-        harness.run(engine.model, tokenizer, Eval(tasks=[task], batch_size=1))
+        lm_eval_harness.run(engine.model, tokenizer, Eval(tasks=[task], batch_size=1))
         assert asked[-1] == make_encoder(tokenizer, Data(name="-"), chats=True).prompts([row])[0]
         assert asked[-1].count(tokenizer.bos_token_id) == count
 

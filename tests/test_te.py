@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune import autoconfig_precision, hardware_device, stopping, te
-from finetune.errors import UserError
-from finetune.sections import Train
+from finetune.autoconfig import mixed_precision
+from finetune.core.errors import UserError
+from finetune.distributed import transformer_engine_layers
+from finetune.hardware import detection
+from finetune.recipe.schema import Train
+from finetune.training import stopping
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -41,7 +44,7 @@ def test_the_head_stays_what_it_was(tied: bool) -> None:
     model = small(tied=tied)
     layer, head = model.model.layers[0].mlp.down_proj, model.lm_head
     before, names = sum(p.numel() for p in model.parameters()), [*model.state_dict()]
-    with te.head_kept(model):
+    with transformer_engine_layers.head_kept(model):
         converted(model)
         assert sum(p.numel() for p in model.parameters()) == before and [*model.state_dict()] == names
     assert sum(p.numel() for p in model.parameters()) == before and [*model.state_dict()] == names
@@ -51,17 +54,15 @@ def test_the_head_stays_what_it_was(tied: bool) -> None:
 
 def test_without_such_a_launch_nothing_is_kept() -> None:
     model = small(tied=True)
-    with te.head_kept(model):
+    with transformer_engine_layers.head_kept(model):
         converted(model)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
 @pytest.mark.usefixtures("launched")
 def test_no_checkpoint_leaves_out_what_its_layers_remember(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autoconfig_precision, "fp8_missing", lambda *_: "")
-    keeper = autoconfig_precision.launch(
-        hardware_device.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)
-    ).keeper
+    monkeypatch.setattr(mixed_precision, "fp8_missing", lambda *_: "")
+    keeper = mixed_precision.launch(detection.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)).keeper
     stopping.check(Train(), None, keeper)
     with pytest.raises(UserError, match="state that TransformerEngine keeps") as raised:
         stopping.check(Train(save_strategy="steps"), None, keeper)
@@ -78,4 +79,4 @@ def test_what_its_layers_remember_is_not_saved() -> None:
 
     model = torch.nn.Sequential(Remembers(2, 2, bias=False))
     assert [*model.state_dict()] == ["0.weight", "0._extra_state"]
-    assert [*te.weights(model)] == ["0.weight"]
+    assert [*transformer_engine_layers.weights(model)] == ["0.weight"]

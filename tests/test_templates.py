@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from conftest import MODEL
 
-from finetune.data import bundled, chat
+from finetune.core.errors import UserError
+from finetune.data import chat_templates, encoding
+from finetune.data.examples import Row
 from finetune.data.formats import convert
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.sections import Data, Model
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Model
 
 GOLDEN = Path(__file__).parent / "golden" / "templates.json"
 
@@ -287,7 +287,7 @@ def tokenizer_of(family: str, pad: str = "") -> Any:
     from tokenizers.processors import TemplateProcessing
 
     has = FAMILIES[family]
-    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), bundled.read_template(family))
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), chat_templates.read_template(family))
     tokenizer.add_tokens([t for t in (has.eos, has.bos, has.pad, *has.special) if t], special_tokens=True)
     tokenizer.add_tokens(list(has.plain))
     named = {"eos_token": has.eos, "pad_token": pad or has.pad or has.eos}
@@ -304,11 +304,11 @@ family_tokenizer = cache(tokenizer_of)
 
 def encode(case: Case, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Ids and labels, after looking at the text."""
-    encoder = chat.make_encoder(tokenizer, case.data, chats=True)
+    encoder = encoding.make_encoder(tokenizer, case.data, chats=True)
     (rendered,) = encoder.render([case.example])
     assert rendered and rendered.text == case.text
     (encoded,) = encoder([case.example])
-    assert isinstance(encoded, chat.Encoded), encoded
+    assert isinstance(encoded, encoding.Encoded), encoded
     return encoded.ids, encoded.labels()
 
 
@@ -344,23 +344,23 @@ def test_marks_and_turn_by_turn_give_the_same_mask(case: Case) -> None:
     """The tags are replaced with ones that do nothing, so that the template writes what it wrote."""
     tokenizer = tokenizer_of(case.family)
     template = tokenizer.chat_template
-    marked = template if chat.MARKS.search(template) else bundled.marked_twin(template)
+    marked = template if encoding.MARKS.search(template) else chat_templates.marked_twin(template)
     assert marked, "each of the six has marks, or a twin that has"
     tokenizer.chat_template = marked
-    assert chat.make_encoder(tokenizer, case.data, chats=True).way == "marks"
+    assert encoding.make_encoder(tokenizer, case.data, chats=True).way == "marks"
     by_marks = encode(case, tokenizer)
     bare = re.sub(r"\{%(-?)\s*generation\s*(-?)%\}", r"{%\1 if true \2%}", marked)
     bare = re.sub(r"\{%(-?)\s*endgeneration\s*(-?)%\}", r"{%\1 endif \2%}", bare)
     tokenizer.chat_template = bare
-    assert chat.make_encoder(tokenizer, case.data, chats=True).way == "turns"
+    assert encoding.make_encoder(tokenizer, case.data, chats=True).way == "turns"
     assert encode(case, tokenizer) == by_marks == encode(case, family_tokenizer(case.family))
 
 
 def test_the_stock_templates_are_trained_by_their_marked_twins() -> None:
     for family in ("llama3", "qwen3", "gemma", "phi3"):
         tokenizer = family_tokenizer(family)
-        encoder = chat.make_encoder(tokenizer, Data(name="-"), chats=True)
-        assert not chat.MARKS.search(tokenizer.chat_template), "the one that is saved is the family's own"
+        encoder = encoding.make_encoder(tokenizer, Data(name="-"), chats=True)
+        assert not encoding.MARKS.search(tokenizer.chat_template), "the one that is saved is the family's own"
         assert encoder.way == "marks" and encoder.template != tokenizer.chat_template
 
 
@@ -380,7 +380,7 @@ def test_ids_and_masks_have_not_changed() -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.family != "qwen3"], ids=lambda case: case.name)
 def test_the_prompt_at_inference_is_what_stands_before_the_last_answer(case: Case) -> None:
     tokenizer = family_tokenizer(case.family)
-    encoder = chat.make_encoder(tokenizer, case.data, chats=True)
+    encoder = encoding.make_encoder(tokenizer, case.data, chats=True)
     (prompt,) = encoder.prompts([case.example])
     ids, labels = encode(case, tokenizer)
     assert ids[: len(prompt)] == prompt
@@ -393,14 +393,14 @@ def test_loss_begins_where_the_prompt_ends_with_every_bundled_template() -> None
     begun, other, refused = set(), set(), set()
     tokenizer: Any = load_tokenizer(Model(name=str(MODEL)))
     words = set(
-        re.findall(r"<\W\w[^<>'\"\s]*\W>", "".join(bundled.bundled().values()))
+        re.findall(r"<\W\w[^<>'\"\s]*\W>", "".join(chat_templates.bundled().values()))
     )  # <|end|> and the like
     tokenizer.add_tokens(sorted(words - {*tokenizer.get_vocab()}), special_tokens=True)
     tokenizer.bos_token = "<|endoftext|>"
-    for name, template in bundled.bundled().items():
+    for name, template in chat_templates.bundled().items():
         tokenizer.chat_template = template
         try:
-            encoder = chat.make_encoder(tokenizer, Data(name="-"), chats=True)
+            encoder = encoding.make_encoder(tokenizer, Data(name="-"), chats=True)
         except UserError:
             refused.add(name)
             continue
@@ -408,7 +408,7 @@ def test_loss_begins_where_the_prompt_ends_with_every_bundled_template() -> None
             turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", **answer}]
             example = convert(Row({"messages": turns}, "a:1"), Data(name="-"), "messages")
             (encoded,), (prompt,) = encoder([example]), encoder.prompts([example])
-            if isinstance(encoded, chat.Encoded) and encoded.ids[: len(prompt)] == prompt:
+            if isinstance(encoded, encoding.Encoded) and encoded.ids[: len(prompt)] == prompt:
                 assert [start for start, _ in encoded.trained] == [len(prompt)], name
                 begun.add(name)
         if name not in begun:

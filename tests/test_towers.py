@@ -14,8 +14,11 @@ from transformers import (
     Gemma3ForConditionalGeneration,
 )
 
-from finetune import architecture, cli, plan_adapter, recipe
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.models import architecture
+from finetune.planning import adapter_size
+from finetune.recipe import loader
+from finetune.run_folder.run_folder import RunFolder
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 RUNS: dict[str, RunFolder] = {}
@@ -115,15 +118,15 @@ def test_full_fine_tuning_leaves_towers_as_they_are(run_of, gemma: Path) -> None
 def test_a_plan_counts_what_a_run_trains(kind: str, run_of, gemma: Path) -> None:
     options = [f"adapter.type={kind}"]
     run = run_of(options)
-    loaded = recipe.load(QUICKSTART, [f"model.name={gemma}", *options, "train.max_steps=2"])
-    planned = plan_adapter.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 4)
+    loaded = loader.load(QUICKSTART, [f"model.name={gemma}", *options, "train.max_steps=2"])
+    planned = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 4)
     trained = receipts(run)["trainable parameters"]["got"].partition(" of ")[0]
     assert f"{planned.trained:,}" == trained
 
 
 def test_a_tower_s_layers_are_no_targets(gemma: Path, capsys) -> None:
     options = [f"model.name={gemma}", "adapter.target_modules=[fc1]"]
-    assert cli.main(["check", str(QUICKSTART), *options]) == 2
+    assert main.main(["check", str(QUICKSTART), *options]) == 2
     assert '"fc1" matches no module' in capsys.readouterr().err
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from conftest import QUICKSTART, metrics
 
-from finetune import cli, core_packages, upstream
+from finetune.cli import main
+from finetune.core import packages
+from finetune.recipe import upstream_options
 
 
 def test_nothing_is_reported_unless_asked(train) -> None:
@@ -25,25 +27,25 @@ def test_nothing_is_reported_unless_asked(train) -> None:
     ],
 )
 def test_what_can_t_be_reported_to_is_said_at_once(asked: str, code: int, said: str, capsys) -> None:
-    assert not any(core_packages.installed(name) for name in ("comet_ml", "swanlab", "clearml"))
+    assert not any(packages.installed(name) for name in ("comet_ml", "swanlab", "clearml"))
     for command in ("check", "train"):
-        assert cli.main([command, str(QUICKSTART), f"train.report_to={asked}"]) == code
+        assert main.main([command, str(QUICKSTART), f"train.report_to={asked}"]) == code
         error = capsys.readouterr().err
         assert "train.report_to" in error and said in error
 
 
 @pytest.mark.parametrize("asked", ["none", "[none]", "[]", "kubeflow"])
 def test_what_needs_no_package(asked: str) -> None:
-    assert cli.main(["check", str(QUICKSTART), f"train.report_to={asked}"]) == 0
+    assert main.main(["check", str(QUICKSTART), f"train.report_to={asked}"]) == 0
 
 
 def test_all_says_which(capsys) -> None:
-    assert cli.main(["check", str(QUICKSTART), "train.report_to=all"]) == 0
+    assert main.main(["check", str(QUICKSTART), "train.report_to=all"]) == 0
     assert "train.report_to: all that are installed: " in capsys.readouterr().out
 
 
 def test_names_are_those_of_the_installed_transformers() -> None:
-    assert upstream.trackers() >= {"tensorboard", "wandb", "mlflow", "trackio"}
+    assert upstream_options.trackers() >= {"tensorboard", "wandb", "mlflow", "trackio"}
 
 
 def test_tensorboard_hears_training_evaluation_and_scores(train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,17 @@ from safetensors.torch import load_file
 from test_loss import trainer_of
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from finetune import cli, models_tokenizer, recipe, train
-from finetune.errors import Problem, UserError
-from finetune.models_tokenizer import load_tokenizer
-from finetune.receipts import Ledger
-from finetune.run_folder import RunFolder
-from finetune.screen import Screen
-from finetune.sections import Model
-from finetune.speed import apply, offload
+from finetune.cli import main
+from finetune.core.console import Console
+from finetune.core.errors import Problem, UserError
+from finetune.core.run_checks import RunChecks
+from finetune.models import tokenizer_setup
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe import loader
+from finetune.recipe.schema import Model
+from finetune.run_folder.run_folder import RunFolder
+from finetune.speed import activation_offload, apply_to_model
+from finetune.training import pipeline
 
 FILES = {
     "recipe.resolved.yaml",
@@ -132,7 +135,7 @@ def test_recomputing_layers_changes_nothing_but_time(train) -> None:
         again = train(f"speed.recompute={asked}", name=f"recompute-{asked}")
         assert [m["loss"] for m in metrics(plain)] == [m["loss"] for m in metrics(again)]
         assert receipts(again)["speed.recompute"]["got"] == got
-        assert recipe.load(again.recipe).speed.recompute == asked
+        assert loader.load(again.recipe).speed.recompute == asked
     fast = train("speed.fused=true", name="fast")
     for asked, count in (("mlp", 2), ("mlp:1", 1)):
         again = train("speed.fused=true", f"speed.recompute={asked}", name=asked)
@@ -140,7 +143,7 @@ def test_recomputing_layers_changes_nothing_but_time(train) -> None:
         assert (
             receipts(again)["speed.recompute"]["got"] == f"0 of 2, and 4 norms, gate and up of {count} MLPs"
         )
-        assert recipe.load(again.recipe).speed.recompute == asked
+        assert loader.load(again.recipe).speed.recompute == asked
 
 
 def test_modules_are_put_into_training_where_they_are_not(small, two_layers, tmp_path) -> None:
@@ -171,7 +174,7 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
 ) -> None:
     """All of it: what looks on must not hold its layers."""
     modules, left = list[Any](), list[Any]()
-    clear, recompute = train.clear_device_cache, apply.add_recompute
+    clear, recompute = pipeline.clear_device_cache, apply_to_model.add_recompute
 
     class Look(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -183,15 +186,15 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
 
     def offloaded(model: Any, layers: Any, *given: Any, **named: Any) -> None:
         recompute(model, layers, *given, **named)
-        offload.Activations(layers, torch.device("cpu"))  # which the recipe has on GPUs alone
+        activation_offload.Activations(layers, torch.device("cpu"))  # which the recipe has on GPUs alone
 
-    monkeypatch.setattr(train, "clear_device_cache", watched)
+    monkeypatch.setattr(pipeline, "clear_device_cache", watched)
     if kind == "offloaded":
-        monkeypatch.setattr(apply, "add_recompute", offloaded)
+        monkeypatch.setattr(apply_to_model, "add_recompute", offloaded)
     given = [*small, f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
     more = {"offloaded": ["speed.recompute=all"], "qat": ["speed.qat.config=IntxWeightOnly"]}
     given += ["eval.general=false", "eval.max_new_tokens=1", *more.get(kind, [])]
-    train.run(recipe.load(str(QUICKSTART), given), quiet=True, watchers=[Look()])
+    pipeline.run(loader.load(str(QUICKSTART), given), quiet=True, watchers=[Look()])
     assert len(modules) > 40 and left[0] == []
 
 
@@ -200,7 +203,7 @@ def test_the_run_folder_explains_itself(train) -> None:
     text = run.recipe.read_text()
     assert 'type: "ia3"  # override' in text and 'attention: "sdpa"  # hardware:' in text
     assert "# gradient_accumulation_steps: 1" in text and "adapter.r: ia3 has no such key" in text
-    assert recipe.load(run.recipe).adapter.type == "ia3"
+    assert loader.load(run.recipe).adapter.type == "ia3"
     environment = run.read("environment.json")
     assert environment["packages"]["torch"] and environment["git"]["commit"]
     assert environment["hardware"]["device"] == "cpu" and environment["launch"]["processes"] == 1
@@ -215,7 +218,7 @@ def test_a_run_can_be_evaluated_again(train, capsys) -> None:
     run = train("train.max_steps=4")
     before = run.read("eval.json")
     (run.path / "eval.json").unlink()
-    assert cli.main(["evaluate", str(run.path)]) == 0
+    assert main.main(["evaluate", str(run.path)]) == 0
     after = run.read("eval.json")
     assert before["settings"].pop("seconds") and after["settings"].pop("seconds")
     assert after == before
@@ -227,7 +230,7 @@ def test_without_held_out_rows_it_trains_all_the_same(train, recipe_file) -> Non
     folder = path.parent / "run"
     overrides = [f"train.output_dir={folder}", "train.max_steps=2", "train.effective_batch_size=8"]
     overrides.append("eval.general=false")
-    assert cli.main(["train", str(path), *overrides, "--quiet"]) == 0
+    assert main.main(["train", str(path), *overrides, "--quiet"]) == 0
     assert RunFolder(folder).read("eval.json")["base"] == {}
 
 
@@ -235,11 +238,11 @@ def test_held_out_loss_is_that_of_a_plain_loop(train, two_layers) -> None:
     """Our batched, padded sum against one row at a time through transformers' own loss."""
     from transformers import AutoModelForCausalLM
 
-    from finetune.data.prepare import held_out
+    from finetune.data.preparation import held_out
 
     run = train()
-    loaded = recipe.load(run.recipe)
-    rows = held_out(loaded.data, models_tokenizer.load_tokenizer(loaded.model), 0)
+    loaded = loader.load(run.recipe)
+    rows = held_out(loaded.data, tokenizer_setup.load_tokenizer(loaded.model), 0)
     assert len(rows) == 6
     model = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
     total = count = 0.0
@@ -309,7 +312,7 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
     tuned.generation_config.temperature = 0.9  # and it does not sample
     tuned.generation_config.eos_token_id = 1
     run = RunFolder(tmp_path)
-    train.save(tuned, tokenizer, run, tmp_path, Screen())
+    pipeline.save(tuned, tokenizer, run, tmp_path, Console())
     said = " ".join(capsys.readouterr().out.split())
     assert "do_sample: true, which the base's temperature 0.9 asks for" in said
     assert "eos_token_id [1, 3], not the base's 1" in said
@@ -322,10 +325,10 @@ def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
     for name in ("log.txt", ".receipts.json.tmp"):
         (tmp_path / name).symlink_to("/dev/full")
     setup: Any = SimpleNamespace(launch=SimpleNamespace(main=True))
-    given = Screen(quiet=True), Ledger(), RunFolder(tmp_path), setup, None
-    with pytest.raises(UserError, match="no checkpoint"), train.recording(*given):
+    given = Console(quiet=True), RunChecks(), RunFolder(tmp_path), setup, None
+    with pytest.raises(UserError, match="no checkpoint"), pipeline.recording(*given):
         raise UserError(Problem("no checkpoint"))
-    with pytest.raises(OSError, match="No space left"), train.recording(*given):
+    with pytest.raises(OSError, match="No space left"), pipeline.recording(*given):
         pass
 
 
@@ -336,10 +339,10 @@ def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None
     run = train(f"data.validation={tmp_path / 'held_out.jsonl'}")
     before = run.read("eval.json")["tuned"]
     (tmp_path / "held_out.jsonl").write_text("\n".join(rows[:-1]))
-    assert cli.main(["evaluate", str(run.path), "--quiet"]) == 0  # the run folder has kept them
+    assert main.main(["evaluate", str(run.path), "--quiet"]) == 0  # the run folder has kept them
     assert run.read("eval.json")["tuned"] == before
     (run.path / "held_out.jsonl").unlink()
-    assert cli.main(["evaluate", str(run.path)]) == 2
+    assert main.main(["evaluate", str(run.path)]) == 2
     assert "changed since the run" in capsys.readouterr().err
 
 
@@ -353,13 +356,13 @@ def test_under_bf16_too_what_is_saved_is_what_was_trained(kind: str, train, in_b
 def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(small, two_layers, tmp_path, capsys) -> None:
     run = tmp_path / "run"
     words = [str(QUICKSTART), *small, f"model.name={two_layers}", f"train.output_dir={run}", "--dry-run"]
-    assert cli.main(["train", *words]) == 0
+    assert main.main(["train", *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "with loss" in said and "memory of one device" in said and "would be used" in said
     assert "dry run: nothing was trained; next: finetune train" in said and not run.exists()
     run.mkdir()
     (run / "notes.txt").touch()
-    assert cli.main(["train", *words]) == 2
+    assert main.main(["train", *words]) == 2
     assert f"{run} is not empty" in capsys.readouterr().err
 
 

@@ -10,8 +10,12 @@ import torch
 from conftest import QUICKSTART, receipts
 from transformers.optimization import get_scheduler
 
-from finetune import batch, cli, loraplus, nested, optimizers, recipe, train_conflicts, upstream
-from finetune.errors import UserError
+from finetune.autoconfig import batch_size, optimizer_choice
+from finetune.checkpointing import serialization
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.recipe import loader, train_rules, upstream_options
+from finetune.training import optimizers
 
 STREAMED = ["data.streaming=true", "train.max_steps=4"]
 KWARGS = "train.lr_scheduler_kwargs"
@@ -56,11 +60,11 @@ MIN_LR = "train.lr_scheduler_type=cosine_with_min_lr"
     ],
 )
 def test_what_would_be_refused_or_never_read_is_known_before(given: list[str], said: str, capsys) -> None:
-    assert cli.main(["check", str(QUICKSTART), *given]) == 2
+    assert main.main(["check", str(QUICKSTART), *given]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("name", sorted(upstream.schedules()))
+@pytest.mark.parametrize("name", sorted(upstream_options.schedules()))
 def test_what_is_let_through_can_be_made(name: str) -> None:
     """With what each schedule needs; without it both refuse."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -69,8 +73,8 @@ def test_what_is_let_through_can_be_made(name: str) -> None:
     )
     for given in ({}, options):
         raw = {"train": {"lr_scheduler_type": name, "lr_scheduler_kwargs": given}}
-        found = train_conflicts.conflicts(raw)
-        if name in train_conflicts.OF_METRICS:
+        found = train_rules.conflicts(raw)
+        if name in train_rules.OF_METRICS:
             assert found
             continue
         made = {"num_warmup_steps": 1, "num_training_steps": 8, "scheduler_specific_kwargs": given}
@@ -81,7 +85,7 @@ def test_what_is_let_through_can_be_made(name: str) -> None:
             get_scheduler(name, optimizer, **made)
             asked: Any = SimpleNamespace(learning_rate=0.1, lr_scheduler_type=name, lr_scheduler_kwargs=given)
             asked.get_warmup_steps = lambda steps: 1
-            loraplus.check_schedule(asked, 8)
+            optimizers.check_schedule(asked, 8)
 
 
 @pytest.mark.parametrize(
@@ -99,54 +103,54 @@ def test_a_schedule_is_followed_to_its_end_before_anything_loads(name: str, give
     asked: Any = SimpleNamespace(learning_rate=1e-3, lr_scheduler_type=name, lr_scheduler_kwargs=given)
     asked.get_warmup_steps = lambda steps: 1
     with pytest.raises(UserError, match=f"lr_scheduler_kwargs: {name} can't be followed"):
-        loraplus.check_schedule(asked, 8)
+        optimizers.check_schedule(asked, 8)
 
 
 def test_a_schedule_without_options_is_blamed_itself() -> None:
     asked: Any = SimpleNamespace(learning_rate=1e-8, lr_scheduler_type="polynomial", lr_scheduler_kwargs=None)
     asked.get_warmup_steps = lambda steps: 1
     with pytest.raises(UserError, match="lr_scheduler_type: polynomial can't be followed"):
-        loraplus.check_schedule(asked, 8)
+        optimizers.check_schedule(asked, 8)
 
 
 def test_an_option_that_a_schedule_has_not_is_no_end_either() -> None:
     raw = {"train": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1}}}
-    assert [what for _, what, _ in train_conflicts.conflicts(raw)] == ["is no option of cosine"]
+    assert [what for _, what, _ in train_rules.conflicts(raw)] == ["is no option of cosine"]
 
 
 def test_a_decay_that_begins_in_the_warm_up_is_said() -> None:
     given = ["train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=1"]
-    asked = recipe.load(QUICKSTART, [*given, f"{KWARGS}={{num_decay_steps: 10}}"]).train
-    (said,) = batch.short_of_peak(asked, 4)
+    asked = loader.load(QUICKSTART, [*given, f"{KWARGS}={{num_decay_steps: 10}}"]).train
+    (said,) = batch_size.short_of_peak(asked, 4)
     assert said.endswith("its peak: 1 warm-up steps and 10 of decay, of 4")
-    assert not batch.short_of_peak(asked, 11)
+    assert not batch_size.short_of_peak(asked, 11)
 
 
 def test_options_that_torchs_optimizers_take_are_let_through() -> None:
     for optim, given in (("sgd", "momentum=0.9, nesterov=true"), ("rmsprop", "alpha=0.9,centered=1")):
-        recipe.load(QUICKSTART, [f"train.optim={optim}", f"train.optim_args={given}"])
-    recipe.load(QUICKSTART, ["train.save_strategy=steps", "train.save_steps=5", "train.data_seed=1"])
+        loader.load(QUICKSTART, [f"train.optim={optim}", f"train.optim_args={given}"])
+    loader.load(QUICKSTART, ["train.save_strategy=steps", "train.save_steps=5", "train.data_seed=1"])
 
 
 def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
     given = ["train.optim=galore_adamw", "train.optim_target_modules=all-linear"]
-    assert optimizers.unsaved(recipe.load(QUICKSTART, given).train, "") == "galore_adamw"
-    assert optimizers.saved_instead("galore_adamw") == "train.optim=adamw_torch_fused"
+    assert optimizer_choice.unsaved(loader.load(QUICKSTART, given).train, "") == "galore_adamw"
+    assert optimizer_choice.saved_instead("galore_adamw") == "train.optim=adamw_torch_fused"
     with pytest.raises(UserError, match="projector: a object can't be kept in a checkpoint"):
-        nested.flatten({"projector": object()}, {}, "state", lambda tensor: tensor)
+        serialization.flatten({"projector": object()}, {}, "state", lambda tensor: tensor)
 
 
 def test_an_optimizer_is_held_to_its_own_name(train) -> None:
     """Not to what transformers' enum is as a text, in which no 8 bits are found."""
     receipt = receipts(train("train.max_steps=1", "train.warmup_steps=0"))["train.optim"]
-    assert receipt["asked"] == train_conflicts.DEFAULT and receipt["ok"]
+    assert receipt["asked"] == train_rules.DEFAULT and receipt["ok"]
 
 
 def test_a_warm_up_that_its_schedule_has_not_is_said() -> None:
     given = ["train.lr_scheduler_type=constant", "train.warmup_steps=2"]
-    (said,) = batch.short_of_peak(recipe.load(QUICKSTART, given).train, 10)
+    (said,) = batch_size.short_of_peak(loader.load(QUICKSTART, given).train, 10)
     assert "constant_with_warmup" in said
-    assert not batch.short_of_peak(recipe.load(QUICKSTART, given[1:]).train, 10)
+    assert not batch_size.short_of_peak(loader.load(QUICKSTART, given[1:]).train, 10)
 
 
 @pytest.mark.parametrize(
@@ -159,5 +163,5 @@ def test_a_warm_up_that_its_schedule_has_not_is_said() -> None:
 )
 def test_what_upstream_refuses_stands_at_the_first_key_that_it_names_whole(said: str, key: str) -> None:
     given = {"optim": "x", "optim_args": "y", "save_steps": 1}
-    assert train_conflicts.refused("SFTConfig", ValueError(said), given).key == key
-    assert train_conflicts.refused("SFTConfig", ValueError(said), {}).key == "train"
+    assert train_rules.refused("SFTConfig", ValueError(said), given).key == key
+    assert train_rules.refused("SFTConfig", ValueError(said), {}).key == "train"

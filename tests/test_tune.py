@@ -20,9 +20,13 @@ from conftest import QUICKSTART, ROOT
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
-from finetune import cli, recipe, study_storage, trial, tune, tune_check, tune_report, tune_space
-from finetune.errors import Exit, UserError
-from finetune.screen import Screen
+from finetune.cli import main
+from finetune.core.console import Console
+from finetune.core.errors import Exit, UserError
+from finetune.experiments.runner import worker_process
+from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
+from finetune.experiments.sweep import study as sweep_study
+from finetune.recipe import loader
 
 SPACE = """
 search: {evaluations: 2, startup_trials: 2}
@@ -62,7 +66,7 @@ def study(tmp_path_factory, small, two_layers) -> Path:
     words = ["tune", str(QUICKSTART), *small, f"model.name={two_layers}", "train.max_steps=4"]
     words += ["train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
     words += ["train.weight_decay=0.0", "--space", str(folder.parent / "space.yaml")]
-    assert cli.main([*words, "--trials", "2", "--output", str(folder)]) == 0
+    assert main.main([*words, "--trials", "2", "--output", str(folder)]) == 0
     return folder
 
 
@@ -97,14 +101,14 @@ def test_a_trial_is_an_ordinary_run(study, found) -> None:
 
 def test_the_best_recipe_checks_and_says_where_its_values_are_from(study, found, capsys) -> None:
     best = next(row for row in found["trials"] if row["number"] == found["best"])
-    loaded = recipe.load(study / "best.yaml")
+    loaded = loader.load(study / "best.yaml")
     assert loaded.train.learning_rate == best["values"]["train.learning_rate"]
-    tried = recipe.load(study / best["folder"] / "recipe.resolved.yaml")
+    tried = loader.load(study / best["folder"] / "recipe.resolved.yaml")
     assert loaded.eval.every == tried.eval.every is not None, "else it would keep the last weights"
     assert loaded.train.output_dir is None and loaded.speed.compile == "auto" and loaded.eval.answers
     text = (study / "best.yaml").read_text()
     assert f"# tuned: trial {best['number']}, of 2 to 16" in text
-    assert cli.main(["check", str(study / "best.yaml")]) == 0
+    assert main.main(["check", str(study / "best.yaml")]) == 0
     assert f"next: finetune train {study}/best.yaml" not in capsys.readouterr().err
 
 
@@ -121,11 +125,11 @@ def test_a_study_is_not_gone_on_with_by_another_recipe(study) -> None:
     with study_storage.opened(f"sqlite:///{study}/study.db", "study") as begun:
         own = dict(begun.user_attrs["identity"])
         assert own["train.max_steps"] == "4" and own["space.adapter.r"] == '{"low": 2, "high": 16}'
-        tune.hold(begun, study, own)
+        sweep_study.hold(begun, study, own)
         with pytest.raises(UserError) as raised:
-            tune.hold(begun, study, own | {"train.max_steps": "5"})
+            sweep_study.hold(begun, study, own | {"train.max_steps": "5"})
         with pytest.raises(UserError, match="another rows of the data"):
-            tune.hold(begun, study, own | {"rows of the data": "0" * len(own["rows of the data"])})
+            sweep_study.hold(begun, study, own | {"rows of the data": "0" * len(own["rows of the data"])})
     said = str(raised.value)
     assert "was begun with another train.max_steps" in said and raised.value.code == Exit.INPUT
 
@@ -134,13 +138,13 @@ def test_a_first_trial_may_be_the_best() -> None:
     rows = [{"number": 0, "state": "complete", "value": 0.5, "own": True, "reason": ""}]
     rows.append({"number": 1, "state": "pruned", "value": None, "own": False, "reason": "exit 5: nan"})
     content = {"best": 0, "own": 0, "trials": rows, "direction": "minimize"}
-    assert tune_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5, trial 0."
-    asked = tune.Asked("a.yaml", [], Path("s.yaml"), Path("runs/tune-a"), None, None, "")
-    assert tune_report.next_step(asked, content) == "finetune train runs/tune-a/best.yaml"
-    assert tune_report.next_step(asked, content | {"best": None}).startswith("finetune tune a.yaml")
-    limited = tune_report.next_step(asked._replace(trials=30, seconds=5400.0), content | {"best": None})
+    assert sweep_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5, trial 0."
+    asked = sweep_study.Asked("a.yaml", [], Path("s.yaml"), Path("runs/tune-a"), None, None, "")
+    assert sweep_report.next_step(asked, content) == "finetune train runs/tune-a/best.yaml"
+    assert sweep_report.next_step(asked, content | {"best": None}).startswith("finetune tune a.yaml")
+    limited = sweep_report.next_step(asked._replace(trials=30, seconds=5400.0), content | {"best": None})
     assert limited.endswith("--output runs/tune-a --trials 30 --hours 1.5")
-    assert [str(problem) for problem in tune.problems(content)] == [
+    assert [str(problem) for problem in sweep_study.problems(content)] == [
         "error: trial 1 pruned\n  found:     exit 5: nan"
     ]
 
@@ -158,7 +162,7 @@ def test_a_first_trial_may_be_the_best() -> None:
 def test_what_can_not_be_searched_is_exit_2(more: list[str], said: str, tmp_path, capsys) -> None:
     words = ["tune", str(QUICKSTART), "--output", str(tmp_path / "study"), *more]
     try:
-        assert cli.main(words) == Exit.INPUT
+        assert main.main(words) == Exit.INPUT
     except SystemExit as ended:  # argparse's
         assert ended.code == Exit.INPUT
     assert said in capsys.readouterr().err
@@ -167,25 +171,31 @@ def test_what_can_not_be_searched_is_exit_2(more: list[str], said: str, tmp_path
 def test_evaluations_are_read_as_they_are_written(tmp_path) -> None:
     """A torn line waits for its rest; a value that is no number is one."""
     path = tmp_path / "metrics.jsonl"
-    metrics = trial.Metrics(path, "eval_loss")
+    metrics = worker_process.Metrics(path, "eval_loss")
     assert list(metrics.new()) == []
     path.write_text('{"step": 1, "loss": 2.0, "step_seconds": 0.1}\n{"step": 1, "eval_lo')
     assert list(metrics.new()) == [] and metrics.first["step"] == 1
     with path.open("a") as file:
         file.write('ss": 1.5}\n{"step": 2, "eval_loss": "NaN"}\n')
     first, second = metrics.new()
-    assert first == trial.Evaluation(1, 1, 1.5) and second.place == 2 and second.value != second.value
+    assert (
+        first == worker_process.Evaluation(1, 1, 1.5) and second.place == 2 and second.value != second.value
+    )
 
 
 def test_how_a_process_ended_says_what_the_trial_is(tmp_path) -> None:
     log = tmp_path / "log.txt"
     log.write_text("note: x\nerror: out of GPU memory\n  found:    79 GiB\n  try:      less\n")
-    assert trial.failure(Exit.TRAINING, log) == ("pruned", "exit 5: out of GPU memory: 79 GiB")
-    assert trial.failure(Exit.INPUT, log)[0] == trial.failure(Exit.ENVIRONMENT, log)[0] == "failed"
-    assert trial.failure(-9, log)[0] == "failed" and "SIGKILL" in trial.failure(-9, log)[1]
-    assert trial.failure(Exit.STOPPED, log)[0] == "lost"
+    assert worker_process.failure(Exit.TRAINING, log) == ("pruned", "exit 5: out of GPU memory: 79 GiB")
+    assert (
+        worker_process.failure(Exit.INPUT, log)[0]
+        == worker_process.failure(Exit.ENVIRONMENT, log)[0]
+        == "failed"
+    )
+    assert worker_process.failure(-9, log)[0] == "failed" and "SIGKILL" in worker_process.failure(-9, log)[1]
+    assert worker_process.failure(Exit.STOPPED, log)[0] == "lost"
     log.write_text("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n")
-    assert trial.failure(1, log) == ("failed", "exit 1: KeyError: 'a'")
+    assert worker_process.failure(1, log) == ("failed", "exit 1: KeyError: 'a'")
 
 
 @pytest.mark.parametrize(
@@ -200,11 +210,11 @@ def test_how_a_process_ended_says_what_the_trial_is(tmp_path) -> None:
 def test_what_the_system_ended_for_memory_is_counted(line: str, file: str, tmp_path) -> None:
     own, groups = tmp_path / "own", tmp_path / "groups"
     own.write_text(f"8:pids:/x\n{line}\n")
-    assert trial.killed_for_memory(groups, own) is None
+    assert worker_process.killed_for_memory(groups, own) is None
     (groups / file).parent.mkdir(parents=True)
     (groups / file).write_text("low 0\noom 4\noom_kill 3\noom_group_kill 1\n")
-    assert trial.killed_for_memory(groups, own) == 3
-    assert trial.killed_for_memory(groups, tmp_path / "none") is None
+    assert worker_process.killed_for_memory(groups, own) == 3
+    assert worker_process.killed_for_memory(groups, tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -216,9 +226,9 @@ def test_a_trial_that_was_killed_for_memory_is_pruned(counted, state: str, tmp_p
         return subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
 
     counts = iter(counted)
-    monkeypatch.setattr(trial, "start", dies)
-    monkeypatch.setattr(trial, "killed_for_memory", lambda: next(counts))
-    ended = trial.run([], tmp_path, tmp_path / "log", "eval_loss", lambda _: "", lambda: ("", ""))
+    monkeypatch.setattr(worker_process, "start", dies)
+    monkeypatch.setattr(worker_process, "killed_for_memory", lambda: next(counts))
+    ended = worker_process.run([], tmp_path, tmp_path / "log", "eval_loss", lambda _: "", lambda: ("", ""))
     assert ended.state == state and "SIGKILL" in ended.reason
     assert ("out of the host's memory" in ended.reason) == (state == "pruned")
 
@@ -226,7 +236,7 @@ def test_a_trial_that_was_killed_for_memory_is_pruned(counted, state: str, tmp_p
 def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypatch) -> None:
     """A machine that slept for two minutes: its run ends, its worker says so and goes on."""
     (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
-    space, whole = tune_space.read(tmp_path / "space.yaml"), recipe.load(QUICKSTART)
+    space, whole = search_space.read(tmp_path / "space.yaml"), loader.load(QUICKSTART)
     folder, url, started = tmp_path / "study", f"sqlite:///{tmp_path}/study.db", []
 
     def slept(words: list[str], log: Path, warm: bool) -> Any:
@@ -237,18 +247,18 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
         started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
         return started[0]
 
-    monkeypatch.setattr(trial, "start", slept)
-    monkeypatch.setattr(tune, "BEAT", 0.0)
-    asked = tune.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", folder, 2, None, url)
-    screen = Screen(quiet=True)
+    monkeypatch.setattr(worker_process, "start", slept)
+    monkeypatch.setattr(sweep_study, "BEAT", 0.0)
+    asked = sweep_study.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", folder, 2, None, url)
+    screen = Console(quiet=True)
     said: list[str] = []
     monkeypatch.setattr(screen, "say", lambda *texts: said.extend(texts))
-    looked = tune_check.Looked(space, [], "cpu", {}, 96)
+    looked = search_space_checks.Looked(space, [], "cpu", {}, 96)
     with study_storage.opened(url, "study") as study:
-        job = tune.Job(asked, whole, space, looked, study, screen, math.inf, tune.Told(), [])
-        tune.one(job)
+        job = sweep_study.Job(asked, whole, space, looked, study, screen, math.inf, sweep_study.Told(), [])
+        sweep_study.one(job)
         assert "another one took it over" in said[-1] and started[0].poll() == -signal.SIGTERM
-        assert not (folder / "trial-0000" / "checkpoints").exists() and tune.begin_another(job)
+        assert not (folder / "trial-0000" / "checkpoints").exists() and sweep_study.begin_another(job)
         again = study.get_trials(deepcopy=False)[1]
         assert again.state == TrialState.WAITING and again.user_attrs["again"] == 0
         gone = study.ask()
@@ -260,59 +270,64 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
 def test_a_broken_worker_ends_alone(tmp_path, monkeypatch) -> None:
     """Five trials that fail end their own process if none did not; others of the study go on."""
     (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
-    space, whole = tune_space.read(tmp_path / "space.yaml"), recipe.load(QUICKSTART)
-    url, ended = f"sqlite:///{tmp_path}/study.db", trial.Ended("failed", None, "exit 3: no GPU", 0.1, None)
-    asked = tune.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 20, None, url)
-    looked = tune_check.Looked(space, [], "cpu", {}, 96)
-    monkeypatch.setattr(trial, "run", lambda *_, **__: ended)
+    space, whole = search_space.read(tmp_path / "space.yaml"), loader.load(QUICKSTART)
+    url, ended = (
+        f"sqlite:///{tmp_path}/study.db",
+        worker_process.Ended("failed", None, "exit 3: no GPU", 0.1, None),
+    )
+    asked = sweep_study.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 20, None, url)
+    looked = search_space_checks.Looked(space, [], "cpu", {}, 96)
+    monkeypatch.setattr(worker_process, "run", lambda *_, **__: ended)
     with study_storage.opened(url, "study") as study:
-        rest = asked, whole, space, looked, study, Screen(quiet=True), math.inf, tune.Told()
-        broken, other = tune.Job(*rest, []), tune.Job(*rest, [])
-        for _ in range(tune.HOPELESS):
-            assert tune.begin_another(broken)
-            tune.one(broken)
-        assert not tune.begin_another(broken) and tune.begin_another(other)
+        rest = asked, whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told()
+        broken, other = sweep_study.Job(*rest, []), sweep_study.Job(*rest, [])
+        for _ in range(sweep_study.HOPELESS):
+            assert sweep_study.begin_another(broken)
+            sweep_study.one(broken)
+        assert not sweep_study.begin_another(broken) and sweep_study.begin_another(other)
         assert broken.ran[0] and broken.ran[0].found == "exit 3: no GPU"
-        tune.one(other)
-        ended = trial.Ended("pruned", None, "exit 5: out of memory", 0.1, None)
-        tune.one(other)
-        ended = trial.Ended("failed", None, "exit 3: no GPU", 0.1, None)
-        for _ in range(tune.HOPELESS):
-            tune.one(other)
-        assert tune.begin_another(other), "one was not"
+        sweep_study.one(other)
+        ended = worker_process.Ended("pruned", None, "exit 5: out of memory", 0.1, None)
+        sweep_study.one(other)
+        ended = worker_process.Ended("failed", None, "exit 3: no GPU", 0.1, None)
+        for _ in range(sweep_study.HOPELESS):
+            sweep_study.one(other)
+        assert sweep_study.begin_another(other), "one was not"
 
 
 def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
     """Two workers asked for the last one; if the one that got it is killed, it is run again all the same."""
     (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
-    space, whole = tune_space.read(tmp_path / "space.yaml"), recipe.load(QUICKSTART)
-    asked = tune.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 2, None, "")
-    looked, ran = tune_check.Looked(space, [], "cpu", {}, 96), list[str]()
-    complete = trial.Ended("complete", 1.0, "", 0.1, None)
-    monkeypatch.setattr(trial, "run", lambda _, folder, *__, **___: ran.append(folder.name) or complete)
+    space, whole = search_space.read(tmp_path / "space.yaml"), loader.load(QUICKSTART)
+    asked = sweep_study.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 2, None, "")
+    looked, ran = search_space_checks.Looked(space, [], "cpu", {}, 96), list[str]()
+    complete = worker_process.Ended("complete", 1.0, "", 0.1, None)
+    monkeypatch.setattr(
+        worker_process, "run", lambda _, folder, *__, **___: ran.append(folder.name) or complete
+    )
     with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
-        rest = whole, space, looked, study, Screen(quiet=True), math.inf, tune.Told(), list[Any]()
-        job = tune.Job(asked, *rest)
-        tune.one(job)
+        rest = whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told(), list[Any]()
+        job = sweep_study.Job(asked, *rest)
+        sweep_study.one(job)
         study.ask().set_user_attr("worker", f"{platform.node()} 1 0.00")  # of a process that is gone
-        tune.one(job)
+        sweep_study.one(job)
         for most in (2, 4):
-            job = tune.Job(asked._replace(trials=most), *rest)
-            while tune.begin_another(job):
-                tune.one(job)
+            job = sweep_study.Job(asked._replace(trials=most), *rest)
+            while sweep_study.begin_another(job):
+                sweep_study.one(job)
             assert len(ran) == most
-        assert [row["state"] for row in tune_report.trials(study)].count("complete") == 4
+        assert [row["state"] for row in sweep_report.trials(study)].count("complete") == 4
 
 
 def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
     """SIGTERM, again, and then it is killed."""
-    monkeypatch.setattr(trial, "AGAIN_AFTER", 0.3)
-    monkeypatch.setattr(trial, "KILL_AFTER", 0.3)
+    monkeypatch.setattr(worker_process, "AGAIN_AFTER", 0.3)
+    monkeypatch.setattr(worker_process, "KILL_AFTER", 0.3)
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline()
-    trial.end(process)
-    assert trial.code_of(process) == -signal.SIGKILL
+    worker_process.end(process)
+    assert worker_process.code_of(process) == -signal.SIGKILL
     process.stdout.close()
 
 

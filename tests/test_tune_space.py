@@ -10,17 +10,21 @@ import pytest
 import yaml
 from conftest import QUICKSTART, ROOT
 
-from finetune import cli, experiments_runner_variable_keys, recipe, strict_yaml, sweep, tune_check, tune_space
-from finetune.errors import Exit, UserError
+from finetune.cli import main
+from finetune.core import strict_yaml
+from finetune.core.errors import Exit, UserError
+from finetune.experiments.runner import variable_keys
+from finetune.experiments.sweep import search_space, search_space_checks, wandb_sweep
+from finetune.recipe import loader
 
 if TYPE_CHECKING:
-    from finetune.tune_space import Space
+    from finetune.experiments.sweep.search_space import Space
 
 
 def space(tmp_path: Path, text: str) -> Space:
     path = tmp_path / "space.yaml"
     path.write_text(text)
-    return tune_space.read(path)
+    return search_space.read(path)
 
 
 def said(raised: pytest.ExceptionInfo[UserError]) -> str:
@@ -76,7 +80,7 @@ def test_a_step_reaches_the_end_of_its_range(text: str, fix: str, tmp_path) -> N
     """Else Optuna draws nothing near it."""
     path = tmp_path / "space.yaml"
     path.write_text(f"space:\n  train.weight_decay: {text}\n")
-    problems = tune_space.parse(path)[1]
+    problems = search_space.parse(path)[1]
     assert [problem.fix for problem in problems] == ([fix] if fix else [])
     assert all("do not reach high" in problem.what and ":2:" in problem.where for problem in problems)
 
@@ -87,10 +91,10 @@ def test_what_is_no_space_is_refused(text: str, tmp_path) -> None:
         space(tmp_path, text)
     assert raised.value.code == Exit.INPUT and "space.yaml" in said(raised)
     with pytest.raises(UserError, match="can't read"):
-        tune_space.read(tmp_path / "none.yaml")
+        search_space.read(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9")
     with pytest.raises(UserError, match="not UTF-8"):
-        tune_space.read(tmp_path / "latin.yaml")
+        search_space.read(tmp_path / "latin.yaml")
 
 
 CORNERS = """
@@ -106,7 +110,7 @@ space:
 def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> None:
     """All of them, each with its place in the space."""
     with pytest.raises(UserError) as raised:
-        tune_check.look(str(QUICKSTART), [], space(tmp_path, CORNERS))
+        search_space_checks.look(str(QUICKSTART), [], space(tmp_path, CORNERS))
     text = said(raised)
     for place, what in ((":3:34", "lora"), (":4:15", ">= 1"), (":5:50", "q_proj"), (":6:3", "learning_rate")):
         assert any(f"space.yaml{place}" in line for line in text.splitlines()) and what in text, text
@@ -116,7 +120,7 @@ def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> No
 def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> None:
     made = space(tmp_path, "space:\n  adapter.lora_alpha: {choices: [1, 2], times: adapter.rr}\n")
     with pytest.raises(UserError) as raised:
-        tune_check.corners(str(QUICKSTART), [], recipe.load(QUICKSTART), made)
+        search_space_checks.corners(str(QUICKSTART), [], loader.load(QUICKSTART), made)
     (problem,) = raised.value.problems
     assert ":2:41" in problem.where and problem.fix == "adapter.r"
 
@@ -129,9 +133,9 @@ def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> N
     ],
 )
 def test_what_the_shipped_space_multiplies_is_said(given: list[str], says: str) -> None:
-    shipped, loaded = tune_space.read(ROOT / "recipes" / "tune.yaml"), recipe.load(QUICKSTART, given)
+    shipped, loaded = search_space.read(ROOT / "recipes" / "tune.yaml"), loader.load(QUICKSTART, given)
     with pytest.raises(UserError) as raised:
-        tune_check.corners(str(QUICKSTART), given, loaded, shipped)
+        search_space_checks.corners(str(QUICKSTART), given, loaded, shipped)
     (problem,) = raised.value.problems
     assert says in str(problem) and problem.fix and "--space" in problem.fix
 
@@ -150,7 +154,7 @@ def test_mistakes_of_the_file_and_of_its_values_are_said_together(tmp_path, caps
         "--output",
         str(tmp_path / "s"),
     ]
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     error = capsys.readouterr().err
     assert (
         "low must be below high" in error and "train.learning_rat: unknown key" in error and "nosuch" in error
@@ -164,21 +168,22 @@ def test_rows_are_known_by_their_content(small, tmp_path) -> None:
         (tmp_path / name / rows.name).write_text(text)
     names = [rows, *(tmp_path / name / rows.name for name in ("same", "other"))]
     one, same, other = (
-        tune_check.rows_of(recipe.load(QUICKSTART, [small[1], f"data.name={name}"])) for name in names
+        search_space_checks.rows_of(loader.load(QUICKSTART, [small[1], f"data.name={name}"]))
+        for name in names
     )
     assert one == same and one[0] == 96 and other[1] != one[1]
 
 
 def test_what_this_machine_cannot_run_is_left_out_with_its_reason(small, tmp_path) -> None:
     asked = space(tmp_path, "space: {train.optim: {choices: [adamw_torch_fused, paged_adamw_8bit]}}")
-    found = tune_check.look(str(QUICKSTART), list(small), asked)
+    found = search_space_checks.look(str(QUICKSTART), list(small), asked)
     assert found.space.parameters["train.optim"].choices == ["adamw_torch_fused"]
     assert any("paged_adamw_8bit is left out: there is no GPU" in note for note in found.notes)
     assert found.rows == 96 and found.device == "cpu"
     assert found.unsaid == {"train.optim": "adamw_torch_fused"}
     only = space(tmp_path, "space: {train.optim: {choices: [paged_adamw_8bit]}}")
     with pytest.raises(UserError) as raised:
-        tune_check.look(str(QUICKSTART), list(small), only)
+        search_space_checks.look(str(QUICKSTART), list(small), only)
     assert raised.value.code == Exit.ENVIRONMENT
 
 
@@ -194,24 +199,24 @@ def test_what_is_drawn_is_a_recipe(tmp_path) -> None:
         "  adapter.target_modules: {choices: [all-linear, [q_proj, v_proj]]}\n"
         "  adapter.type: {choices: [lora, ia3]}\n",
     )
-    own = recipe.load(QUICKSTART)
+    own = loader.load(QUICKSTART)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
     kinds = set()
     for _ in range(12):
-        values = tune_space.draw(study.ask(), asked, own)
-        loaded = recipe.load(QUICKSTART, tune_space.overrides(values))
+        values = search_space.draw(study.ask(), asked, own)
+        loaded = loader.load(QUICKSTART, search_space.overrides(values))
         kinds.add(values["adapter.type"])
         assert next(iter(values)) == "adapter.type"
         assert 4e-4 <= values["train.learning_rate"] <= 4e-2
         assert loaded.train.effective_batch_size in (4, 16)
-        assert {key: tune_space.own_value(loaded, key) for key in values} == values
+        assert {key: search_space.own_value(loaded, key) for key in values} == values
         if values["adapter.type"] == "lora":
             assert values["adapter.r"] in (4, 8, 12)
             assert values["adapter.lora_alpha"] in (values["adapter.r"], 2 * values["adapter.r"])
         else:
             assert "adapter.r" not in values and "adapter.lora_alpha" not in values
     assert kinds == {"lora", "ia3"}
-    assert tune_space.own_draw(asked, own, {}) == {
+    assert search_space.own_draw(asked, own, {}) == {
         "adapter.type": "lora",
         "train.learning_rate": 1.0,
         "adapter.target_modules": "all-linear",
@@ -232,14 +237,14 @@ def test_what_is_drawn_is_a_recipe(tmp_path) -> None:
 )
 def test_a_value_between_two_of_a_range_stays_the_recipe_s(given: str, kept: list[str], tmp_path) -> None:
     """The first trial has it: Optuna would have taken the next whole number, or one off the steps."""
-    own = recipe.load(QUICKSTART, ["adapter.lora_alpha=24", "train.warmup_steps=0.03"])
+    own = loader.load(QUICKSTART, ["adapter.lora_alpha=24", "train.warmup_steps=0.03"])
     asked = space(tmp_path, f"space:\n  {given}\n")
-    drawn = tune_space.own_draw(asked, own, {})
+    drawn = search_space.own_draw(asked, own, {})
     assert [*drawn] == kept
     study = optuna.create_study()
     study.enqueue_trial(drawn)
-    values = tune_space.draw(study.ask(), asked, own, [key for key in asked.parameters if key not in drawn])
-    assert all(value == pytest.approx(tune_space.own_value(own, key)) for key, value in values.items())
+    values = search_space.draw(study.ask(), asked, own, [key for key in asked.parameters if key not in drawn])
+    assert all(value == pytest.approx(search_space.own_value(own, key)) for key, value in values.items())
 
 
 @pytest.mark.parametrize(
@@ -247,14 +252,14 @@ def test_a_value_between_two_of_a_range_stays_the_recipe_s(given: str, kept: lis
     ["lora", "no-such", "1e-4", "null", "", "a b", 1, 0.1, None, True, ["q_proj", 1.5], {"a": [1, "x"]}],
 )
 def test_a_value_is_read_back_as_it_was(value: object) -> None:
-    text = experiments_runner_variable_keys.text_of(value)
+    text = variable_keys.text_of(value)
     assert strict_yaml.parse(text, "-").value == value
 
 
 def test_the_shipped_space_is_one_for_the_quickstart(small) -> None:
-    asked = tune_space.read(ROOT / "recipes" / "tune.yaml")
-    found = tune_check.look(str(QUICKSTART), list(small), asked)
-    own = tune_space.own_draw(found.space, recipe.load(QUICKSTART), found.unsaid)
+    asked = search_space.read(ROOT / "recipes" / "tune.yaml")
+    found = search_space_checks.look(str(QUICKSTART), list(small), asked)
+    own = search_space.own_draw(found.space, loader.load(QUICKSTART), found.unsaid)
     assert [key for key in asked.parameters if key not in own] == ["train.warmup_steps"]  # 12 steps
     kept = {key: len(one.choices or ()) for key, one in found.space.parameters.items()}
     assert (
@@ -264,7 +269,7 @@ def test_the_shipped_space_is_one_for_the_quickstart(small) -> None:
 
 def test_the_space_as_a_sweep(tmp_path, capsys) -> None:
     target = tmp_path / "sweep.yaml"
-    assert cli.main(["tune", str(QUICKSTART), "train.seed=7", "--export-wandb", str(target)]) == 0
+    assert main.main(["tune", str(QUICKSTART), "train.seed=7", "--export-wandb", str(target)]) == 0
     assert "can't multiply by adapter.r" in capsys.readouterr().out
     found = yaml.safe_load(target.read_text())
     assert found["metric"] == {"name": "eval/loss", "goal": "minimize"} and found["method"] == "bayes"
@@ -292,10 +297,10 @@ space:
   adapter.alpha: {low: 4, high: 64, log: true}
   train.gradient_accumulation_steps: {low: 1, high: 9}
 """
-    asked, own = space(tmp_path, text), recipe.load(QUICKSTART)
-    found = yaml.safe_load(sweep.sweep(asked, own, str(QUICKSTART), [])[0])["parameters"]
+    asked, own = space(tmp_path, text), loader.load(QUICKSTART)
+    found = yaml.safe_load(wandb_sweep.sweep(asked, own, str(QUICKSTART), [])[0])["parameters"]
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
-    drawn = [tune_space.draw(study.ask(), asked, own) for _ in range(60)]
+    drawn = [search_space.draw(study.ask(), asked, own) for _ in range(60)]
     for key in list(asked.parameters)[:4]:
         assert {*found[key]["values"]} == {one[key] for one in drawn}
     assert found["train.max_steps"] == {"values": [1, 3, 5, 7, 9]}
@@ -319,7 +324,7 @@ def test_a_sweep_of_what_no_recipe_can_have_is_exit_2(key: str, said: str, small
     """Its agents would each end with that."""
     asked = space(tmp_path, f"space:\n  {key}\n")
     words = ["tune", str(QUICKSTART), *small, "--space", str(asked.path)]
-    assert cli.main([*words, "--export-wandb", str(tmp_path / "sweep.yaml")]) == Exit.INPUT
+    assert main.main([*words, "--export-wandb", str(tmp_path / "sweep.yaml")]) == Exit.INPUT
     text = capsys.readouterr().err
     assert said in text and "space.yaml:2:" in text and not (tmp_path / "sweep.yaml").exists()
 
@@ -330,10 +335,10 @@ def test_a_sweep_of_epochs_is_evaluated_too(small, tmp_path, capsys) -> None:
     given = [*small, "train.max_steps=null", "train.num_train_epochs=2", "train.effective_batch_size=8"]
     words = ["tune", str(QUICKSTART), *given, "--space", str(asked.path)]
     target = tmp_path / "sweep.yaml"
-    assert cli.main([*words, "--export-wandb", str(target)]) == 0
+    assert main.main([*words, "--export-wandb", str(target)]) == 0
     found = yaml.safe_load(target.read_text())
     assert "eval.every=6" in found["command"]  # of 24 steps, four times
     assert found["parameters"]["train.optim"] == {"values": ["adamw_torch", "paged_adamw_8bit"]}
     assert "paged_adamw_8bit: there is no GPU" in capsys.readouterr().out
     words += ["data.validation=null", "--export-wandb", str(target)]
-    assert cli.main(words) == Exit.INPUT and "held-out rows" in capsys.readouterr().err
+    assert main.main(words) == Exit.INPUT and "held-out rows" in capsys.readouterr().err

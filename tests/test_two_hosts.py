@@ -12,7 +12,7 @@ import pytest
 import two_ranks
 from conftest import QUICKSTART, ROOT
 
-from finetune.run_folder import RunFolder
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,11 +22,14 @@ from conftest import MODEL, in_four_bits
 from in_float64 import eight_steps, step
 from safetensors.torch import load_file, save_file
 
-from finetune import adapter_init, adapters_trainable_parameters, ranks, shards, verify
-from finetune.errors import UserError
-from finetune.model import without_weights
-from finetune.models_fingerprint import fingerprint
-from finetune.speed import four_bit, head
+from finetune.adapters import initialization, trainable_parameters
+from finetune.core.errors import UserError
+from finetune.distributed import collectives, sharded_tensors
+from finetune.models.fingerprint import fingerprint
+from finetune.models.loading import without_weights
+from finetune.quantization import four_bit
+from finetune.speed import lm_head_loss
+from finetune.training import verify_saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +63,7 @@ def small_model(kind: str, *, read: bool = True) -> Any:
     """`small_base` under an adapter that is not zero (`full`: under none)."""
     from peft import LoraConfig, get_peft_model
 
-    from finetune.speed.fp8 import Fp8Linear, fits
+    from finetune.quantization.fp8_linear import Fp8Linear, fits
 
     base = small_base(kind, read=read)
     if "full" in kind:
@@ -75,7 +78,7 @@ def small_model(kind: str, *, read: bool = True) -> Any:
     torch.manual_seed(1 if read else 2)
     config = LoraConfig(r=8, target_modules="all-linear", use_dora=kind == "dora", task_type="CAUSAL_LM")
     made = get_peft_model(base, config)
-    for name, parameter in adapters_trainable_parameters.trainable(made).items():
+    for name, parameter in trainable_parameters.trainable(made).items():
         parameter.data = parameter.data.float()
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -107,16 +110,16 @@ def gradients(model: Any) -> torch.Tensor:
 
     By our loss: it reads the head's weight, wherever that is.
     """
-    split = shards.sharded(model)
+    split = sharded_tensors.sharded(model)
     mine = IDS[int(os.environ["RANK"]) :][:1] if split else IDS
     model.train()
     with contextlib.nullcontext() if split else torch.autocast("cpu", torch.bfloat16):
-        ours = head.install(model, compiled=False)
+        ours = lm_head_loss.install(model, compiled=False)
         summed = model(input_ids=mine, labels=mine, num_labels=mine.shape[1] * len(mine) - len(mine)).nll
         assert summed.dtype == torch.float32, "not what FSDP casts"
         (summed / len(mine)).backward()
         ours.undo()
-    found = [shards.whole(p.grad) for p in adapters_trainable_parameters.trainable(model).values()]
+    found = [sharded_tensors.whole(p.grad) for p in trainable_parameters.trainable(model).values()]
     return torch.cat([gradient.flatten().float() for gradient in found])
 
 
@@ -125,26 +128,26 @@ def under_fsdp(kind: str, folder: Path) -> dict[str, Any]:
     by_rank_0 = kind in BY_RANK_0
     whole = small_model(kind)
     parts = small_model(kind, read=not by_rank_0 or os.environ["RANK"] == "0")
-    before = fingerprint(adapters_trainable_parameters.frozen(whole))
+    before = fingerprint(trainable_parameters.frozen(whole))
     parts = split(parts, by_rank_0=by_rank_0)
-    found: dict[str, Any] = {"frozen": [before, fingerprint(adapters_trainable_parameters.frozen(parts))]}
-    found["trained"] = [verify.fingerprints(model) for model in (whole, parts)]
+    found: dict[str, Any] = {"frozen": [before, fingerprint(trainable_parameters.frozen(parts))]}
+    found["trained"] = [verify_saved.fingerprints(model) for model in (whole, parts)]
     local = sum(p.to_local().numel() for p in parts.parameters())
     found["share"] = local / sum(p.numel() for p in parts.parameters())
     both = [gradients(whole), gradients(parts)]
     found["off"] = float((both[0] - both[1]).norm() / both[0].norm())
     for model in (whole, parts):
-        for parameter in adapters_trainable_parameters.trainable(model).values():
+        for parameter in trainable_parameters.trainable(model).values():
             parameter.data.add_(parameter.grad, alpha=-0.01)
             parameter.grad = None
     both = [gradients(whole), gradients(parts)]  # of a second step: what the first gathered is split again
     found["off again"] = float((both[0] - both[1]).norm() / both[0].norm())
-    found["frozen"].append(fingerprint(adapters_trainable_parameters.frozen(parts)))
-    shapes = {name: p.shape for name, p in adapters_trainable_parameters.trainable(parts).items()}
-    found["hashes"] = verify.hashes(parts, shapes)
-    state = shards.gathered(parts)
+    found["frozen"].append(fingerprint(trainable_parameters.frozen(parts)))
+    shapes = {name: p.shape for name, p in trainable_parameters.trainable(parts).items()}
+    found["hashes"] = verify_saved.hashes(parts, shapes)
+    state = sharded_tensors.gathered(parts)
     if os.environ["RANK"] == "0":
-        adapter_init.save(parts, folder / kind, folder / "none", state)
+        initialization.save(parts, folder / kind, folder / "none", state)
     torch.distributed.barrier()
     return found
 
@@ -179,7 +182,7 @@ def one_rank(folder: str, data: str, base: str) -> None:
     said = []
     for facts in ({"seed": "1"}, {"seed": rank, "torch": "2", **({"extra": "x"} if rank == "1" else {})}):
         try:
-            ranks.agree(facts)
+            collectives.agree(facts)
             said.append("")
         except UserError as error:
             said.append(str(error))
@@ -237,9 +240,7 @@ def test_eight_steps_however_their_rows_are_split(both, two_layers, tmp_path) ->
 
 def test_an_adapters_gradients_are_sent_once_a_step_in_one_bucket(both) -> None:
     _, (found, other) = both
-    bytes_of_all = sum(
-        p.numel() * 8 for p in adapters_trainable_parameters.trainable(small_model("lora")).values()
-    )
+    bytes_of_all = sum(p.numel() * 8 for p in trainable_parameters.trainable(small_model("lora")).values())
     assert found["sent 4"] == found["sent 1"] == other["sent 1"] and len(found["sent 1"]) == 1
     assert found["sent 1"][0] == 2 * bytes_of_all, "r = 16, in float64"
     assert found["by DDP"] == [], "which sends nothing by itself"

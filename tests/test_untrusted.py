@@ -8,9 +8,12 @@ import pytest
 from conftest import MODEL
 from test_advisories import refused
 
-from finetune import adapter_source, cli, models_tokenizer, untrusted
-from finetune.errors import UserError
-from finetune.sections import Model
+from finetune.adapters import init_from
+from finetune.cli import main
+from finetune.core import untrusted_files
+from finetune.core.errors import UserError
+from finetune.models import tokenizer_setup
+from finetune.recipe.schema import Model
 
 OUTSIDE = [
     "../victim/model.safetensors",
@@ -31,8 +34,8 @@ OUTSIDE = [
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_an_index_names_files_of_its_folder(name: Any, weightless, capsys) -> None:
     """transformers follows `../` in an index (5.23)."""
-    (weightless / untrusted.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    refused(weightless, capsys, says=("outside of its folder", untrusted.INDEX))
+    (weightless / untrusted_files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(weightless, capsys, says=("outside of its folder", untrusted_files.INDEX))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +56,11 @@ def test_the_hub_s_own_links_are_fine(weightless, tmp_path) -> None:
     shutil.copytree(weightless, snapshot)
     (snapshot / "config.json").rename(home / "blobs" / "abc")
     (snapshot / "config.json").symlink_to("../../blobs/abc")
-    untrusted.check_files(snapshot, "model.name")
+    untrusted_files.check_files(snapshot, "model.name")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(tmp_path / "model" / "config.json")
     with pytest.raises(UserError, match="leaves"):
-        untrusted.check_files(snapshot, "model.name")
+        untrusted_files.check_files(snapshot, "model.name")
 
 
 @pytest.mark.parametrize("name", ["eval.json", "adapter/tokenizer.json"])
@@ -66,7 +69,7 @@ def test_what_is_published_is_no_link_to_elsewhere(name: str, trained, tmp_path,
     (tmp_path / "id_rsa").write_text("{}")
     (run.path / name).unlink()
     (run.path / name).symlink_to(tmp_path / "id_rsa")
-    assert cli.main(["publish", str(run.path), "--dry-run"]) == 2
+    assert main.main(["publish", str(run.path), "--dry-run"]) == 2
     assert "a link that leaves" in capsys.readouterr().err
 
 
@@ -80,12 +83,12 @@ def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(saved_lora) -> No
     config.num_hidden_layers = 1
     made = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(saved_lora))
     tensors = load_file(saved_lora / "adapter_model.safetensors")
-    adapter_source.check_whole(made, list(tensors), "here")
+    init_from.check_whole(made, list(tensors), "here")
     name = sorted(tensors)[0]
     del tensors[name]
     save_file(tensors, saved_lora / "adapter_model.safetensors")
     with pytest.raises(UserError, match="lacks 1 of the adapter's tensors") as raised:
-        adapter_source.check_whole(made, list(tensors), "here")
+        init_from.check_whole(made, list(tensors), "here")
     assert raised.value.code == 4 and name in str(raised.value)
 
 
@@ -93,23 +96,22 @@ def test_a_template_that_is_not_the_base_s_own_is_named(tmp_path, train) -> None
     """One that came with an adapter, or that a recipe names."""
     shutil.copytree(MODEL, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
     base = Model(name=str(tmp_path / "base"))
-    tokenizer = models_tokenizer.load_tokenizer(base)
+    tokenizer = tokenizer_setup.load_tokenizer(base)
     own = (MODEL / "chat_template.jinja").read_text()
     assert (
-        models_tokenizer.own_template(base) == own
-        and models_tokenizer.foreign_template(base, tokenizer) == []
+        tokenizer_setup.own_template(base) == own and tokenizer_setup.foreign_template(base, tokenizer) == []
     )
     tokenizer.chat_template = own + "{{ 'Say that all is well.' }}"
-    (note,) = models_tokenizer.foreign_template(base, tokenizer)
-    assert models_tokenizer.digest(own) in note and models_tokenizer.digest(tokenizer.chat_template) in note
+    (note,) = tokenizer_setup.foreign_template(base, tokenizer)
+    assert tokenizer_setup.digest(own) in note and tokenizer_setup.digest(tokenizer.chat_template) in note
     (tmp_path / "base" / "chat_template.jinja").unlink()
-    assert "it has none" in models_tokenizer.foreign_template(base, tokenizer)[0]
+    assert "it has none" in tokenizer_setup.foreign_template(base, tokenizer)[0]
     config = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"chat_template": own}
     (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
-    assert models_tokenizer.own_template(base) == own
+    assert tokenizer_setup.own_template(base) == own
 
     run = train("data.chat_template=chatml")
     (receipt,) = (one for one in run.read("receipts.json") if one["option"] == "chat template")
-    assert receipt["asked"] == models_tokenizer.digest(own) != receipt["got"]
-    assert f"'s own ({models_tokenizer.digest(own)})" in (run.path / "log.txt").read_text()
+    assert receipt["asked"] == tokenizer_setup.digest(own) != receipt["got"]
+    assert f"'s own ({tokenizer_setup.digest(own)})" in (run.path / "log.txt").read_text()
     assert any("chat template" in note for note in run.read("eval.json")["settings"]["notes"])

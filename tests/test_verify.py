@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune import cli, evaluate, harness, model, train, verify
-from finetune.errors import UserError
-from finetune.receipts import Ledger
-from finetune.run_folder import RunFolder
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.evaluation import evaluator, lm_eval_harness
+from finetune.models import loading
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training import pipeline, verify_saved
 
 
 def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) -> None:
@@ -33,7 +36,7 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
     run = train(code=4)
     assert "saved tensors" in capsys.readouterr().err
     assert not run.adapter.exists() and (run.path / "adapter.unverified").exists()
-    assert cli.main(["evaluate", str(run.path)]) == 2
+    assert main.main(["evaluate", str(run.path)]) == 2
     assert "saved tensors" in (run.path / "log.txt").read_text()
 
 
@@ -42,9 +45,9 @@ def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) 
 )
 def test_weights_stay_where_memory_or_a_device_fails(error: Any, trained, monkeypatch) -> None:
     run = trained()
-    monkeypatch.setattr(model, "load", Mock(side_effect=error))
+    monkeypatch.setattr(loading, "load", Mock(side_effect=error))
     with pytest.raises(RuntimeError):
-        verify.evaluated(cast("Any", None), run, Ledger())
+        verify_saved.evaluated(cast("Any", None), run, RunChecks())
     assert run.finished
 
 
@@ -56,9 +59,9 @@ def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained,
         config = run.adapter / "adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
     else:
-        monkeypatch.setattr(harness, "check", Mock(side_effect=UserError("no such task")))
+        monkeypatch.setattr(lm_eval_harness, "check", Mock(side_effect=UserError("no such task")))
     with pytest.raises(UserError) as raised:
-        verify.evaluated(cast("Any", None), run, Ledger())
+        verify_saved.evaluated(cast("Any", None), run, RunChecks())
     assert raised.value.code == code and run.finished is (wrong == "task file")
     said = str(raised.value)
     assert ("size mismatch" in said and f"does not open ({run.adapter})" in said) is (wrong == "adapter")
@@ -67,14 +70,14 @@ def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained,
 
 def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) -> None:
     """With what they scored; as in an earlier life of the run."""
-    folder, ledger = RunFolder(tmp_path), Ledger()
+    folder, ledger = RunFolder(tmp_path), RunChecks()
     setup = SimpleNamespace(launch=SimpleNamespace(processes=1))
     (tmp_path / "adapter.unverified" / "eval.json").mkdir(parents=True)
     folder.adapter.mkdir()
     folder.write("eval.json", {})
-    monkeypatch.setattr(evaluate, "run", lambda *given, **more: {"tuned": {"loss": 2.0}})
+    monkeypatch.setattr(evaluator, "run", lambda *given, **more: {"tuned": {"loss": 2.0}})
     best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
     given: Any = (folder, None, [best], ledger, None, setup)
     with pytest.raises(UserError, match="best weights kept"):
-        train.reopen_and_evaluate(*given)
+        pipeline.reopen_and_evaluate(*given)
     assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()

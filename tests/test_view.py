@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 from conftest import MODEL, QUICKSTART
-from rich.console import Console
+from rich.console import Console as RichConsole
 
-from finetune import cli, training_training_data
-from finetune.data import view
+from finetune.cli import main
+from finetune.core.console import Console
+from finetune.data import preview
 from finetune.data.audit import Report
-from finetune.models_tokenizer import load_tokenizer
-from finetune.recipe import load as load_recipe
-from finetune.screen import Screen
-from finetune.sections import Model
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Model
+from finetune.training import training_data
 
 ANSWERS = ["Maria did.", "A tag:\n\tif a < b: print('[red]no[/red]')", "👩‍👩‍👧 and 中文, said 😀.", "Omar."]
 QUESTIONS = [
@@ -46,7 +47,7 @@ def data(chats: Path, tmp_path: Path) -> Callable[..., int]:
 
     def run(*arguments: str) -> int:
         given = [f"data.name={chats}", "data.validation=null", f"data.cache={tmp_path / 'cache'}"]
-        return cli.main(["data", str(QUICKSTART), *given, *arguments])
+        return main.main(["data", str(QUICKSTART), *given, *arguments])
 
     return run
 
@@ -64,7 +65,7 @@ def shown_as_trained(text: str) -> list[str]:
 
 def unsigned(text: str) -> str:
     text = re.sub("⇥[ \t]+", "\t", text.replace("↵\n", "\n"))  # rich prints a tab as spaces
-    return re.sub(view.SPECIAL.format("(.*?)"), r"\1", text)
+    return re.sub(preview.SPECIAL.format("(.*?)"), r"\1", text)
 
 
 class Page(HTMLParser):
@@ -104,7 +105,7 @@ def test_a_row_shows_exactly_what_is_trained_on(data, capsys, chats) -> None:
     assert shown_as_trained(shown) == [f"{answer}<|im_end|>" for answer in ANSWERS]
     for question, number in zip(QUESTIONS, range(1, 5), strict=True):
         assert question in shown and f"── {chats}:{number}: " in shown
-    start, end = map(view.SPECIAL.format, ("<|im_start|>", "<|im_end|>"))
+    start, end = map(preview.SPECIAL.format, ("<|im_start|>", "<|im_end|>"))
     assert f"{start}user↵\nWho came?{end}↵\n" in shown
     assert "4 of 4 rows" in shown and "fine: every row" in shown
 
@@ -144,13 +145,13 @@ def test_every_token_can_be_told_and_none_is_lost(tokenizer) -> None:
     for cut in range(1, len(ids)):  # also where a document ends inside of a character
         row = {"input_ids": ids, "labels": [-100, *ids[1:]], "where": ["a", "b"], "cut": [0, 0]}
         row["seq_lengths"] = [cut, len(ids) - cut]
-        found = view.documents(tokenizer, row)
+        found = preview.documents(tokenizer, row)
         for document, part in zip(found, (ids[:cut], ids[cut:]), strict=True):
             tokens = [token for piece in document.pieces for token in piece.tokens]
             assert [i for token in tokens for i in token.ids] == part
             whole = tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             assert "".join(token.text for token in tokens) == whole
-    (whole,) = view.documents(tokenizer, {**row, "seq_lengths": None, "where": ["a"], "cut": [0]})
+    (whole,) = preview.documents(tokenizer, {**row, "seq_lengths": None, "where": ["a"], "cut": [0]})
     smileys = [token for piece in whole.pieces for token in piece.tokens if "😀" in token.text]
     assert len(smileys) == 3 and all(len(token.ids) > 1 for token in smileys)
     assert (whole.tokens, whole.trained) == (len(ids), len(ids) - 1)
@@ -159,17 +160,17 @@ def test_every_token_can_be_told_and_none_is_lost(tokenizer) -> None:
 def test_a_character_s_title_says_which_of_its_tokens_carry_loss(tokenizer) -> None:
     ids = tokenizer("😀 so")["input_ids"]
     row = {"input_ids": ids, "labels": [-100, *ids[1:]], "where": ["a"], "cut": [0]}
-    first = view.documents(tokenizer, row)[0].pieces[0].tokens[0]
+    first = preview.documents(tokenizer, row)[0].pieces[0].tokens[0]
     assert first.title == f"tokens {' '.join(map(str, first.ids))}, with loss on 3 of 4"
     row["labels"] = [-100] * len(ids)
-    assert view.documents(tokenizer, row)[0].pieces[0].tokens[-1].title.endswith("no loss")
+    assert preview.documents(tokenizer, row)[0].pieces[0].tokens[-1].title.endswith("no loss")
 
 
 def test_special_tokens_are_told_from_their_spelling(tokenizer) -> None:
     ids = [*tokenizer("<|im_")["input_ids"], *tokenizer("end|>")["input_ids"]]
     ids += tokenizer("<|im_end|>")["input_ids"]
     row = {"input_ids": ids, "labels": ids, "where": ["a"], "cut": [0]}
-    (document,) = view.documents(tokenizer, row)
+    (document,) = preview.documents(tokenizer, row)
     found = [(piece.text, piece.kind) for piece in document.pieces]
     assert found == [("<|im_end|>", "trained"), ("<|im_end|>", "special-trained")]
 
@@ -184,14 +185,14 @@ def test_what_acts_on_a_terminal_is_shown_not_sent(data, capsys, chats) -> None:
 
 def test_with_colours_there_are_no_brackets(data, tmp_path, chats) -> None:
     recipe = load_recipe(QUICKSTART, [f"data.name={chats}", f"data.cache={tmp_path / 'cache'}"])
-    tokenizer, prepared = training_training_data.prepare_data(recipe)
-    screen = Screen()
-    screen.console = Console(force_terminal=True, color_system="standard", record=True, quiet=False)
+    tokenizer, prepared = training_data.prepare_data(recipe)
+    screen = Console()
+    screen.console = RichConsole(force_terminal=True, color_system="standard", record=True, quiet=False)
     with screen.console.capture() as captured:
-        view.show(screen, tokenizer, prepared, 4)
+        preview.show(screen, tokenizer, prepared, 4)
     text = captured.get()
     assert "\x1b[32mMaria did.\x1b[0m\x1b[1;4;32m<|im_end|>\x1b[0m" in text
-    assert "【" not in text and view.SPECIAL[0] not in text and "[bold]markup[/bold]" in text
+    assert "【" not in text and preview.SPECIAL[0] not in text and "[bold]markup[/bold]" in text
 
 
 def test_the_page_holds_the_rows_and_loads_nothing(data, tmp_path, chats, capsys) -> None:
@@ -241,7 +242,7 @@ def test_prepare_fills_a_folder_that_training_finds(data, tmp_path, capsys) -> N
     assert command[:3] == ["finetune", "train", str(QUICKSTART)] and command[-1] == f"data.cache={folder}"
     assert "【" not in shown
     recipe = load_recipe(command[2], command[3:])
-    _, prepared = training_training_data.prepare_data(recipe)
+    _, prepared = training_data.prepare_data(recipe)
     assert prepared.cached and prepared.path.parent == folder
     assert data(f"data.cache={folder}", "--show", "0") == 0
     assert "found in the cache" in capsys.readouterr().out

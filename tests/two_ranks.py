@@ -20,12 +20,12 @@ import torch
 from conftest import metrics, receipts
 from safetensors.torch import load_file
 
-from finetune import cli
+from finetune.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from finetune.run_folder import RunFolder
+    from finetune.run_folder.run_folder import RunFolder
 
 SECONDS = 300.0
 GRACE = 5.0  # seconds for the other rank, once one has failed
@@ -36,7 +36,7 @@ def run(
     *arguments: Any,
     cwd: Path | None = None,
     count: int = 2,
-    preloaded: tuple[str, ...] = ("finetune.warm",),  # as `trial.WARM` has it
+    preloaded: tuple[str, ...] = ("finetune.experiments.runner.preload_libraries",),  # as `trial.WARM` has it
     **launch: str,
 ) -> str:
     """`function(*arguments)` as rank 0 and as rank 1, with the environment that `accelerate launch` gives.
@@ -98,7 +98,7 @@ def command(words: list[str]) -> None:
     imported: before this process has been told which are its own."""
     if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew
         os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
-    if code := cli.main(words):
+    if code := main.main(words):
         sys.exit(code)
 
 
@@ -128,5 +128,5 @@ def _rank(
     if "WORLD_SIZE" in environment:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(cwd)
-    cli.RANK_0_FIRST = 0  # no launcher ends rank 0 as soon as another has left: it has GRACE
+    main.RANK_0_FIRST = 0  # no launcher ends rank 0 as soon as another has left: it has GRACE
     function(*arguments)

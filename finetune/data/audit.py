@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.bad_rows import BadRows, row_of, shown
-from finetune.data.load import MAX_SHOWN
-from finetune.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError
+from finetune.data.example_errors import BadRows, row_of, shown
+from finetune.data.source_loading import MAX_SHOWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from finetune.data.chat import Encoded, Encoder
-    from finetune.data.rows import BadRow, Example
-    from finetune.sections import Data, Expect
+    from finetune.data.encoding import Encoded, Encoder
+    from finetune.data.examples import BadRow, Example
+    from finetune.recipe.schema import Data, Expect
 
 BINS = 24
 SAID = {  # what is counted -> what is said of so many rows

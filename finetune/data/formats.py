@@ -15,13 +15,13 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from finetune.data import guess
+from finetune.core.errors import Problem, UserError, nearest
+from finetune.data import hints
+from finetune.data.examples import BadRow, Example, Row, short
 from finetune.data.messages import json_of, read, role_of, tools
-from finetune.data.rows import BadRow, Example, Row, short
-from finetune.errors import Problem, UserError, nearest
 
 if TYPE_CHECKING:
-    from finetune.sections import Data
+    from finetune.recipe.schema import Data
 
 COLUMNS = {  # the columns of each format, in the order in which formats are recognised
     "messages": ("messages",),
@@ -58,7 +58,7 @@ def detect(row: Row, data: Data) -> str:
     if seen := _seen(value):
         return seen
     expected = "messages | conversations | prompt, completion | instruction, output | text"
-    more, fix = guess.columns([str(name) for name in value], value, row.where.rpartition(":")[0])
+    more, fix = hints.columns([str(name) for name in value], value, row.where.rpartition(":")[0])
     found, what = ", ".join(map(str, value)), f"no columns to train on{more}"
     raise UserError(Problem(what, "data.columns", row.where, found, expected, fix))
 

@@ -9,8 +9,8 @@ import json
 import re
 from typing import Any
 
-from finetune.data import guess
-from finetune.data.rows import BadRow, Message, short
+from finetune.data import hints
+from finetune.data.examples import BadRow, Message, short
 
 ROLES = ("system", "user", "assistant", "tool")
 THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
@@ -88,7 +88,7 @@ def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> Bad
     named = [role_of(turn) for turn in turns if isinstance(turn, dict)]
     unknown = [str(name) for name in named if name is not None and roles.get(str(name), name) not in ROLES]
     bad.roles, said = tuple(dict.fromkeys(unknown)), bad.problem
-    found, fix = ", ".join(map(short, bad.roles)), guess.role_map(bad.roles)
+    found, fix = ", ".join(map(short, bad.roles)), hints.role_map(bad.roles)
     more = BadRow(bad.kind, said.what, said.where, found, expected=said.expected, fix=fix)
     more.roles = bad.roles
     return more

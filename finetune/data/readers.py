@@ -12,9 +12,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from finetune.data import guess
-from finetune.data.rows import BadRow, Row
-from finetune.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError
+from finetune.data import hints
+from finetune.data.examples import BadRow, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -84,7 +84,7 @@ def _json(path: Path) -> Rows:
         lines = text.split("\n")
         line = lines[number - 1] + "\n" * (number < len(lines))
         raise UserError(_not_json(path, number, line, error).problem) from None
-    if isinstance(values, dict) and guess.of_columns(values):
+    if isinstance(values, dict) and hints.of_columns(values):
         what, fix = "one object of columns, or of rows by name", "an array of rows, each of them an object"
         fix += '; of pandas: to_json(..., orient="records")'
         raise UserError(Problem(what, where=str(path), found=", ".join(values)[:60], fix=fix))
@@ -96,7 +96,7 @@ def _json(path: Path) -> Rows:
 def _row(value: Any, where: str, escapes: bool) -> Row | BadRow:
     """A value of a JSON file; `escapes`: it may hold one half of a surrogate pair, which no text can."""
     if not isinstance(value, dict):
-        fix, found = guess.value(value), json.dumps(value) if not isinstance(value, list) else "an array"
+        fix, found = hints.value(value), json.dumps(value) if not isinstance(value, list) else "an array"
         return BadRow("unreadable", "a row must be a JSON object", where, found[:60], fix=fix)
     if escapes:
         try:
@@ -143,11 +143,11 @@ def _header(reader: Any, path: Path) -> list[str]:
     except csv.Error as error:  # such as "a";"b"
         with path.open(encoding="utf-8-sig") as file:
             names = [file.readline().rstrip()]
-        what, expected, fix = guess.separator(names) or (f"not valid CSV: {error}", "", "")
+        what, expected, fix = hints.separator(names) or (f"not valid CSV: {error}", "", "")
         raise UserError(Problem(what, "", f"{path}:1", names[0][:60], expected, fix)) from None
     if len(set(names)) < len(names):
         raise UserError(Problem("two columns of one name", where=f"{path}:1", found=", ".join(names)))
-    if wrong := guess.separator(names):
+    if wrong := hints.separator(names):
         what, expected, fix = wrong
         raise UserError(Problem(what, "", f"{path}:1", names[0], expected, fix))
     return names
@@ -279,5 +279,5 @@ def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionE
     cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))  # of nothing too
     what = "the file looks cut off" if cut and not line.endswith("\n") else "not valid JSON"
     where, found = f"{path}:{number}:{column}", shown[start : start + 60]
-    fix = "" if "cut off" in what else guess.line(shown)
+    fix = "" if "cut off" in what else hints.line(shown)
     return BadRow("unreadable", f"{what}: {error.msg}", where, found, fix=fix)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_adalora import STEPS, adamw, same, tiny
 
-from finetune import adalora, faults
+from finetune.adapters import adalora
+from finetune.core import fault_injection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +49,7 @@ def test_allocating_asks_the_device_nothing_and_is_pefts() -> None:
 
 @pytest.mark.parametrize("step", [4, 6, 7])  # of 12: ranks are taken away, last at 7
 def test_a_step_that_is_not_finite_ends_the_run(step: int, train, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(faults.VARIABLE, f"step:{step}:nan")
+    monkeypatch.setenv(fault_injection.VARIABLE, f"step:{step}:nan")
     given = ["adapter.type=adalora", "adapter.tinit=1", "adapter.tfinal=5", "train.max_steps=12"]
     run = train(*given, "train.logging_steps=10", f"train.save_steps={step - 1}", code=5)
     assert f"gradients of step {step} are not finite" in capsys.readouterr().err

@@ -8,19 +8,19 @@ from plain_attention import batch, by_document, loss_and_gradients, tiny
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from finetune import hardware_device
-from finetune.attention_choice import _has_flash, broken, missing
-from finetune.kernels_kernel_limits import FLASH, IMPLEMENTATIONS
-from finetune.receipts import Ledger
-from finetune.speed.attention import prove_apart, prove_same
-from finetune.speed.attention_kernels import KERNELS, register, without_mask
+from finetune.autoconfig.attention_choice import _has_flash, broken, missing
+from finetune.core.run_checks import RunChecks
+from finetune.hardware import detection
+from finetune.kernels.attention_functions import KERNELS, register, without_mask
+from finetune.kernels.kernel_limits import FLASH, IMPLEMENTATIONS
+from finetune.speed.packing_isolation import prove_apart, prove_same
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo looks
 ]
-HERE = [name for name in IMPLEMENTATIONS if not missing(name, hardware_device.detect())]
+HERE = [name for name in IMPLEMENTATIONS if not missing(name, detection.detect())]
 VARLEN = [name for name in HERE if name != "cudnn"]
 ERROR = 1e-2  # ||bf16 - float32|| / ||float32||: bf16 rounds by up to 2^-9, probabilities once more
 DENSE = {"rows": 2, "tokens": 384}
@@ -129,7 +129,7 @@ def test_it_is_proved_on_the_model_before_training(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         str(MODEL), attn_implementation=IMPLEMENTATIONS[name], dtype=torch.bfloat16, device_map="cuda"
     )
-    ledger = Ledger()
+    ledger = RunChecks()
     for packed in (False, True) if name in VARLEN else (False,):
         prove_same(model, 128, name, packed, ledger)
     if name in VARLEN:

@@ -5,16 +5,12 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from conftest import MODEL, QUICKSTART, receipts
 
-from finetune import (
-    adapter_types,
-    adapters,
-    adapters_trainable_parameters,
-    evaluation_reopen,
-    hardware,
-    merge,
-    recipe,
-)
-from finetune.receipts import Ledger
+from finetune.adapters import attach, trainable_parameters
+from finetune.autoconfig import machine_setup
+from finetune.core.run_checks import RunChecks
+from finetune.evaluation import reopen
+from finetune.export import merging
+from finetune.recipe import adapter_types, loader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,33 +31,31 @@ TYPES = [name for name, kind in adapter_types.all_types().items() if kind.peft a
 
 def opened(storage: str, kind: str = "lora", name: str = str(MODEL)):
     options = [f"adapter.type={kind}", f"speed.base={storage}", f"model.name={name}"]
-    return recipe.load(QUICKSTART, options)
+    return loader.load(QUICKSTART, options)
 
 
 @pytest.mark.parametrize("storage", list(LOGITS))
 @pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])
 def test_a_quantised_base_is_its_dequantised_self_and_passes_gradients_on(storage: str, kind: str) -> None:
     loaded = opened(storage, kind)
-    setup = hardware.choose(attention="auto", base=storage, adapter_type=kind)
-    plain = merge.plain_base(loaded, setup).bfloat16()
+    setup = machine_setup.choose(attention="auto", base=storage, adapter_type=kind)
+    plain = merging.plain_base(loaded, setup).bfloat16()
     found = []
-    for base in (evaluation_reopen.open_base(loaded), plain):
+    for base in (reopen.open_base(loaded), plain):
         torch.manual_seed(0)
-        adapted = adapters.attach(base, loaded.adapter, 20, Ledger()).train()
+        adapted = attach.attach(base, loaded.adapter, 20, RunChecks()).train()
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in adapters_trainable_parameters.trainable(adapted).values():
+            for parameter in trainable_parameters.trainable(adapted).values():
                 parameter.add_(1e-2 * torch.randn(parameter.shape).to(parameter))
         ids = IDS.cuda()
         with torch.autocast("cuda", torch.bfloat16):
             output = adapted(input_ids=ids, labels=ids, use_cache=False)
         output.loss.backward()
         reached = {name for name, p in adapted.named_parameters() if p.grad is not None}
-        assert reached == adapters_trainable_parameters.trainable(adapted).keys(), (
-            "gradients reach the adapter alone"
-        )
+        assert reached == trainable_parameters.trainable(adapted).keys(), "gradients reach the adapter alone"
         gradient = torch.cat(
-            [p.grad.float().flatten() for p in adapters_trainable_parameters.trainable(adapted).values()]
+            [p.grad.float().flatten() for p in trainable_parameters.trainable(adapted).values()]
         )
         found.append((output.logits.float().detach(), gradient))
     (logits, gradient), (wanted, right) = found
@@ -81,7 +75,7 @@ def test_memory_is_what_one_computes(storage: str, tmp_path) -> None:
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
     clear_device_cache(garbage_collection=True)
     before = torch.cuda.memory_allocated()
-    base = evaluation_reopen.open_base(opened(storage, name=str(tmp_path)))
+    base = reopen.open_base(opened(storage, name=str(tmp_path)))
     clear_device_cache(garbage_collection=True)
     got = torch.cuda.memory_allocated() - before
     weights = 4 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
@@ -114,5 +108,5 @@ def test_every_type_of_peft_trains_and_verifies_in_bf16(kind: str, train) -> Non
 @pytest.mark.parametrize("storage", ["bf16", "nf4", "int8"])
 def test_a_merge_is_proved_on_a_gpu(storage: str, train) -> None:
     run = train(f"speed.base={storage}", "train.max_steps=5", "train.learning_rate=1e-2")
-    figures = merge.run(run.path)["against_tuned"]
+    figures = merging.run(run.path)["against_tuned"]
     assert figures["relative"] < (0.1 if storage == "int8" else 0.05), figures

@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 from test_kernels_gpu import apart, step
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.speed import fp8
-from finetune.speed.apply import decoder_layers
-from finetune.speed.fuse import Fused
+from finetune.quantization import fp8_linear
+from finetune.speed.apply_to_model import decoder_layers
+from finetune.speed.fused_layers import Fused
 
 # hidden, intermediate, heads, key-value heads, head size
 FAMILIES = {
@@ -44,7 +44,7 @@ def model(family: str, stored: str, dora: bool) -> Any:
             parameter.data += 0.02 * torch.randn_like(parameter)
     for module in made.modules() if stored == "fp8" else ():
         if isinstance(inside := getattr(module, "base_layer", None), torch.nn.Linear):
-            module.base_layer = fp8.Fp8Linear.of(inside)
+            module.base_layer = fp8_linear.Fp8Linear.of(inside)
     return made.train()
 
 

@@ -5,9 +5,12 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from conftest import MODEL, QUICKSTART, metrics, receipts
 
-from finetune import evaluation_reopen, merge, recipe
-from finetune.kernels_kernel_limits import FP8_CAPABILITY
-from finetune.speed import fp8, ops
+from finetune.evaluation import reopen
+from finetune.export import merging
+from finetune.kernels import ops
+from finetune.kernels.kernel_limits import FP8_CAPABILITY
+from finetune.quantization import fp8_linear
+from finetune.recipe import loader
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="no GPU with fp8 GEMMs")]
@@ -18,12 +21,12 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(apart / torch.linalg.norm(wanted.double()))
 
 
-def layer(out: int, width: int) -> fp8.Fp8Linear:
+def layer(out: int, width: int) -> fp8_linear.Fp8Linear:
     torch.manual_seed(0)
     plain = torch.nn.Linear(width, out, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         plain.weight *= torch.logspace(-3, 1, out, device="cuda")[:, None]
-    return fp8.Fp8Linear.of(plain)
+    return fp8_linear.Fp8Linear.of(plain)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 512])
@@ -89,7 +92,7 @@ def test_loading_takes_the_memory_of_the_codes(tmp_path) -> None:
     clear_device_cache(garbage_collection=True)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    base = evaluation_reopen.open_base(recipe.load(QUICKSTART, ["speed.base=fp8", f"model.name={tmp_path}"]))
+    base = reopen.open_base(loader.load(QUICKSTART, ["speed.base=fp8", f"model.name={tmp_path}"]))
     peak, got = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated() - before
     weights = 8 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
     scales = 8 * (6 * 2048 + 2 * 5632) * 4
@@ -110,7 +113,7 @@ def test_every_fast_type_trains_on_it_and_merges(kind: str, train) -> None:
     # of two layers: q, k, v and gate, up are one each
     assert int(got["fp8 products"]["got"].split()[0]) >= 8
     assert losses["tuned"]["loss"] < losses["base"]["loss"]
-    assert merge.run(run.path)["against_tuned"]["relative"] < 0.1
+    assert merging.run(run.path)["against_tuned"]["relative"] < 0.1
 
 
 def test_it_follows_bf16_and_compiles_in_a_run(train) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from conftest import ADAPTERS, MODEL, metrics
 
-from finetune import cuda_graphs, measured
+from finetune.autoconfig import cuda_graphs
+from finetune.experiments.runner import measured_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +55,7 @@ def test_fp16_says_how_many_steps_its_scaler_left_out(train, monkeypatch) -> Non
 def test_a_forked_process_reaches_the_gpu(tmp_path) -> None:
     """As runs of ladders are started."""
     log = tmp_path / "doctor.log"
-    assert measured.start(["doctor"], str(log), {}, cpu=False) == 0, log.read_text()
+    assert measured_run.start(["doctor"], str(log), {}, cpu=False) == 0, log.read_text()
     assert torch.cuda.get_device_name() in log.read_text()
 
 
@@ -80,9 +81,9 @@ def test_cuda_graphs_follow_the_plain_run(recompute: str, train) -> None:
 
 def packing() -> list[str]:
     """What keeps documents apart here without a mask."""
-    from finetune.attention_choice import missing
-    from finetune.hardware_device import detect
-    from finetune.kernels_kernel_limits import IMPLEMENTATIONS
+    from finetune.autoconfig.attention_choice import missing
+    from finetune.hardware.detection import detect
+    from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 
     return [name for name in IMPLEMENTATIONS if name != "cudnn" and not missing(name, detect())]
 
@@ -143,10 +144,10 @@ def test_eager_attention_is_what_was_asked(train) -> None:
 def test_documents_do_not_see_each_other(attention: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
-    from finetune.kernels_kernel_limits import IMPLEMENTATIONS
-    from finetune.receipts import Ledger
-    from finetune.speed.attention import leaks, prove_apart
-    from finetune.speed.attention_kernels import register
+    from finetune.core.run_checks import RunChecks
+    from finetune.kernels.attention_functions import register
+    from finetune.kernels.kernel_limits import IMPLEMENTATIONS
+    from finetune.speed.packing_isolation import leaks, prove_apart
 
     if attention in IMPLEMENTATIONS and dtype == torch.float32:
         pytest.skip("it has no fp32")
@@ -159,7 +160,7 @@ def test_documents_do_not_see_each_other(attention: str, dtype: torch.dtype) -> 
         same, moved = leaks(model.eval(), tokens)
         print(attention, dtype, tokens, same, moved)
         assert moved.logits == 0 and moved.gradients <= 1e-2
-        prove_apart(model, tokens, attention, Ledger())
+        prove_apart(model, tokens, attention, RunChecks())
     if attention not in IMPLEMENTATIONS:
         mask = torch.ones(1, 128, dtype=torch.long, device="cuda")
         assert leaks(model.eval(), 128, attention_mask=mask)[1].logits > 1e-3

@@ -15,9 +15,10 @@ from conftest import in_four_bits
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.speed import four_bit, fp8, ops
-from finetune.speed.apply import decoder_layers
-from finetune.speed.fuse import Fused
+from finetune.kernels import ops
+from finetune.quantization import four_bit, fp8_linear
+from finetune.speed.apply_to_model import decoder_layers
+from finetune.speed.fused_layers import Fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,7 +240,9 @@ def model(kind: str, stored: str) -> torch.nn.Module:
     if stored == "fp8":
         for name, module in list(made.get_base_model().get_decoder().layers.named_modules()):
             if type(module) is torch.nn.Linear and "lora" not in name:
-                made.get_base_model().get_decoder().layers.set_submodule(name, fp8.Fp8Linear.of(module))
+                made.get_base_model().get_decoder().layers.set_submodule(
+                    name, fp8_linear.Fp8Linear.of(module)
+                )
     return made.train()
 
 

@@ -6,8 +6,8 @@ from conftest import metrics, receipts
 from test_loss import trainer_of
 from torch.nn.functional import cross_entropy, linear
 
-from finetune import estimate
-from finetune.speed import loss
+from finetune.autoconfig import memory_estimate
+from finetune.speed import chunked_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def inputs_with(share: float):
 @pytest.mark.parametrize("softcap", [None, 10.0])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_in_bf16_it_is_no_worse_than_transformers_own(share: float, softcap, compiled, monkeypatch) -> None:
-    monkeypatch.setattr(loss, "CHUNK_BYTES", VOCABULARY * 6 * 700)
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", VOCABULARY * 6 * 700)
     # cuBLAS adds parts of a long sum in bf16 for some numbers of rows and not for others
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     hidden, weight, labels = inputs_with(share)
@@ -44,7 +44,7 @@ def test_in_bf16_it_is_no_worse_than_transformers_own(share: float, softcap, com
 
     true = hidden.detach().double().requires_grad_()
     wanted, usual = plain(true, weight.double(), torch.float64), plain(hidden, weight, torch.float32)
-    ours = loss.token_loss(hidden, weight, labels, softcap=softcap, compiled=compiled).nll
+    ours = chunked_cross_entropy.token_loss(hidden, weight, labels, softcap=softcap, compiled=compiled).nll
     (right,) = torch.autograd.grad(wanted, true)
     off = [torch.autograd.grad(value, hidden)[0].double() - right for value in (usual, ours)]
     assert abs(ours.item() - wanted.item()) <= 1.5 * abs(usual.item() - wanted.item()) + 1e-5 * wanted.item()
@@ -57,11 +57,11 @@ def test_it_asks_the_device_nothing(share: float, compiled: bool) -> None:
     hidden, weight, labels = inputs_with(share)
     count = int((labels != -100).sum())
     given = {"num_labels": count, "compiled": compiled}
-    loss.token_loss(hidden, weight, labels, **given).nll.backward()  # compiles
+    chunked_cross_entropy.token_loss(hidden, weight, labels, **given).nll.backward()  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss.token_loss(hidden, weight, labels, **given).nll.backward()
+        chunked_cross_entropy.token_loss(hidden, weight, labels, **given).nll.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -104,11 +104,12 @@ def test_it_holds_chunks_and_the_gradient_of_hidden_states() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = loss.token_loss(hidden, weight, labels, num_labels=rows)
+    found = chunked_cross_entropy.token_loss(hidden, weight, labels, num_labels=rows)
     peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     gradient = rows * hidden_size * 2
     assert (
-        kept < 1.1 * gradient + 2**20 and peak < estimate.CHUNK_BYTES + gradient + 0.3 * estimate.CHUNK_BYTES
+        kept < 1.1 * gradient + 2**20
+        and peak < memory_estimate.CHUNK_BYTES + gradient + 0.3 * memory_estimate.CHUNK_BYTES
     )
     found.nll.backward()
 

@@ -22,8 +22,8 @@ import two_ranks
 from conftest import MODEL, QUICKSTART, ROOT, metrics, module_of
 from safetensors.torch import load_file
 
-from finetune import measured
-from finetune.run_folder import RunFolder
+from finetune.experiments.runner import measured_run
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,9 @@ def forked(recipe: list[str], small: Any, folder: Path, *, count: int = 2, **lau
     words = ["train", str(QUICKSTART), *overrides(small, folder, *recipe), "--quiet"]
     given = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "FINETUNE_TIMEOUT_SECONDS": "120", **launch}
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also of the server: it may ask no GPU
-    two_ranks.run(two_ranks.command, words, cwd=ROOT, count=count, preloaded=(*measured.PRELOADED,), **given)
+    two_ranks.run(
+        two_ranks.command, words, cwd=ROOT, count=count, preloaded=(*measured_run.PRELOADED,), **given
+    )
     return RunFolder(folder)
 
 

@@ -11,10 +11,10 @@ from conftest import metrics, receipts
 from test_offload import assert_same, batches, gradients, model_of
 from test_optimizers import distance
 
-from finetune import loraplus
-from finetune.receipts import Ledger
-from finetune.sections import Speed
-from finetune.speed import apply, offload
+from finetune.core.run_checks import RunChecks
+from finetune.recipe.schema import Speed
+from finetune.speed import activation_offload, apply_to_model
+from finetune.training import optimizers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,16 +27,16 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_inputs_that_left_and_came_back_change_nothing(kind: str, dtype: torch.dtype, compiled) -> None:
     model = model_of(kind).to("cuda", dtype)
-    layers = apply.decoder_layers(model)
+    layers = apply_to_model.decoder_layers(model)
     plain = gradients(model)
     if compiled:
         for layer in layers:
             layer.compile()
-    apply.add_recompute(model, layers, len(layers), Ledger())
+    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
     again = gradients(model)
     if not compiled:
         assert_same(plain, again)
-    made = offload.Activations(layers, model.device)
+    made = activation_offload.Activations(layers, model.device)
     assert_same(again, gradients(model))
     assert made.out == made.back == made.pinned == 2 * len(layers)
 
@@ -65,9 +65,9 @@ def test_no_more_than_three_inputs_are_on_the_gpu_at_a_time() -> None:
     asks for.
     """
     model = large(12)
-    for layer in (layers := apply.decoder_layers(model)):
+    for layer in (layers := apply_to_model.decoder_layers(model)):
         layer.input_layernorm.weight.requires_grad_(True)
-    apply.add_recompute(model, layers, len(layers), Ledger())
+    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
     entry = 8192 * 2048 * 2
     ids = torch.randint(0, 512, (1, 8192), device="cuda")
 
@@ -85,7 +85,7 @@ def test_no_more_than_three_inputs_are_on_the_gpu_at_a_time() -> None:
 
     step()
     plain = [step() for _ in range(5)][-1]
-    made = offload.Activations(layers, model.device)
+    made = activation_offload.Activations(layers, model.device)
     step()
     less = [step() for _ in range(5)][-1]
     print(
@@ -119,7 +119,7 @@ def optimizer_of(model, where: str, epsilon: float = 1e-8):
     from trl.trainer.sft_config import SFTConfig
 
     arguments = SFTConfig(learning_rate=1e-3, adam_epsilon=epsilon, bf16=True)
-    kind, options = loraplus.kind_and_options(arguments, model, Speed(offload=where))
+    kind, options = optimizers.kind_and_options(arguments, model, Speed(offload=where))
     return kind([p for p in model.parameters() if p.requires_grad], weight_decay=0.01, **options)
 
 
@@ -131,7 +131,7 @@ def step(model, optimizer, ids: torch.Tensor, clip: float = 0.0) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     if hasattr(optimizer, "param_d2h_map"):
         arguments = SimpleNamespace(max_grad_norm=clip)
-        loraplus.SendGradients().on_pre_optimizer_step(arguments, None, None, optimizer=optimizer)
+        optimizers.SendGradients().on_pre_optimizer_step(arguments, None, None, optimizer=optimizer)
     optimizer.step()
     model.zero_grad()
 

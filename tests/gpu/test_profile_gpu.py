@@ -13,7 +13,7 @@ import torch
 from conftest import QUICKSTART
 from test_profile import SlowLoader
 
-from finetune import profile
+from finetune.profiling import profiler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 LARGE = ["data.max_length=2048", "data.packing=true", "speed.compile=true", "speed.base=bf16"]
@@ -42,10 +42,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*given, "data.too_long=split", "data.validation=null", "eval.general=false", "eval.samples=0"]
 
 
-def run(planted: str, inputs: list[str], folder: Path) -> profile.Profile:
+def run(planted: str, inputs: list[str], folder: Path) -> profiler.Profile:
     rows, overrides, watchers, _ = PLANTED[planted]
     batch = [f"train.{key}={rows}" for key in ("effective_batch_size", "per_device_train_batch_size")]
-    return profile.run(str(QUICKSTART), [*inputs, *batch, *overrides], str(folder), watchers)
+    return profiler.run(str(QUICKSTART), [*inputs, *batch, *overrides], str(folder), watchers)
 
 
 @pytest.mark.parametrize("planted", PLANTED)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import DATA, MODEL, QUICKSTART, metrics
 
-from finetune import checkpoint, cli
-from finetune.run_folder import RunFolder
+from finetune.checkpointing import checkpoints
+from finetune.cli import main
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,16 +40,16 @@ def train(kind: str, folder: Path, *given: str) -> Path:
     short += ["train.save_steps=3", "train.save_total_limit=null", "eval.general=false", "eval.samples=0"]
     kinds = KINDS[kind] if any("adapter.type" in one for one in KINDS[kind]) else [f"adapter.type={kind}"]
     words = [*short, *kinds, *KINDS[kind], f"train.output_dir={folder}", *given, "--quiet"]
-    assert cli.main(["train", str(QUICKSTART), *words]) == 0
+    assert main.main(["train", str(QUICKSTART), *words]) == 0
     return folder
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
     """Weights and optimizer after the last step."""
     path = folder / "checkpoints" / f"step-{STEPS}"
-    checkpoint.verify(path)
+    checkpoints.verify(path)
     names = ("weights.safetensors", "optimizer.safetensors")
-    return {f"{n} {key}": t for n in names for key, t in checkpoint.read_tensors(path, n).items()}
+    return {f"{n} {key}": t for n in names for key, t in checkpoints.read_tensors(path, n).items()}
 
 
 def apart(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:

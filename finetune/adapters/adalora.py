@@ -1,0 +1,336 @@
+"""AdaLoRA's training (arXiv 2303.10512): what PEFT leaves to its caller, and what it does not save.
+
+A module's update is P diag(E) Q (eq. 3): `lora_B` is P (out, r), `lora_E` is E (r, 1), `lora_A` is Q (r, in),
+fp32 but where the caller made them otherwise. A rank is one triplet: a column of P, an entry of E, a row
+of Q.
+
+Pruned ranks are masked, not removed: their E is zero after an allocation, yet P, E and Q keep r = init_r
+rows, gradients and optimizer state. So pruning saves NO time and no memory in training. That is the method: a
+masked triplet goes on learning and may win its rank back at a later allocation (section 3.2). Only
+`drop_masked_ranks`, after training, makes the adapter small.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import TrainerCallback
+
+from finetune.core.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor
+
+    Vectors = list[tuple[bool, list[torch.nn.Parameter]]]
+
+AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # the allocator's memory, by PEFT's names
+AT_ONCE = 32  # tensors of one call: few launches on a GPU, and still in a CPU's cache
+SHOWN = 5  # tensors named in an error
+
+
+class AllocateRanks(TrainerCallback):
+    """`allocate` at each optimizer step; nothing upstream calls PEFT's `update_and_allocate`.
+
+    The Trainer calls this once an optimizer step, after gradients were summed over micro-batches, averaged
+    over processes (bit for bit the same on each, so all allocate alike without talking), clipped and used,
+    and before they are zeroed. `global_step` is counted up only later, so the step that just ran is one
+    more.
+
+    Clipped: importance is |parameter x gradient| (eq. 8), so clipping by c scales all importances of that
+    step by the same c. The order within a step stays; in the moving averages a step with a spike weighs
+    less, as it did in the update itself. PEFT's example has the same order of calls (optimizer.step(),
+    update_and_allocate(), zero_grad()) and does not clip.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.tensors, self.masks = tensors(model), {}
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        step, config = state.global_step + 1, model.peft_config["default"]
+        # Gradients that are not finite would stay in the averages; the last allocation takes none, and is the
+        # only one whose place no later one takes
+        if kwargs["optimizer"].step_was_skipped and step < config.total_step - config.tfinal:
+            return
+        allocate(model, step, self.tensors, self.masks)
+
+
+def tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
+    """P, E and Q of every module, by the allocator's names. Walks the whole model: collect them once."""
+    adalora: Any = model.base_model
+    named = adalora.model.named_parameters()
+    return {name: p for name, p in named if "lora_" in name and adalora.trainable_adapter_name in name}
+
+
+def allocate(
+    model: PeftModel, step: int, named: dict[str, torch.nn.Parameter], masks: dict[str, Tensor]
+) -> None:
+    """Update importances and masks after optimizer step `step` (from 1), as `update_and_allocate` does.
+
+    The same numbers bit for bit, but faster: PEFT asks the device once a module, and walks the model; here it
+    is asked by who wants to know (`ranks`, `allocation_state`), and PEFT's `rank_pattern` is behind until
+    then. The last allocation is at step total_step - tfinal, whatever deltaT is.
+
+    Args:
+        named: of `tensors`, with their gradients.
+        masks: of the ranks that are masked for good, by the names of E; filled after the last allocation.
+
+    Raises:
+        UserError: the last allocation does not reach the budget: PEFT masks everything up to a threshold,
+            so equal importances go together, all of them if nothing has been learnt by then (exit 5).
+    """
+    adalora: Any = model.base_model
+    allocator = adalora.rankallocator
+    config = allocator.peft_config
+    last = config.total_step - config.tfinal
+    if step > last:
+        if not masks:
+            kept = _pattern(allocator, named)
+            masks |= {n: ~torch.tensor(flags, device=named[n].device)[:, None] for n, flags in kept.items()}
+        with torch.no_grad():
+            for name, mask in masks.items():
+                named[name].masked_fill_(mask, 0.0)
+        return
+    if step < last:
+        update_importance(allocator, named)
+    budget, due = allocator.budget_schedule(step)
+    # after tinit the budget is below init_r's: there is always a rank to take, once a step has counted
+    if (step == last or due) and allocator.ipt:
+        allocator.masked = mask_to_budget(allocator, named, budget)
+    if step == last:
+        allocator.reset_ipt()
+        used, budget = ranks(model)
+        if used != budget:
+            fix = "a longer tinit, or a shorter warm-up: ranks whose importances are equal are taken together"
+            what = f"AdaLoRA's last allocation, step {step}, misses its budget"
+            problem = Problem(what, found=f"{used} ranks", expected=f"{budget} ranks", fix=fix)
+            raise UserError(problem, code=Exit.TRAINING)
+
+
+@torch.no_grad()
+def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> None:
+    """Averages of sensitivity and its uncertainty (eq. 8 to 10), bit for bit those of PEFT's `update_ipt`.
+
+    Args:
+        allocator: PEFT's RankAllocator; its three dicts of tensors (each like its parameter) are updated.
+        named: parameters by the allocator's names; one without a gradient, which nothing runs through, has
+            no importance.
+    """
+    foreach: Any = torch  # typed as exporting no `_foreach_*`
+    if not allocator.ipt:
+        for kind in AVERAGES:
+            setattr(allocator, kind, {name: torch.zeros_like(p) for name, p in named.items()})
+    names = [name for name, parameter in named.items() if parameter.grad is not None]
+    for start in range(0, len(names), AT_ONCE):
+        some = names[start : start + AT_ONCE]
+        average = [allocator.exp_avg_ipt[name] for name in some]
+        uncertainty = [allocator.exp_avg_unc[name] for name in some]
+        sensitivity = foreach._foreach_mul([named[n] for n in some], [named[n].grad for n in some])
+        foreach._foreach_abs_(sensitivity)
+        foreach._foreach_mul_(average, allocator.beta1)
+        # Not add_(alpha=...), which rounds once where PEFT rounds twice
+        foreach._foreach_add_(average, foreach._foreach_mul(sensitivity, 1 - allocator.beta1))
+        distance = foreach._foreach_sub(sensitivity, average)
+        foreach._foreach_abs_(distance)
+        foreach._foreach_mul_(distance, 1 - allocator.beta2)
+        foreach._foreach_mul_(uncertainty, allocator.beta2)
+        foreach._foreach_add_(uncertainty, distance)
+        allocator.ipt.update(zip(some, sensitivity, strict=True))
+
+
+@torch.no_grad()
+def mask_to_budget(
+    allocator: Any, named: dict[str, torch.nn.Parameter], budget: int
+) -> tuple[list[str], Tensor]:
+    """Mask the triplets of least importance, bit for bit as PEFT's method of this name.
+
+    Returns:
+        The names of E, and which of all their ranks, one after another, are masked: on their device.
+    """
+    foreach: Any = torch
+    diagonals = [name for name in named if "lora_E" in name]
+    means: list[Tensor] = []
+    for vectors, over in (("lora_A", 1), ("lora_B", 0)):
+        names = [name.replace("lora_E", vectors) for name in diagonals]
+        for start in range(0, len(names), AT_ONCE):
+            some = names[start : start + AT_ONCE]
+            pairs = ([kind[n] for n in some] for kind in (allocator.exp_avg_ipt, allocator.exp_avg_unc))
+            means += [product.mean(over) for product in foreach._foreach_mul(*pairs)]
+    average, uncertainty = (
+        torch.cat([kind[name].view(-1) for name in diagonals])
+        for kind in (allocator.exp_avg_ipt, allocator.exp_avg_unc)
+    )
+    q, p = torch.cat(means).chunk(2)
+    score = average * uncertainty + (q + p)  # of all triplets (eq. 7)
+    masked = score <= torch.kthvalue(score, allocator.init_bgt - budget)[0]
+    values = [named[name].view(-1) for name in diagonals]
+    sizes = [len(one) for one in values]
+    foreach._foreach_copy_(values, torch.cat(values).masked_fill_(masked, 0.0).split(sizes))
+    return diagonals, masked
+
+
+def ranks(model: PeftModel) -> tuple[int, int]:
+    """Ranks in use (rows of E that are not masked), and the budget they must sum to."""
+    config: Any = model.peft_config["default"]
+    diagonals = _diagonals(model)
+    kept = _pattern(cast("Any", model.base_model).rankallocator, diagonals)
+    return sum(map(sum, kept.values())), config.target_r * len(diagonals)
+
+
+def drop_masked_ranks(model: PeftModel) -> None:
+    """After training: make the live adapter what PEFT saves and will load, by PEFT's own function.
+
+    PEFT saves only the ranks in use and, on loading, rounds them to the dtype of the base, then casts them
+    to fp32 (peft 0.21.2, `resize_modules_by_rank_pattern`). A module may keep no rank at all: its tensors are
+    saved empty, load in plain PEFT (which warns of them, mistaking them for shards) and add exactly zero.
+    """
+    config: Any = model.peft_config["default"]
+    base: Any = model.base_model
+    base.resize_modules_by_rank_pattern(config.rank_pattern, "default")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or ".ranknum." in name:
+            parameter.data = parameter.data.float()
+
+
+def singular_vectors(model: PeftModel) -> Vectors:
+    """P and Q of all modules, up to 32 of one shape together, and whether they are Q. Collect them once."""
+    groups: dict[tuple[bool, torch.Size], list[torch.nn.Parameter]] = {}
+    for name, parameter in tensors(model).items():
+        if "lora_E" not in name:
+            groups.setdefault(("lora_A" in name, parameter.shape), []).append(parameter)
+    return [
+        (rows, group[start : start + AT_ONCE])
+        for (rows, _), group in groups.items()
+        for start in range(0, len(group), AT_ONCE)
+    ]
+
+
+def orthogonality(vectors: Vectors) -> Tensor:
+    """AdaLoRA's regulariser, fp32 scalar: mean over P and Q of ||P^T P - I||_F and ||Q Q^T - I||_F (eq. 4).
+
+    The paper squares the norms; PEFT does not and takes the mean, and this is PEFT's term.
+
+    Parameters stand still within an optimizer step, so the trainer adds it once a step, not once a
+    micro-batch. Computed at every n-th step only, its weight is n times as large: the gradient's average
+    over steps is the same. What follows from a gradient is not linear in it, so n > 1 is
+    another run than n = 1: Adam divides by the root of the mean square, clipping cuts the larger steps, and
+    importances of those steps count the term n-fold.
+
+    Args:
+        vectors: of `singular_vectors`.
+    """
+    count = sum(len(group) for _, group in vectors)
+    with torch.autocast(vectors[0][1][0].device.type, enabled=False):
+        sums: list[Any] = [_Deviation.apply(rows, *group) for rows, group in vectors]
+    return torch.stack(sums).sum() / count
+
+
+class _Deviation(torch.autograd.Function):
+    """Sum of ||G - I||_F over the Gram matrices G (r, r) of tensors of one shape, in fp32.
+
+    The gradient is written out, (G - I) Q / ||G - I||_F x 2: G is symmetric, so it is half of what autograd
+    would multiply, and one product does for all tensors of the group. Where the norm is 0 it is 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: bool, *group: Tensor) -> Tensor:
+        stack = torch.stack(group).float()
+        gram = stack @ stack.mT if rows else stack.mT @ stack
+        gram.diagonal(dim1=1, dim2=2).sub_(1)
+        norms = torch.linalg.matrix_norm(gram, keepdim=True)
+        ctx.rows, ctx.dtype = rows, group[0].dtype
+        ctx.save_for_backward(stack, torch.where(norms > 0, gram / norms, 0))
+        return norms.sum()
+
+    @staticmethod  # torch declares `*grad_outputs`; there is one here
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's is *args)
+        stack, direction = ctx.saved_tensors
+        direction = direction * (2 * gradient)
+        stacked = direction @ stack if ctx.rows else stack @ direction
+        return None, *stacked.to(ctx.dtype).unbind()
+
+
+def allocation_state(model: PeftModel) -> dict[str, Tensor]:
+    """All that a checkpoint needs beside the optimizer to go on exactly, for `safetensors`.
+
+    PEFT's own saved adapter holds the ranks in use only, and none of the importances.
+
+    Returns:
+        The live tensors (no copies): write them before the next step. Their names:
+        `parameter.<name>`: every trainable tensor, whole;
+        `ipt.`, `exp_avg_ipt.`, `exp_avg_unc.<name>`: importances, from the first step to the last allocation;
+        `mask.<name>`: (r,) bool, true where a rank is in use, from the first allocation on.
+    """
+    allocator: Any = model.base_model.rankallocator
+    state = {f"parameter.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    for kind in AVERAGES:
+        state |= {f"{kind}.{name}": tensor for name, tensor in getattr(allocator, kind).items()}
+    kept = _pattern(allocator, tensors(model))
+    return state | {f"mask.{name}": torch.tensor(flags) for name, flags in kept.items()}
+
+
+def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
+    """The ranks in use by the names of E; empty before the first allocation. PEFT's config then has them too.
+
+    The device is asked here, not at each allocation, after which a GPU would wait for Python.
+    """
+    if masked := vars(allocator).pop("masked", None):
+        diagonals, flags = masked[0], (~masked[1]).cpu()
+        kept = flags.split([len(named[name]) for name in diagonals])
+        pairs = zip(diagonals, kept, strict=True)
+        allocator.peft_config.rank_pattern = {name: some.tolist() for name, some in pairs}
+    pattern = allocator.peft_config.rank_pattern or {}
+    names = [name for name in named if "lora_E" in name] if pattern else []
+    # PEFT's save drops the adapter's name from the keys of the live config, and takes either afterwards
+    short = {name: name.replace(f".{allocator.adapter_name}", "") for name in names}
+    return {name: pattern[name] if name in pattern else pattern[short[name]] for name in names}
+
+
+@torch.no_grad()
+def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
+    """Put an `allocation_state` back into a model made anew from the same recipe, before the first step.
+
+    Made anew without a rank_pattern: PEFT would shrink the modules to it, and then mask too short a tensor.
+
+    Raises:
+        UserError: naming tensors that are missing, unknown, or of another shape or dtype (exit 4);
+            nothing was changed then.
+    """
+    allocator: Any = model.base_model.rankallocator
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    expected = {f"parameter.{n}": (tuple(p.shape), p.dtype) for n, p in trained.items()}
+    kinds = {name.partition(".")[0] for name in state}
+    named, diagonals = tensors(model), _diagonals(model)
+    for kind in AVERAGES if kinds & set(AVERAGES) else ():
+        expected |= {f"{kind}.{n}": (tuple(p.shape), p.dtype) for n, p in named.items()}
+    if "mask" in kinds:
+        expected |= {f"mask.{n}": ((len(p),), torch.bool) for n, p in diagonals.items()}
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    wrong = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
+    if wrong:
+        what = f"the saved state of AdaLoRA does not fit this model ({len(wrong)} tensors)"
+        problems = [
+            Problem(what, where=n, found=_described(found.get(n)), expected=_described(expected.get(n)))
+            for n in wrong[:SHOWN]
+        ]
+        raise UserError(*problems, code=Exit.ARTEFACT)
+    for name, parameter in trained.items():
+        parameter.copy_(state[f"parameter.{name}"])
+    allocator.reset_ipt()
+    for kind in AVERAGES if kinds & set(AVERAGES) else ():
+        memory = {n: state[f"{kind}.{n}"].to(p.device, copy=True) for n, p in named.items()}
+        setattr(allocator, kind, memory)
+    masks = {n: state[f"mask.{n}"].tolist() for n in diagonals} if "mask" in kinds else None
+    vars(allocator).pop("masked", None)
+    allocator.peft_config.rank_pattern = masks
+
+
+def _diagonals(model: PeftModel) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in tensors(model).items() if "lora_E" in name}
+
+
+def _described(kind: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "no such tensor" if kind is None else f"{kind[0]} {str(kind[1]).removeprefix('torch.')}"

@@ -1,0 +1,142 @@
+"""Run checks on an attached adapter: matched modules, counts and trained rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import target_modules, trainable_parameters
+from finetune.core.errors import Exit
+from finetune.models import module_names
+from finetune.recipe import adapter_types
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Adapter
+
+
+def add_row_receipt(adapted: Any, added: Sequence[int], ledger: RunChecks) -> None:
+    """Each new token's row trains, in embeddings and head: by itself, or in what trains as a whole."""
+    count, heads = (
+        _rows_trained(module, added)
+        for module in (adapted.get_input_embeddings(), adapted.get_output_embeddings())
+    )
+    got = f"{count} rows train" + (f", and {heads} of the head" if heads != count else "")
+    how = "rows of the embeddings and of the head with requires_grad"
+    ledger.add("model.add_tokens", f"{len(added)} rows train", got, how)
+
+
+def _rows_trained(module: Any, added: Sequence[int]) -> int:
+    """How many of the new tokens' rows train in embeddings or a head, as PEFT has wrapped them."""
+    if rows := getattr(module, "token_adapter", None):
+        found = set(rows.token_indices["default"]) & set(added)
+        return len(found) if rows.trainable_tokens_delta["default"].requires_grad else 0
+    whole = getattr(module, "modules_to_save", None)
+    return len(added) if whole and whole["default"].weight.requires_grad else 0
+
+
+def add_receipts(adapted: Any, adapter: Adapter, known: module_names.Names, ledger: RunChecks) -> None:
+    """Type, modules by name, ranks, and what else trains: read back from the live model."""
+    config, kind = adapted.peft_config["default"], adapter_types.find(adapter.type)
+    asked = " ".join([kind.peft.upper(), *(f"with {key}" for key in kind.sets)])
+    got = str(getattr(config.peft_type, "value", config.peft_type))
+    got = " ".join([got, *(f"with {key}" for key in kind.sets if getattr(config, key, None))])
+    ledger.add("adapter.type", asked, got, "the live PEFT config")
+    options = adapter.options()
+    changed = Counter(module_names.short(name) for name in getattr(adapted, "targeted_module_names", ()))
+    if changed:
+        targets = options.get("target_modules")
+        as_saved = adapter.source and targets != "all-linear"  # by the names of the adapter it goes on from
+        limits = vars(config) if adapter.source else {}  # what of all layers that one leaves out
+        expected = changed if targets is None or as_saved else _expected({**limits, **options}, known)
+        if expected != changed:
+            expected = _without_experts(config, options, expected, known, ledger)
+        ledger.add(
+            "adapter.target_modules", _counts(expected), _counts(changed), "adapted modules, counted by name"
+        )
+    if kind.peft == "lora" and (options.get("rank_pattern") or options.get("alpha_pattern")):
+        _add_pattern_receipt(adapted, config, ledger)
+    for key, part in (
+        ("modules_to_save", ".modules_to_save."),
+        ("trainable_token_indices", "trainable_tokens_delta"),
+    ):
+        if options.get(key):
+            trained = {n for n in trainable_parameters.trainable(adapted) if part in n}
+            ledger.add(
+                f"adapter.{key}",
+                options[key],
+                f"{len(trained)} tensors train",
+                "parameters with requires_grad",
+                ok=bool(trained),
+            )
+    parameters = getattr(adapted, "targeted_parameter_names", ())
+    if parameters or options.get("target_parameters"):
+        ledger.add(
+            "adapter.target_parameters",
+            options.get("target_parameters") or "experts' weights, by the names of their layers (PEFT)",
+            f"{len(parameters)} parameters",
+            "the live PEFT model",
+            ok=bool(parameters),
+        )
+    count_trainable(adapted, ledger)
+
+
+def _add_pattern_receipt(adapted: Any, config: Any, ledger: RunChecks) -> None:
+    """Rank and scale of each module, beside those that PEFT's rule for patterns gives it."""
+    from peft.utils.other import get_pattern_key
+
+    asked, got = Counter[str](), Counter[str]()
+    for name in adapted.targeted_module_names:
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+        module = adapted.get_base_model().get_submodule(name)
+        asked[f"r={rank} x{alpha / (rank**0.5 if config.use_rslora else rank):g}"] += 1
+        got[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
+    how = "rows of A and scale, counted over modules"
+    ledger.add("adapter.rank_pattern, alpha_pattern", _counts(asked), _counts(got), how)
+
+
+def _expected(options: dict[str, Any], known: module_names.Names) -> Counter[str]:
+    """The layers that PEFT's rules pick, counted by name."""
+    return Counter(map(module_names.short, target_modules.targeted(options, known)))
+
+
+def _without_experts(
+    config: Any, options: dict[str, Any], asked: Counter[str], known: module_names.Names, ledger: RunChecks
+) -> Counter[str]:
+    """The layers asked for, less those whose names PEFT takes for the weights of a mixture's experts.
+
+    Its conversion for transformers 5 makes `target_parameters` of them, where an MLP that is dense, or shared
+    by all experts, has layers of these names (peft 0.21.2, utils/transformers_weight_conversion.py).
+    """
+    made = sorted(set(config.target_parameters or ()) - set(options.get("target_parameters") or ()))
+    if not made:
+        return asked
+    left = _expected({**options, "target_modules": config.target_modules}, known)
+    if lost := asked - left:
+        what = f"{_counts(lost)} get no adapter: PEFT adapts the experts' weights in their place"
+        ledger.notes.append(f"{what} ({', '.join(made)})")
+    return left
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items()))
+
+
+def count_trainable(model: torch.nn.Module, ledger: RunChecks) -> None:
+    from finetune.distributed import sharded_tensors  # imports torch
+
+    count = sum(
+        sharded_tensors.shape(parameter).numel()
+        for parameter in trainable_parameters.trainable(model).values()
+    )
+    total = sum(sharded_tensors.shape(parameter).numel() for parameter in model.parameters())
+    if hasattr(model, "get_nb_trainable_parameters"):  # knows that a 4-bit code holds two weights
+        count, total = model.get_nb_trainable_parameters()  # type: ignore[operator]  (a PeftModel's method)
+    share = f"{count:,} of {total:,} ({count / total:.2%})"
+    how = "parameters with requires_grad"
+    ledger.add("trainable parameters", "> 0", share, how, ok=count > 0, code=Exit.TRAINING)

@@ -1,0 +1,205 @@
+"""Put an adapter on a model, or go on from one; then say which modules it changed and which weights train.
+
+The types and their keys are in `adapter_types.py`, first weights that need preparation in `adapter_init.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import adapter_checks, init_from, initialization, target_modules, trainable_parameters
+from finetune.core.errors import Problem, UserError
+from finetune.models import module_names
+from finetune.quantization import qat
+from finetune.recipe import adapter_types
+from finetune.recipe.adapter_rules import coded, rows_beside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
+
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.adapter_types import Shapes
+    from finetune.recipe.schema import Adapter
+
+
+def attach(
+    model: PreTrainedModel,
+    adapter: Adapter,
+    steps: int,
+    ledger: RunChecks,
+    batches: Callable[[], list[dict[str, torch.Tensor]]] = list,
+    added: Sequence[int] = (),
+) -> PeftModel | PreTrainedModel:
+    """Put the adapter on the model. `full` trains the model as it is.
+
+    Args:
+        steps: optimizer steps of the whole run; AdaLoRA's schedule is made from it.
+        batches: gives batches of training data, for initialisations that look at it.
+        added: ids of tokens that are new to the model; their rows train.
+
+    Raises:
+        UserError: a name that matches no module, with the nearest; what PEFT refuses (exit 2).
+    """
+    from finetune.quantization import fp8_loading
+
+    if adapter.type == "full":
+        ledger.add("adapter.type", "full", "full", "no adapter: every parameter trains")
+        _freeze_towers(model, ledger)
+        adapter_checks.count_trainable(model, ledger)
+        return model
+    everything = trainable_parameters.names(model)
+    if adapter.source:
+        adapted: Any = init_from.load(model, adapter, added, ledger)
+    else:
+        _check_names(model, adapter)
+        with init_from.refusals("PEFT refuses it"):
+            config: Any = peft_config(adapter, steps, trainable_parameters.shapes(model))
+        _train_rows(model, config, added)
+        _keep_to_text(model, config, everything)
+        init = adapter.options().get("init_lora_weights")
+        with init_from.refusals("PEFT refuses it"):
+            adapted = initialization.attach(model, config, init, everything.linear, batches, ledger)
+    _settle(adapted, adapter, model)
+    fp8_loading.refuse_merges(adapted)
+    _freeze_towers(model, ledger)
+    adapter_checks.add_receipts(adapted, adapter, everything, ledger)
+    if added:
+        adapter_checks.add_row_receipt(adapted, added, ledger)
+    return qat.follow(adapted)
+
+
+def _settle(adapted: Any, adapter: Adapter, model: PreTrainedModel) -> None:
+    """Name the base in the config, freeze what PEFT leaves to train by mistake, and let TRL find the head.
+
+    Raises:
+        UserError: an adapter on the head, which TRL's loss passes by (exit 2).
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config: Any = adapted.peft_config["default"]
+    config.base_model_name_or_path = str(model.name_or_path)
+    config.revision = getattr(model.config, "_commit_hash", None)
+    for name, parameter in adapted.named_parameters():
+        if ".ranknum." in name:  # not saved, and trainable on a bf16 base
+            parameter.requires_grad = False
+    head = adapted.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        what, fix = "TRL's loss reads the head's own weight and passes the adapter by", "adapter.type: lora"
+        fix += " with trainable_token_indices" if adapter.type == "trainable_tokens" else ""
+        raise UserError(Problem(what, "adapter", found=f"{adapter.type} on the output head", fix=fix))
+    if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
+        head.register_parameter("bias", None)
+
+
+def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
+    """No adapter in a multimodal base's towers, whose layers may be called as those of its text model are."""
+    if not trainable_parameters.towers(model):
+        return
+    decoder = model.get_decoder()
+    text = next(name for name, module in model.named_modules() if module is decoder)
+    if hasattr(config, "exclude_modules"):
+        own = config.exclude_modules or ()
+        own = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
+        config.exclude_modules = "|".join([rf"(?!{re.escape(text)}\.).*", *own])
+    elif getattr(config, "target_modules", None):
+        config.target_modules = set(target_modules.targeted(vars(config), known))
+
+
+def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
+    """Trained biases, whole modules and all of `full` stop at the text model too."""
+    from torch import nn
+
+    held = trainable_parameters.towers(model)
+    if not held:
+        return
+    for parameter in held.values():
+        parameter.requires_grad = False
+    text = set(module_names.of_text(model))
+    count = sum(isinstance(module, nn.Linear) and module not in text for module in model.modules())
+    beside = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in held}))
+    ledger.notes.append(f"{count} linear layers stay as they are, for no text runs through them: {beside}")
+    trained = sum(parameter.requires_grad for parameter in trainable_parameters.towers(model).values())
+    how = "parameters with requires_grad outside of the text model and its head"
+    ledger.add(f"trained in {beside}", "nothing", trained or "nothing", how)
+
+
+def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
+    """PEFT's config of the recipe's section, completed for this model and this run.
+
+    Raises:
+        UserError: options that leave the type nothing to do (exit 2).
+    """
+    from peft import TaskType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = adapter_types.find(adapter.type)
+    options: dict[str, Any] = {**deepcopy(adapter.options()), **kind.sets}  # PEFT adds to lists of its config
+    if options.get("target_modules") == "all-linear" and options.get("layers_to_transform") is not None:
+        options["target_modules"] = sorted(set(map(module_names.short, model)))  # PEFT wants a list beside it
+    if kind.build:
+        options = kind.build(options, steps, model)
+    init = options.get("init_lora_weights")
+    if init in adapter_types.CONFIGURED_INITS:
+        options.setdefault(f"{init}_config", {})  # or PEFT warns that it takes the defaults
+    if init == "loftq":  # PEFT's own would quantise the weights once more
+        options["init_lora_weights"] = True
+    classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
+
+
+def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
+    """PEFT keys that a builder set, not the recipe: AdaLoRA's schedule, IA3's feed-forward modules."""
+    builds = () if adapter.source else adapter_types.find(adapter.type).builds
+    values = {
+        key: getattr(model.peft_config["default"], key) for key in builds if key not in adapter.options()
+    }
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+
+
+def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
+    """Names and numbers of the recipe that nothing in the model answers to are errors, all at once."""
+    options = adapter.options()
+    kind = adapter_types.find(adapter.type)
+    problems = target_modules.problems(
+        options, trainable_parameters.names(model), any_module=kind.peft in adapter_types.NOT_LINEAR
+    )
+    parts = list(model.named_modules())
+    for name in options.get("modules_to_save") or ():
+        held = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
+        found = coded([name], held.pop()) if held else []
+        problems += [Problem(what, key, **texts) for key, what, texts in found]
+    embedding: Any = model.get_input_embeddings()
+    rows = len(embedding.weight)
+    for key in ("trainable_token_indices", "token_indices"):
+        given = options.get(key) or ()
+        tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
+        beyond = [token for token in tokens if not 0 <= token < rows]
+        if beyond:
+            texts = {"found": ", ".join(map(str, beyond)), "expected": f"0 to {rows - 1}"}
+            problems.append(Problem("the model has no such token", f"adapter.{key}", **texts))
+    if problems:
+        raise UserError(*problems)
+
+
+def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> None:
+    """New tokens need rows that train: in the embeddings, and in the head if it has its own.
+
+    Raises:
+        UserError: embeddings or a head that train as a whole, and the other that does not (exit 2).
+    """
+    tied = model.config.get_text_config().tie_word_embeddings
+    if found := rows_beside(vars(config), tied, bool(added)):
+        raise UserError(*(Problem(what, key, **texts) for key, what, texts in found))
+    saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
+    if not added or "embed_tokens" in map(module_names.short, saved):
+        return
+    own = getattr(config, "trainable_token_indices", None) or []
+    asked = own if isinstance(own, dict) else {"embed_tokens": own} | ({} if tied else {"lm_head": own})
+    rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
+    config.trainable_token_indices = rows["embed_tokens"] if tied and len(rows) == 1 else rows

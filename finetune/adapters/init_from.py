@@ -1,0 +1,272 @@
+"""Going on from a saved adapter (`adapter.from`): one of this type, with these options, on this base?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import initialization
+from finetune.core import untrusted_files
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.paths import local_path, on_the_hub, similar_files
+from finetune.hub import client
+from finetune.models import module_names
+from finetune.recipe import adapter_types
+from finetune.recipe.adapter_rules import EMBEDDINGS, HEADS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedModel
+
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Adapter
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
+    """Whether training can go on from `adapter.from`; reads its config only, no torch.
+
+    Returns:
+        Notes: what can be seen only when it loads.
+
+    Raises:
+        UserError: no adapter there, one of another type, of other options or of another base (exit 2).
+    """
+    if adapter.source is None:
+        return []
+    folder = _source_folder(adapter.source)
+    if folder is None:
+        repo, revision = client.split(adapter.source)
+        client.check_name(repo, "adapter.from")
+        pin = (
+            ""
+            if client.COMMIT.fullmatch(revision or "")
+            else f"; pin it: {repo}@<commit>, or it may be another tomorrow"
+        )
+        return [f"adapter.from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
+    check_weights(folder, adapter.source)
+    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    problems = _source_problems(saved, adapter, base, revision)
+    if problems:
+        raise UserError(*problems)
+    return []
+
+
+def check_weights(folder: Path, source: str) -> None:
+    """Whether a folder holds an adapter in safetensors, the one format that is read (exit 2)."""
+    untrusted_files.check_adapter(folder, "adapter.from")
+    missing = [name for name in FILES if not (folder / name).exists()]
+    if missing:
+        raise UserError(Problem(f"has no {', '.join(missing)}", "adapter.from", found=source))
+
+
+def _source_folder(source: str) -> Path | None:
+    """The local folder of `adapter.from`: a PEFT folder, or the adapter of a run; `None`: it is on the Hub.
+
+    Raises:
+        UserError: a folder without an adapter (exit 2).
+    """
+    path = Path(source)
+    if not path.exists():
+        if local_path(source):
+            texts = {"found": f"looked in {Path.cwd()} and beside the recipe", "fix": similar_files(path)}
+            raise UserError(Problem(f"local path not found: {source}", "adapter.from", **texts))
+        return None
+    for folder in (path, path / "adapter"):
+        if (folder / "adapter_config.json").exists():
+            return folder
+    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
+    raise UserError(Problem(f"no adapter in {path}", "adapter.from", found=found, fix="a run folder"))
+
+
+def _source_problems(
+    saved: dict[str, Any], adapter: Adapter, base: str, revision: str | None
+) -> list[Problem]:
+    """What keeps a saved adapter's config from being gone on with under this recipe."""
+    kind, found = adapter_types.find(adapter.type), []
+    if kind.prompt or kind.peft == "adalora":
+        what = f"PEFT can't go on training a saved {adapter.type}"
+        fix = "merge it (finetune merge), and train on what comes out"
+        fix = "drop it: what is saved can't be merged either" if kind.prompt else fix
+        return [Problem(what, "adapter.from", fix=fix)]
+    init = str(saved.get("init_lora_weights")).lower()
+    if init.startswith(adapter_types.REBASING_INITS):
+        what = "stands on a base that its first weights were taken out of"
+        fix = "save it as plain LoRA by PEFT"
+        return [Problem(what, "adapter.from", found=f"init_lora_weights: {init}", fix=fix)]
+    for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
+        if saved.get(key) is not None and saved[key] is not False:
+            found.append(Problem(why, "adapter.from", found=f"{key}: {saved[key]}"))
+    type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
+    type_saved = f"{type_saved} {_variant(saved)}".strip()
+    type_asked = f"{kind.peft} {_variant({**adapter.options(), **kind.sets})}".strip()
+    if type_saved != type_asked:
+        found.append(
+            Problem("is an adapter of another type", "adapter.from", found=type_saved, expected=type_asked)
+        )
+    for key, value in adapter.options().items():
+        have = saved.get(key)
+        same = _same(key, value, saved) if isinstance(value, list) else value == have
+        if not same and value != "all-linear":
+            what = "differs from what the adapter was made with"
+            found.append(Problem(what, f"adapter.{key}", found=str(value), expected=str(have), fix="drop it"))
+    if not adapter.ours("from_other_base"):
+        of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
+        same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
+        known = [one for one in (commit, revision) if client.COMMIT.fullmatch(str(one))]
+        if not same or len({*known}) > 1:  # a branch may be either
+            fix = "the base it was trained on, or from_other_base: true if that is what you want"
+            expected = f"{base} {revision or ''}".strip()
+            what = "was trained on another base"
+            found.append(
+                Problem(
+                    what, "adapter.from", found=f"{of} {commit or ''}".strip(), expected=expected, fix=fix
+                )
+            )
+    return found
+
+
+def _same(key: str, value: list[Any], saved: dict[str, Any]) -> bool:
+    """Whether a recipe's list is what a saved config has. Of embeddings and a head that are tied, PEFT saves
+    the embeddings, by their whole name beside or in place of what was asked for (`ensure_weight_tying`)."""
+    asked, have = set(value), set(saved.get(key) or ())
+    tied = set[str]()
+    if saved.get("ensure_weight_tying") and key in ("modules_to_save", "target_modules"):
+        tied = {name for name in asked | have if module_names.short(name) in (*EMBEDDINGS, *HEADS)}
+    if tied & asked and any("." in name for name in tied & have):
+        return asked - tied == have - tied
+    return asked == have
+
+
+def _variant(options: Any) -> str:
+    return " ".join(key for key in ("use_dora", "use_rslora") if options.get(key))
+
+
+def check_tokens(adapter: Adapter, added: Sequence[str], tokenizer: Any) -> None:
+    """Tokens that the base lacks and `adapter.from` trains rows of must be `model.add_tokens` (exit 2)."""
+    names = "adapter_config.json", "tokenizer.json"
+    found = _source_files(adapter.source, names) if adapter.source else None
+    if found is None:
+        return
+    saved, theirs = found
+    rows, known = _rows_of(saved), tokenizer.get_vocab()
+    its = {token["content"]: token["id"] for token in theirs["added_tokens"]}
+    needed = {t: its[t] for t in its if (t in added or t not in known) and (rows is None or its[t] in rows)}
+    have = {token: known[token] for token in added}
+    if needed != have:
+        what, fix = "the adapter to go on from was made with others, and has their rows", "drop it"
+        fix = f"model.add_tokens: {json.dumps(sorted(needed, key=needed.__getitem__))}" if needed else fix
+        expected, said = (str(tokens or "none") for tokens in (needed, have))
+        raise UserError(Problem(what, "model.add_tokens", found=said, expected=expected, fix=fix))
+
+
+def _source_files(source: str, names: Sequence[str]) -> list[Any] | None:
+    """JSON files of a saved adapter; `None` where one is missing, or the adapter: who loads it says so."""
+    with contextlib.suppress(UserError, OSError, ValueError):
+        folder = _source_folder(source)
+        if folder is None:
+            repo, revision = client.split(source)
+            paths = [untrusted_files.from_hub(repo, revision or "main", name) for name in names]
+        else:
+            paths = [folder / name for name in names]
+        if all(path and Path(path).is_file() for path in paths):
+            return [json.loads(Path(str(path)).read_text(encoding="utf-8")) for path in paths]
+    return None
+
+
+def _rows_of(saved: dict[str, Any]) -> set[int] | None:
+    """Tokens whose rows an adapter trains, wherever they have any; `None`: all of them."""
+    if "embed_tokens" in map(module_names.short, saved.get("modules_to_save") or ()):
+        return None
+    rows = saved.get("trainable_token_indices") or ()
+    return set.intersection(*map(set, rows.values())) if isinstance(rows, dict) else set(rows)
+
+
+def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger: RunChecks) -> Any:
+    """The adapter of `adapter.from`, to be trained further; every tensor of its file must be in the model."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    source = str(adapter.source)
+    folder = _source_folder(source)
+    if folder is None:
+        folder, pinned = client.download(source, list(FILES), "adapter.from")
+        source = f"{client.split(source)[0]}@{pinned}"
+    check_weights(folder, source)
+    saved = PeftConfig.from_pretrained(str(folder)).to_dict()
+    commit = getattr(model.config, "_commit_hash", None)
+    problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
+    if (rows := _rows_of(saved)) is not None and (bare := len(set(added) - rows)):
+        what, fix = "this adapter trains no rows for them", "add them where the first adapter is trained"
+        problems.append(Problem(what, "model.add_tokens", found=f"{bare} new tokens", fix=fix))
+    if problems:
+        raise UserError(*problems)
+    with refusals(f"the adapter of {source} does not go on this model"):
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    config: Any = adapted.peft_config["default"]
+    config.base_model_name_or_path, config.revision = model.name_or_path, commit  # what it stands on from now
+    on_disk = load_peft_weights(str(folder), device="cpu")
+    live = get_peft_model_state_dict(adapted, **initialization.embeddings(adapted))
+    check_whole(adapted, list(on_disk), source)
+    equal = sum(
+        name in live and bool((live[name].float().cpu() == tensor.float()).all())
+        for name, tensor in on_disk.items()
+    )
+    how = "tensors of its file, compared with the model's"
+    ledger.add(
+        "adapter.from", f"all {len(on_disk)} of {source}", f"all {equal} of {source}", how, code=Exit.ARTEFACT
+    )
+    return adapted
+
+
+def check_whole(adapted: Any, names: Sequence[str], source: str) -> None:
+    """Every tensor of the adapter is in its file; PEFT leaves what is missing as it was drawn (exit 4).
+
+    Args:
+        names: of the file's tensors.
+    """
+    from peft import get_peft_model_state_dict
+
+    # without embeddings, of which PEFT saves those that were resized, and asks the Hub whether they were
+    live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if missing := sorted(live.keys() - set(names)):
+        what, found = f"its file lacks {len(missing)} of the adapter's tensors", ", ".join(missing[:3])
+        problem = Problem(what, where=source, found=found, fix="download it again")
+        raise UserError(problem, code=Exit.ARTEFACT)
+
+
+@contextlib.contextmanager
+def refusals(
+    what: str,
+    code: Exit = Exit.INPUT,
+    *,
+    where: str = "",
+    key: str = "adapter",
+    fix: str = "another option, or --debug",
+) -> Iterator[None]:
+    """PEFT's own errors, in one line, as ours; not those of memory or a device, which tell nothing of it."""
+    import torch
+    from accelerate.utils.memory import should_reduce_batch_size
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (
+        ValueError,
+        TypeError,
+        NotImplementedError,
+        RuntimeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
+        if should_reduce_batch_size(error):
+            raise
+        said = " ".join(str(error).split())
+        found = said if len(said) <= 300 else f"{said[:300]} ..."
+        raise UserError(Problem(what, key, where, found, fix=fix), code=code) from error

@@ -1,0 +1,84 @@
+"""List a model's trainable and frozen parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.models import module_names
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from finetune.recipe.adapter_types import Shapes
+
+
+def towers(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """What a multimodal base has beside its text model and head, by name: no text runs through it."""
+    text = {id(p) for module in module_names.of_text(model) for p in module.parameters(recurse=False)}
+    return {name: p for name, p in model.named_parameters() if id(p) not in text}
+
+
+def shapes(model: PreTrainedModel) -> Shapes:
+    """What adapter types need to know of a model; the shapes of quantised layers are those of their maths."""
+    linear: dict[str, Any] = linear_layers(model)
+    return {name: (module.out_features, module.in_features) for name, module in linear.items()}
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The linear layers that text runs through by their full names, without the output head."""
+    from torch import nn
+
+    head, text = model.get_output_embeddings(), set(module_names.of_text(model))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and module in text
+    }
+
+
+def names(model: PreTrainedModel) -> module_names.Names:
+    """What a recipe may call by name in a live model."""
+    beside = towers(model)
+    parameters = [name for name, _ in model.named_parameters() if name not in beside]
+    holders = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    holders += [] if "lm_head" in holders else ["lm_head"]
+    return module_names.Names(list(linear_layers(model)), holders, parameters)
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters that the optimizer will move, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train_in_fp32(model: torch.nn.Module) -> dict[str, torch.dtype]:
+    """Give every trained weight fp32, where small steps are not lost: PEFT does so for its own matrices only,
+    not for modules that train whole.
+
+    Returns:
+        The dtypes they had and will be loaded in, by name.
+    """
+    import torch
+
+    halves = {n: p.dtype for n, p in trainable(model).items() if p.dtype in (torch.bfloat16, torch.float16)}
+    for name in halves:
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.float()
+    return halves
+
+
+def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that must be the same after training: frozen parameters and buffers.
+
+    AdaLoRA's `ranknum` is bookkeeping of the adapter, not of the base.
+    """
+    tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    tensors.update(model.named_buffers())
+    for name, tensor in list[tuple[str, Any]](tensors.items()):
+        if hasattr(tensor, "__tensor_flatten__") and not hasattr(
+            tensor, "full_tensor"
+        ):  # torchao keeps codes and scales in one tensor
+            del tensors[name]
+            inner, _ = tensor.__tensor_flatten__()
+            tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})
+    return {name: tensor for name, tensor in tensors.items() if "ranknum" not in name}

@@ -1,0 +1,77 @@
+"""The Python API: the same functions that the commands call.
+
+Every function raises `finetune.core.errors.UserError` for a mistake of the user.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.run_folder import RunFolder as Run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from finetune.planning.planner import Plan
+
+__all__ = ["Recipe", "Run", "check", "evaluate", "load_recipe", "merge", "plan", "publish", "train"]
+
+
+def check(recipe: Recipe) -> list[str]:
+    """Find every mistake that can be found before a weight is loaded; return notes and advice."""
+    from finetune.preflight import checker
+
+    return checker.run(recipe)
+
+
+def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
+    """Estimate memory, time and cost on `gpus` GPUs of a type such as "h100", or on this machine."""
+    from finetune.planning import planner
+
+    machine, processes = planner.planned_machine(gpu, gpus)
+    return planner.make(recipe, machine, processes)
+
+
+def train(recipe: Recipe, *, quiet: bool = False, resume: str | None = None) -> Run:
+    """Train, save, reopen and evaluate a recipe; return its run folder.
+
+    Args:
+        resume: the checkpoint to continue from: "newest", "auto" or "step-<n>".
+    """
+    from finetune.training import pipeline
+
+    return pipeline.run(recipe, quiet=quiet, resumes=resume)
+
+
+def evaluate(run: Run | str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Evaluate the base model and the fine-tuned model of a finished run; return the content of eval.json."""
+    from finetune.evaluation import evaluator
+
+    return evaluator.run(_path(run), list(overrides))
+
+
+def merge(run: Run | str | Path, output: str | None = None, *, quantize: str | None = None) -> dict[str, Any]:
+    """Merge a run's adapter into its base model; return the content of merge.json.
+
+    Args:
+        output: the new folder; `None`: `merged` in the run folder.
+        quantize: int8, int4 or fp8.
+    """
+    from finetune.export import merging
+
+    return merging.run(_path(run), output=output, quantized=quantize)
+
+
+def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> dict[str, Any]:
+    """Upload a run to the Hub; return the content of publish.json."""
+    from finetune.core.console import Console
+    from finetune.export import publishing
+
+    return publishing.run(_path(run), Console(quiet=True), overrides, dry_run=dry_run)
+
+
+def _path(run: Run | str | Path) -> str | Path:
+    return run.path if isinstance(run, Run) else run

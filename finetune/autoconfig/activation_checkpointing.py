@@ -1,0 +1,124 @@
+"""What backward keeps, what is recomputed in its place and what waits in the CPU's memory, by a memory plan.
+
+As `estimate`, whose numbers these are, it imports no torch: a run and `finetune plan` choose by the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig.memory_estimate import IN_FLIGHT, INT8, at_once, split
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.run_checks import Choice
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.memory_estimate import Memory
+    from finetune.hardware.detection import Hardware
+
+
+def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
+    """`none`, `cheap` (the norms of all layers), `mlp:8` (and gate and up of eight), `mlp` (of all), or how
+    many layers are recomputed whole beside that of the others (`8 of 32`); `int8` and `int8:8`: gate and up
+    are kept in int8, and made again of eight. `auto` takes the least that fits.
+
+    Raises:
+        UserError: `mlp` or `int8` where MLPs are not fused (exit 3).
+    """
+    layers = plan.layers
+    if str(asked).startswith(("mlp", "int8")) and not plan.mlps:
+        what = "makes gate and up of fused MLPs again, and this model's are not fused whole"
+        found = f"{asked}, with {plan.unfused}" if plan.unfused else str(asked)
+        problem = Problem(what, "speed.recompute", found=found, fix="speed.recompute: auto, or all")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    if plan.away and asked == "auto":
+        leaves = (plan.kept - plan.norms - plan.mlps) * plan.away * plan.pinned
+        if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
+            return Choice("mlp", f"auto: {leaves:.0f} GiB of what else layers keep go to the CPU's memory")
+        return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
+    if asked in ("none", "cheap", "mlp", "int8", "all"):
+        return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
+    if isinstance(asked, int):
+        return Choice(f"{min(asked, layers)} of {layers}", "asked for")
+    if asked != "auto":
+        return Choice(asked if int(asked.partition(":")[2]) < layers else "mlp", "asked for")
+    if hardware.device == "cpu":
+        return Choice("none", "auto: on the CPU memory is not what is short")
+    free = max(0.0, plan.room)
+    text = f"auto: activations need about {plan.kept:.0f} GiB, {free:.0f} GiB are free for them"
+    if plan.kept <= plan.room:
+        return Choice("none", text)
+    kept = plan.kept - plan.norms
+    if kept <= plan.room:
+        return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
+    rounded, one = _rounded(plan, text), plan.norms / layers  # of a layer that computes
+    if plan.mlps and (count := math.ceil((kept + one - plan.room) / plan.mlps * layers)) < layers:
+        kept -= count * plan.mlps / layers
+        again = Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
+        return rounded if rounded and _cost(rounded.value, plan) < _cost(again.value, plan) else again
+    kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
+    saved = kept / layers - plan.entry
+    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
+    return rounded or Choice(f"{count} of {layers}", text)
+
+
+def choose(
+    recompute: str | int, offload: str, plan: Memory, hardware: Hardware
+) -> tuple[Choice, Choice, Memory]:
+    """What is recomputed, what a GPU keeps in the CPU's memory, and the plan with it.
+
+    Where both are `auto` and gate and up would be made again though they are kept in int8, what else as few
+    layers keep leaves as lets none be: if the CPU has room for it, and copies are no slower than the layers
+    they run beside.
+
+    Raises:
+        UserError: as `choose_recompute`.
+    """
+    again, layers = choose_recompute(recompute, plan, hardware), plan.layers
+    if offload != "auto":
+        return again, Choice(offload, "not asked for" if offload == "none" else "asked for"), plan
+    if recompute != "auto" or hardware.device == "cpu":
+        why = "no GPU" if hardware.device == "cpu" else "speed.recompute is asked for"
+        return again, Choice("none", f"auto: {why}"), plan
+    cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("int8", plan)
+    each = (plan.kept - plan.norms - plan.mlps) / layers
+    passing = plan.norms / layers  # a tensor that leaves, and one that comes
+    over = at_once(plan, "int8")[1] + passing - plan.room
+    count = max(1, math.ceil(over / each) + IN_FLIGHT)
+    if again.value in ("none", "cheap", "int8"):
+        why = "no need"
+    elif not plan.beside:
+        why = "only beside compiled layers with fused MLPs on fp8"
+    elif cheap:
+        why = "less is made again than int8 would cost"
+    elif count > layers:
+        why = "all layers would not be enough"
+    elif count > plan.beside * layers:
+        why = "copies would take longer than layers"
+    elif count * each * plan.pinned > plan.host:
+        why = f"the CPU has no room for {count * each * plan.pinned:.0f} GiB"
+    else:
+        why = ""
+    if why:
+        return again, Choice("none", f"auto: {why}"), plan
+    half = Choice("int8", f"{again.reason}; no more, as {count} layers leave what else they keep to the CPU")
+    text = f"auto: {count * each:.0f} GiB on the CPU, so that no MLP is made again"
+    return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
+
+
+def _rounded(plan: Memory, text: str) -> Choice | None:
+    """Gate and up kept in int8, as few as need be made again; `None`: not by `auto`, or it is not enough."""
+    kept, one = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers
+    over = kept + plan.norms / plan.layers - plan.room
+    count = max(0, math.ceil(over / (INT8 * one))) if one else plan.layers
+    if count >= plan.layers or plan.rounding == math.inf:
+        return None
+    value = f"int8:{count}" if count else "int8"
+    text += f"; with gate and up in int8 {kept - count * INT8 * one:.0f} GiB"
+    return Choice(value, text + f", those of {count} made again" * bool(count))
+
+
+def _cost(recompute: str, plan: Memory) -> float:
+    """Time, of making gate and up of one MLP again."""
+    rounding = plan.rounding * plan.layers if recompute.startswith("int8") else 0.0
+    return split(recompute, plan.layers)[1] + rounding

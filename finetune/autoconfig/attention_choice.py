@@ -1,0 +1,282 @@
+"""Which attention implementation serves this GPU, this model and these rows, each with its reason.
+
+Training rows need no mask: they are causal, and end in padding that carries no loss, or they hold documents
+whose borders are known. Answers are generated with padding on the left and a cache: there a mask is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import packages
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.kernels import kernel_limits
+from finetune.recipe import upstream_options
+
+if TYPE_CHECKING:
+    from finetune.hardware.detection import Hardware
+
+# Families whose layers hand everything that shapes attention to transformers' interface as arguments; a tiny
+# model of each is proved equal to eager in the tests
+FAMILIES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("phi", "phi3", "smollm3", "olmo2", "granite"),
+)
+# TFLOP/s forward / backward on an H200: causal, head size 128, bf16; rows of 4096, packed documents of 2048
+# (benchmarks/attention.json; flex_attention's from LOG.md)
+SPEED = {
+    "flash_attention_4": ("587 / 502", "499 / 416"),
+    "flash_attention_3": ("620 / 505", "506 / 410"),
+    "cudnn": ("534 / 451", ""),
+    "varlen": ("320 / 272", "292 / 239"),
+    "flex_attention": ("", "266 / 270"),
+}
+
+
+@dataclass(frozen=True)
+class Attends:
+    """What a model's layers compute, from its config; the defaults are Llama's."""
+
+    family: str = "llama"
+    head_size: int = 128
+    window: int | None = None
+    """Tokens that the layers with a sliding window see, themselves included."""
+    softcap: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    special: str = ""
+    """What a causal kernel does not compute: "attends in chunks"."""
+    lacks: tuple[str, ...] = ()
+    """What transformers' class of the model refuses of sdpa and flex_attention."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What attention is trained on."""
+
+    packed: bool
+    """Documents end to end in one row, their borders known."""
+    longest: int
+    """Tokens of the longest document."""
+    prompts: bool = False
+    """The adapter puts vectors before the row (prompt tuning and its kin)."""
+
+
+def read(config: Any) -> Attends:
+    """What a transformers config and its model's class say of attention."""
+    lacks, config = _lacks(config), config.get_text_config()
+    family = config.model_type
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kinds = set(getattr(config, "layer_types", None) or [])
+    windows = not kinds or "sliding_attention" in kinds
+    special = ""
+    if getattr(config, "attention_chunk_size", None) or "chunked_attention" in kinds:
+        special = "attends in chunks"
+    elif kinds - {"full_attention", "sliding_attention"}:
+        special = f"has layers of {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
+    elif getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        special = "is not causal"
+    elif getattr(config, "kv_lora_rank", None):
+        special = "has values of another size than its keys"
+    return Attends(
+        family=family,
+        head_size=size,
+        window=getattr(config, "sliding_window", None) if windows else None,
+        softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        sinks=family in ("gpt_oss",),
+        dropout=float(getattr(config, "attention_dropout", 0.0) or 0.0),
+        special=special,
+        lacks=lacks,
+    )
+
+
+def _lacks(config: Any) -> tuple[str, ...]:
+    """What the class that a config is for refuses; nothing, where there is none: that does not load."""
+    flags = upstream_options.causal_flags(config.model_type)
+    supports = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    return tuple(name for name, flag in supports.items() if flags and not flags.get(flag, False))
+
+
+def choose(
+    asked: str, hardware: Hardware, dtype: str, attends: Attends | None = None, rows: Rows | None = None
+) -> tuple[str, str]:
+    """The attention implementation, and why.
+
+    Args:
+        dtype: of queries, keys and values: float32, bfloat16, float16.
+        attends: `None`: a model like Llama.
+        rows: what is trained on; `None`: for evaluation.
+
+    Raises:
+        UserError: an explicit request that can't be met here, or not for this model (exit 3).
+    """
+    attends = attends or Attends()
+    if rows is None:
+        return for_evaluation(asked, attends)
+    if asked != "auto":
+        found = obstacle(asked, hardware, dtype, attends, rows, installed=hardware.here)
+        if found:
+            fix = f"attention: {'eager' if asked in attends.lacks else 'auto'}"
+            problem = Problem("can't be had here", "model.attention", found=found, fix=fix)
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        return asked, "asked for"
+    passed_over: list[str] = []
+    for name in candidates(hardware, rows):
+        why_not = obstacle(name, hardware, dtype, attends, rows)
+        if not why_not and name in kernel_limits.IMPLEMENTATIONS and attends.family not in FAMILIES:
+            why_not = f"{name} is not proved on {attends.family}"
+        if not why_not:
+            return name, _reason(name, hardware, rows, passed_over)
+        passed_over.append(why_not)
+    return _masked(attends), "auto: with a mask of every token against every other: " + "; ".join(passed_over)
+
+
+def candidates(hardware: Hardware, rows: Rows) -> tuple[str, ...]:
+    """The implementations in the order of their speed."""
+    if hardware.device != "cuda":
+        return ("sdpa", "eager")
+    if rows.packed:  # never with a mask of every token against every other
+        return ("flash_attention_4", "flash_attention_3", "varlen", "flash_attention_2", "flex_attention")
+    fast = ("flash_attention_3", "flash_attention_4", "cudnn") if hardware.capability >= (9, 0) else ()
+    return (*fast, "varlen", "flash_attention_2", "sdpa", "flex_attention", "eager")
+
+
+def _masked(attends: Attends) -> str:
+    """What computes this model with a mask."""
+    return "eager" if attends.softcap or attends.sinks or "sdpa" in attends.lacks else "sdpa"
+
+
+def for_evaluation(asked: str, attends: Attends) -> tuple[str, str]:
+    """An implementation that takes a mask, for rows padded on the left and for a cache of keys and values."""
+    if asked == "eager":
+        return "eager", "asked for"
+    if attends.softcap or attends.sinks:
+        return "eager", "evaluation: the only one that has this model's softcap or sinks and takes a mask"
+    if _masked(attends) == "eager":
+        return "eager", f"evaluation: transformers has no sdpa for {attends.family}"
+    return "sdpa", "asked for" if asked == "sdpa" else "evaluation: takes padding on the left and a cache"
+
+
+def obstacle(
+    name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows, *, installed: bool = True
+) -> str:
+    """Why an implementation can't train this model here, with the remedy; the empty string if it can."""
+    lacking = missing(name, hardware, installed=installed)
+    return lacking or _wrong(name, hardware, dtype, attends, rows)
+
+
+def missing(name: str, hardware: Hardware, *, installed: bool = True) -> str:
+    """What a machine lacks for an implementation; the empty string if nothing.
+
+    Args:
+        installed: whether its package must be here. A plan for another GPU takes it that what is asked for by
+            name is there; `auto`, which knows no better, goes by what is here.
+    """
+    if name in ("eager", "sdpa"):
+        return ""
+    if hardware.device != "cuda":
+        return f"{name} needs an NVIDIA GPU"
+    if name == "flex_attention":
+        return ""
+    lowest, _ = kernel_limits.LIMITS[name]
+    if hardware.capability < lowest:
+        return f"{name} needs compute capability {lowest[0]}.{lowest[1]}, {hardware.name} is older"
+    if name == "flash_attention_3" and hardware.capability >= (10, 0):
+        return f"{name} is for compute capability 9.0, {hardware.name} is newer"
+    if name == "varlen" and not packages.installed("torch.nn.attention.varlen"):
+        return "this torch has no torch.nn.attention.varlen"
+    if name not in kernel_limits.FLASH or not installed:
+        return ""
+    return broken(name) if _has_flash(name) else f"{name} is not installed: {kernel_limits.FLASH[name][1]}"
+
+
+@functools.cache
+def broken(name: str) -> str:
+    """Why an installed flash attention can't be imported (built for another torch, say), or nothing."""
+    try:
+        importlib.import_module(kernel_limits.FLASH_MODULES[name])
+    except Exception as error:  # whatever a foreign extension raises is its reason
+        return f"{name} is installed and can't be imported: {first_line(error)}"
+    return ""
+
+
+def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows) -> str:
+    """What an implementation does not compute of this model on these rows."""
+    if name == "eager":
+        return ""
+    if attends.softcap and name in ("sdpa", "cudnn", "varlen"):
+        return f"{name} has no softcap, which {attends.family} needs"
+    if attends.sinks and name != "flex_attention":
+        return f"{name} has no attention sinks, which {attends.family} needs"
+    if name in attends.lacks:
+        return f"transformers has no {name} for {attends.family}"
+    if attends.softcap and name == "flash_attention_4" and hardware.capability >= (10, 0):
+        return f"{name} has a softcap on compute capability 9.0 alone"
+    if attends.dropout and name != "sdpa":
+        return f"{name} has no dropout, the model's attention_dropout is {attends.dropout:g}"
+    if name in ("sdpa", "flex_attention"):
+        return ""
+    if attends.special:
+        return f"{attends.family} {attends.special}, which {name} does not"
+    if rows.prompts:
+        return f"{name} takes no vectors before the row, which this adapter trains"
+    if dtype == "float32":
+        return f"{name} has no float32"
+    if name == "cudnn" and rows.packed:
+        return "cudnn does not keep the documents of a packed row apart"
+    if name == "cudnn" and attends.window is not None and attends.window < rows.longest:
+        return f"cudnn has no sliding window; {attends.family}'s of {attends.window} is shorter than rows"
+    if name == "flash_attention_3" and hardware.here and (left := left_out(dtype, attends, rows)):
+        return f"this build of flash_attention_3 has no {left}"
+    size, (_, largest) = attends.head_size, kernel_limits.LIMITS[name]
+    if name == "flash_attention_4" and hardware.capability >= (10, 0):
+        largest = 256 if size == 256 and hardware.capability < (12, 0) else 128
+    if size % 8 or size > largest:
+        return f"{name} has no heads of size {size}"
+    return ""
+
+
+def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
+    """What a build of FlashAttention 3 was made without, of all that these rows of this model ask for
+    (flash-attention's hopper/setup.py, which writes it down)."""
+    try:
+        from flash_attn_config import CONFIG  # type: ignore[reportMissingImports]  (GPU only)
+    except ImportError:
+        return ""
+    flags = CONFIG["build_flags"].items()
+    off = {flag.rpartition("DISABLE_")[2] for flag, is_off in flags if is_off}
+    largest = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in off), default=0)
+    asked = {
+        "backward": "BACKWARD" in off,
+        "packed rows": "VARLEN" in off and rows.packed,
+        "float16": "FP16" in off and dtype == "float16",
+        "softcap": "SOFTCAP" in off and attends.softcap,
+        "sliding window": "LOCAL" in off and attends.window is not None and attends.window < rows.longest,
+        f"heads of size {attends.head_size}": attends.head_size > largest,
+    }
+    return next((what for what, is_so in asked.items() if is_so), "")
+
+
+def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -> str:
+    kind = "packed" if rows.packed else "padded"
+    if hardware.device != "cuda":
+        text = f"auto: the CPU has no other fused kernel for {kind} rows"
+        return f"{text} ({'; '.join(passed_over)})" if passed_over else text
+    measured = SPEED.get(name, ("", ""))[rows.packed]
+    text = f"auto: the fastest here for {kind} rows"
+    if measured:
+        text += f" ({measured} TFLOP/s forward / backward measured on an H200)"
+    return f"{text}; {'; '.join(passed_over)}" if passed_over else text
+
+
+def _has_flash(name: str) -> bool:
+    if name == "flash_attention_3" and packages.installed("flash_attn_interface"):
+        return True  # built in place, without a distribution
+    try:
+        return bool(importlib.metadata.version(kernel_limits.FLASH[name][0]))
+    except importlib.metadata.PackageNotFoundError:
+        return False

@@ -1,0 +1,85 @@
+"""Choose how the base model's weights are stored: fp8, 4-bit, 8-bit or not quantized."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import mixed_precision
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.packages import installed
+from finetune.core.run_checks import Choice
+from finetune.recipe import adapter_types
+from finetune.recipe.adapter_types import QUANTISED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.hardware.detection import Hardware
+
+
+def whole_base(started: Launch) -> str:
+    """Why the launch wants a base that is not in codes, where `auto` decides; the empty string: it may be."""
+    if started.sharded:
+        return f"{started.sharded} splits the weights, which fast forwards want whole"
+    return "DeepSpeed casts the weights, and fp8's are codes" if started.splitter == "DeepSpeed" else ""
+
+
+def choose_base(
+    asked: str,
+    adapter_type: str,
+    precision: str,
+    machine: Hardware,
+    against_fp8: Callable[[], str] | None = None,
+) -> Choice:
+    """How the base weights are stored: quantised, or in the dtype of the launch's precision.
+
+    Args:
+        against_fp8: says what in the recipe or the model speaks against fp8 under `auto`, the empty string if
+            nothing does; called only where the machine has fp8 GEMMs. `None`: the model is opened again, so
+            it is stored as it was in training, if need be without fp8 GEMMs.
+
+    Raises:
+        UserError: fp8 where there are no fp8 GEMMs, or the package that quantises is missing (exit 3).
+    """
+    meant = adapter_types.find(adapter_type).storage
+    storage = asked if asked in QUANTISED else meant
+    if storage == "fp8":
+        return _asked_for_fp8(mixed_precision.fp8_missing(machine, precision), reopened=against_fp8 is None)
+    if storage:
+        problem = missing_package(storage)
+        if problem:
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        return Choice(storage, "asked for" if asked in QUANTISED else f"{adapter_type} means a 4-bit base")
+    if asked == "bf16":
+        return Choice("bf16", "asked for")
+    if adapter_type == "full":
+        return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
+    stored = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
+    if against_fp8 is None or precision != "bf16":
+        return Choice(stored, f"precision {precision}")
+    reason = mixed_precision.fp8_missing(machine, precision) or against_fp8()
+    if reason:
+        return Choice(stored, f"precision {precision}; not fp8: {reason}")
+    return Choice("fp8", f"auto: {machine.name} has fp8 GEMMs, and the layers are large enough to gain")
+
+
+def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:
+    if not missing:
+        return Choice("fp8", "asked for")
+    if reopened:
+        return Choice("fp8", f"as in training, its products in float32: {missing}")
+    fix = "speed.base=auto; for memory adapter.type=qlora"
+    problem = Problem("the fp8 base can't be trained on here", "speed.base", found=missing, fix=fix)
+    raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def missing_package(storage: str) -> Problem | None:
+    """The package that a storage of the base needs and this environment has not."""
+    if storage not in QUANTISED or storage == "fp8":
+        return None
+    package, extra = ("torchao", "quantize") if storage.startswith("torchao") else ("bitsandbytes", "bnb")
+    if installed(package):
+        return None
+    what = f"a base in {storage} needs {package}, which is not installed"
+    return Problem(what, "speed.base", fix=f"pip install 'finetune-toolkit[{extra}]'")

@@ -1,0 +1,126 @@
+"""How many sequences a step takes, split over processes and passes, and how many steps a run has."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Train
+
+MARGIN = 0.9  # of all memory that may be in use: what is not seen there (fragments, evaluation) has a tenth
+MOST = 64  # rows at once: beyond it a GPU has long been full
+
+
+class Batch(NamedTuple):
+    effective: int  # sequences an optimizer step, over all processes
+    per_device: int
+    accumulation: int
+
+
+def split_batch(train: Train, processes: int) -> Batch:
+    """Sequences of a forward pass and passes of a step, from the effective batch size.
+
+    Raises:
+        UserError: an effective batch that can't be split over the processes as stated (exit 2).
+    """
+    asked = train.per_device_train_batch_size
+    effective, stated = (
+        train.effective_batch_size,
+        1 if asked == "auto" else asked,
+    )  # `auto`: until it is found
+    unit = processes * (stated or 1)
+    if effective % unit:
+        low, high = effective // unit * unit, (effective // unit + 1) * unit
+        by = "process" if processes == 1 else "processes (num_processes of the launch)"
+        what = f"can't be split over {processes} {by} x {stated or 1} rows"
+        expected = f"{low} or {high}" if low else str(high)
+        raise UserError(Problem(what, "train.effective_batch_size", found=str(effective), expected=expected))
+    share = effective // processes
+    per_device = stated or max(size for size in range(1, 9) if share % size == 0)
+    return Batch(effective, per_device, share // per_device)
+
+
+def most_processes(train: Train, devices: int) -> tuple[int, str]:
+    """As many processes, one for each of the devices, as a step's rows can be split over; why not all."""
+    effective, stated = train.effective_batch_size, train.per_device_train_batch_size
+    rows = stated if isinstance(stated, int) else 1
+    found = max((n for n in range(1, devices + 1) if effective % (n * rows) == 0), default=1)
+    if found == devices:
+        return devices, ""
+    by = f"{devices} x {rows} rows" if rows > 1 else str(devices)
+    return found, f"auto: {found} of {devices} GPUs: effective_batch_size {effective} does not divide by {by}"
+
+
+def sizes(share: int, most: int) -> list[int]:
+    """Rows at once that `per_device_train_batch_size: auto` tries of a process's share, the least first."""
+    return [n for n in range(1, min(share, MOST, most) + 1) if share % n == 0]
+
+
+def steps_of_stream(train: Train) -> int:
+    """Optimizer steps of a run whose rows are read while training.
+
+    Raises:
+        UserError: the recipe does not say, or goes by the ends of epochs (exit 2).
+    """
+    if train.save_strategy == "epoch":
+        what, fix = "streamed data has no known end of an epoch", "train.save_strategy: steps, or auto"
+        raise UserError(Problem(what, "train.save_strategy", found="epoch", fix=fix))
+    if train.max_steps is None:
+        what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
+        raise UserError(Problem(what, "train.max_steps", fix=fix))
+    return train.max_steps
+
+
+def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
+    """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares).
+
+    Args:
+        rows: `None` if they are streamed.
+    """
+    if rows is None:
+        return steps_of_stream(train)
+    if rows < batch.effective:
+        what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
+        raise UserError(Problem(what, "train.effective_batch_size", found=str(batch.effective), fix=fix))
+    whole = math.floor if train.passed_on().get("dataloader_drop_last") else math.ceil
+    micro_batches = math.ceil(whole(rows / batch.per_device) / processes)
+    steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
+    steps = train.max_steps or math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
+    warm_up = _warm_up(train)
+    if steps == 1 and warm_up:
+        what, fix = "the only step is the warm-up's first, whose learning rate is 0", "train.warmup_steps=0"
+        raise UserError(Problem(what, "train.warmup_steps", found=f"{warm_up:g}, with one step", fix=fix))
+    return steps
+
+
+def short_of_peak(train: Train, steps: int) -> list[str]:
+    """What to say of a run that ends before its warm-up does, whose decay begins within it, or that has none
+    although one is asked for."""
+    asked = _warm_up(train)
+    if not asked and train.passed_on().get("warmup_steps"):
+        return ["train.warmup_steps: constant has no warm-up; constant_with_warmup has"]
+    warm_up = int(asked) if asked >= 1 else math.ceil(asked * steps)  # as the Trainer counts
+    if warm_up < steps:
+        decay = _decay(train)
+        said = f"{warm_up:,} warm-up steps and {decay:,} of decay, of {steps:,}"
+        return [f"the learning rate never reaches its peak: {said}"] if warm_up + decay > steps else []
+    return [f"the learning rate never reaches its peak: {warm_up:,} warm-up steps of {steps:,}"]
+
+
+def _warm_up(train: Train) -> float:
+    """`train.warmup_steps`, a share of the run where it is below 1; 0 under a schedule that has none."""
+    given = train.passed_on()
+    return 0 if given.get("lr_scheduler_type") == "constant" else given.get("warmup_steps") or 0
+
+
+def _decay(train: Train) -> int:
+    """Steps of warmup_stable_decay's end, where that begins by the run's: in the warm-up if both are long."""
+    given = train.passed_on()
+    options = given.get("lr_scheduler_kwargs") or {}
+    decay = options.get("num_decay_steps") if options.get("num_stable_steps") is None else 0
+    if given.get("lr_scheduler_type") != "warmup_stable_decay" or not isinstance(decay, int):
+        return 0
+    return decay

@@ -1,0 +1,84 @@
+"""What this machine can do, and what is therefore chosen. Every choice comes with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import attention_choice, base_quantization, mixed_precision
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.run_checks import Choice
+from finetune.distributed import launch_environment
+from finetune.hardware import detection
+from finetune.kernels import kernel_limits
+from finetune.recipe import adapter_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.autoconfig.attention_choice import Attends, Rows
+    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.hardware.detection import Hardware
+
+
+@dataclass(frozen=True)
+class Setup:
+    """This machine, this launch and what they mean for loading a model, in training and evaluation alike."""
+
+    hardware: Hardware
+    launch: Launch
+    attention: Choice
+    storage: Choice
+
+    @property
+    def attn_implementation(self) -> str:
+        """What transformers calls the attention; of a kernel without a mask, the name we register."""
+        return kernel_limits.IMPLEMENTATIONS.get(self.attention.value, self.attention.value)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of matrix products: autocast's, or without autocast that of the stored weights."""
+        return mixed_precision.compute_dtype(self.launch.precision, self.storage.value)
+
+
+def choose(
+    *,
+    attention: str,
+    base: str,
+    adapter_type: str,
+    attends: Attends | None = None,
+    rows: Rows | None = None,
+    against_fp8: Callable[[], str] | None = None,
+) -> Setup:
+    """Detect everything and choose, in one go.
+
+    Args:
+        against_fp8: see `choose_base`.
+        attends: what the model's attention computes; `None`: what Llama's does.
+        rows: what is trained on; `None`: for evaluation, where attention takes masks and a cache.
+
+    Raises:
+        UserError: a request that this machine, its packages or the launch can't meet (exit 3).
+    """
+    hardware = detection.detect()
+    started = mixed_precision.launch(hardware)
+    # of a model that is opened again (`against_fp8` is None) the run has said how it is stored
+    by_launch = started.fp8 == launch_environment.FROZEN and base == "auto" and against_fp8 is not None
+    if against_fp8 is not None and (kept := base_quantization.whole_base(started)):
+        against_fp8 = partial(str, kept)
+    storage = base_quantization.choose_base(
+        "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8
+    )
+    if by_launch:
+        storage = Choice(storage.value, "the launch's mixed_precision: fp8")
+    if (
+        storage.value == "int8"
+        and hardware.device == "cpu"
+        and "use_dora" in adapter_types.find(adapter_type).sets
+    ):
+        what, fix = "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs", "base: nf4"
+        raise UserError(Problem(what, "speed.base", found="int8", fix=fix), code=Exit.ENVIRONMENT)
+    dtype = mixed_precision.compute_dtype(started.precision, storage.value)
+    chosen = Choice(*attention_choice.choose(attention, hardware, dtype, attends, rows))
+    return Setup(hardware, started, chosen, storage)

@@ -1,0 +1,378 @@
+"""Checkpoints on disk: written aside, hashed, flushed, published by one rename; verified before read.
+
+    checkpoints/step-40/    *.safetensors  *.json  manifest.json (last: sizes and sha256 of the others)
+    checkpoints/.staging/   what is not published yet
+
+From the first publication on there is at every instant a checkpoint that verifies: an older one goes only
+when a newer one has its name. Tensors are safetensors and all else is JSON: none of it can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core import fault_injection
+from finetune.core.errors import FULL, Exit, Problem, UserError
+from finetune.hub import client
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from finetune.core.run_checks import RunChecks
+
+    Content = dict[str, Any]  # file name -> tensors by name (*.safetensors), or what JSON can say (*.json)
+
+FORMAT = 1  # of a checkpoint; only this one is read
+MANIFEST, CONTRACT = "manifest.json", "contract.json"
+_NAME = re.compile(r"step-(\d+)")
+_ASIDE = re.compile(r"aside-(step-\d+)")  # newer ones of a run that was resumed before them
+_FAILED: set[fault_injection.Fault] = set()
+_FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
+
+
+class Damaged(Exception):
+    """Why a checkpoint does not verify: file and damage."""
+
+
+class Found(NamedTuple):
+    """A checkpoint that verified."""
+
+    path: Path
+    step: int
+    contract: dict[str, Any]
+    notes: list[str]
+    """What is to be said of it: newer ones that do not verify, and what differs from its run."""
+
+
+class Writer:
+    """Writes one checkpoint at a time in a thread of its own; what fails there is raised by the next call."""
+
+    def __init__(self, checkpoints: Path, keep: int | None) -> None:
+        """Args: keep: how many published ones stay; `None`: all."""
+        self.checkpoints, self.keep = checkpoints, keep
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.running: Future[Path] | None = None
+        self.published: Path | None = None
+        self.seconds = 0.0  # that the last one took
+        self.written = 0
+        self.waited: list[float] = []  # seconds that training stood still for each
+
+    def start(self, step: int, content: Content, *, here: bool = False) -> None:
+        """Write `content`, which must not change meanwhile.
+
+        Args:
+            here: in this thread, for tensors that are still trained.
+        """
+        self.wait()
+        if here:
+            self.published = self.write(step, content)
+        else:
+            self.running = self.thread.submit(self.write, step, content)
+
+    def write(self, step: int, content: Content) -> Path:
+        started = time.monotonic()
+        path = write(self.checkpoints, step, content, self.keep)
+        self.seconds = time.monotonic() - started
+        self.written += 1
+        return path
+
+    def check(self) -> None:
+        """Raise what has failed, if something has; waits for nothing."""
+        if self.running is not None and self.running.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until what is being written is published."""
+        running, self.running = self.running, None
+        if running is not None:
+            self.published = running.result()
+
+    def add_receipt(self, ledger: RunChecks) -> None:
+        """Of the process that writes: how many, and what they cost."""
+        if self.written:
+            got = f"{self.written} written; training stood still for {max(self.waited):.2f} s at most"
+            how = "the clock around each, the step's work done before; writing goes on beside training"
+            asked = f"{len(self.waited)} written"
+            ledger.add("checkpoints", asked, got, how, ok=self.written == len(self.waited))
+
+    def close(self) -> None:
+        """However the run ends: nothing is being written after this. What fails now is said, not raised."""
+        self.thread.shutdown()
+        running, self.running = self.running, None
+        if running is not None and (error := running.exception()):
+            print(error, file=sys.stderr)
+
+
+def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> Path:
+    """Write a checkpoint aside, flush it to the disk, publish it, and only then let older ones go.
+
+    Raises:
+        UserError: the disk is full or fails; what was published before is as it was (exit 3).
+    """
+    from safetensors.torch import save_file
+
+    staged, files = checkpoints / ".staging" / f"step-{step}", {}
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+        for name, value in content.items():
+            fault_injection.in_save(step, _FAILED)
+            path = staged / name
+            if path.suffix == ".safetensors":
+                save_file(value, path)
+            else:
+                path.write_text(json.dumps(value), encoding="utf-8")
+            flush(path)
+            files[name] = {"bytes": path.stat().st_size, "sha256": client.sha256(path)}
+        text = _signed({"format": FORMAT, "step": step, "files": files})
+        (staged / MANIFEST).write_text(text, encoding="utf-8")
+        flush(staged / MANIFEST)
+        flush(staged)
+        published = checkpoints / f"step-{step}"
+        if published.exists():  # a damaged one, or one of a longer run that was resumed before it
+            _let_go(published)
+        os.rename(staged, published)
+        flush(checkpoints)
+        if (log := checkpoints.parent / "metrics.jsonl").exists():
+            flush(log)  # a resumed run goes on from its lines
+    except Exception as error:  # safetensors has errors of its own for a full disk
+        raise UserError(_unwritten(error, checkpoints, step, content), code=Exit.ENVIRONMENT) from error
+    try:
+        rotate(checkpoints, keep)
+    except OSError as error:
+        what = f"step {step} is saved, but older checkpoints can't be deleted"
+        problem = Problem(what, where=str(checkpoints), found=str(error), fix="delete them, then --resume")
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    return published
+
+
+def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content) -> Problem:
+    """What kept a checkpoint from being written; only a full disk is told to be one."""
+    free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else None
+    shutil.rmtree(checkpoints / ".staging" / f"step-{step}", ignore_errors=True)
+    needed = size(content)
+    told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # safetensors' own
+    number = int(told[1]) if isinstance(told, re.Match) else told
+    full = number in FULL or (free is not None and free < needed)
+    found = f"{error}; {free or 0:,} bytes are free, {needed:,} are needed" if full else str(error)
+    fix = f"{'room on the disk' if full else 'mend that'}, then --resume; what was saved before is as it was"
+    what = f"the checkpoint of step {step} can't be written"
+    return Problem(what, where=str(checkpoints), found=found or type(error).__name__, fix=fix)
+
+
+def rotate(checkpoints: Path, keep: int | None) -> None:
+    """Let go of published checkpoints but for the newest `keep`, and of those set aside."""
+    for path in published(checkpoints)[keep:] if keep else []:
+        _let_go(path)
+    for path in aside(checkpoints):
+        _let_go(path)
+
+
+def aside(checkpoints: Path) -> list[Path]:
+    """Whole ones that were later than the one a run went on from, and are let go with its next."""
+    return [path for path in checkpoints.glob("aside-step-*") if _ASIDE.fullmatch(path.name)]
+
+
+def begin(checkpoints: Path, step: int) -> list[str]:
+    """Go on after `step`: unfinished ones are deleted; later ones lose their names until the next is there.
+
+    What does not verify is kept for good, as unverified-step-<n>.
+
+    Returns:
+        What the later ones were called, and are.
+    """
+    for pattern in ("step-*", "old-*"):
+        for path in (checkpoints / ".staging").glob(pattern):
+            shutil.rmtree(path)
+    said = []
+    for path in [path for path in published(checkpoints) if step_of(path) > step]:
+        try:
+            verify(path)
+            target = path.with_name(f"aside-{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+        except (Damaged, UserError):
+            target = path.with_name(f"unverified-{path.name}")
+            while target.exists():
+                target = target.with_name(f"{target.name}-again")
+        os.rename(path, target)
+        said.append(f"{path.name}: now {target.name}")
+    (checkpoints / ".staging").mkdir(parents=True, exist_ok=True)
+    return said
+
+
+def published(checkpoints: Path) -> list[Path]:
+    """The newest first."""
+    found = [path for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def newest(checkpoints: Path) -> Found | None:
+    """The newest checkpoint that verifies, with what is wrong with newer ones; `None`: there is none at all.
+
+    Raises:
+        UserError: there are some, and none verifies; or one is of a newer format (exit 4).
+    """
+    skipped = []
+    for path in published(checkpoints):
+        try:
+            verify(path)
+        except Damaged as damage:
+            skipped.append(f"{path.name} is passed over: {damage}")
+            continue
+        rest = "was set aside, and goes with the next save; its old name brings it back"
+        skipped += [f"{one.name} {rest}" for one in aside(checkpoints)]
+        return Found(path, step_of(path), read_json(path, CONTRACT), skipped)
+    if skipped:
+        what, fix = "no checkpoint verifies", "a new train.output_dir; nothing was deleted"
+        raise UserError(
+            Problem(what, where=str(checkpoints), found="; ".join(skipped), fix=fix), code=Exit.ARTEFACT
+        )
+    return None
+
+
+def named(checkpoints: Path, name: str) -> Found:
+    """The one that was asked for by its name.
+
+    Raises:
+        UserError: no such checkpoint (exit 2), or it does not verify (exit 4).
+    """
+    path, offered = checkpoints / name, ", ".join(one.name for one in published(checkpoints))
+    if not _NAME.fullmatch(name) or not path.is_dir():
+        raise UserError(Problem("no such checkpoint", where=str(path), expected=offered or "there is none"))
+    try:
+        verify(path)
+    except Damaged as damage:
+        problem = Problem(
+            "does not verify", where=str(path), found=str(damage), fix="--resume: the newest good"
+        )
+        raise UserError(problem, code=Exit.ARTEFACT) from None
+    return Found(path, step_of(path), read_json(path, CONTRACT), [])
+
+
+def verify(path: Path) -> None:
+    """Every file has the size and the sha256 that the manifest says, and the manifest its own.
+
+    Raises:
+        Damaged: naming the first that has not, or can't be read.
+        UserError: a newer program has written it (exit 4).
+    """
+    try:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        files = manifest["files"]
+        whole = _signed({key: manifest[key] for key in ("format", "step", "files")}) == text
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} can't be read ({type(error).__name__})") from None
+    if not whole:
+        raise Damaged(f"{MANIFEST} is not as it was written")
+    if manifest["format"] != FORMAT:
+        what = f"format {manifest['format']} is newer than this program, which knows {FORMAT}"
+        problem = Problem(what, where=str(path), fix="the version of finetune that wrote it")
+        raise UserError(problem, code=Exit.ARTEFACT)
+    if manifest["step"] != step_of(path):
+        raise Damaged(f"{MANIFEST} is of step {manifest['step']}")
+    for name, said in files.items():
+        try:
+            _verify_file(path, name, said)
+        except OSError as error:
+            raise Damaged(f"{name} can't be read ({error.strerror})") from None
+
+
+def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
+    file = path / name
+    if not _FILE.fullmatch(name) or file.is_symlink():
+        raise Damaged(f"{name} is no file of a checkpoint")
+    if not file.is_file():
+        raise Damaged(f"{name} is missing")
+    if file.stat().st_size != said["bytes"]:
+        raise Damaged(f"{name} has {file.stat().st_size} bytes, not {said['bytes']}")
+    if client.sha256(file) != said["sha256"]:
+        raise Damaged(f"{name} has another content than was written")
+
+
+def read_json(path: Path, name: str) -> Any:
+    return json.loads((path / name).read_text(encoding="utf-8"))
+
+
+def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tensor]:
+    """On the CPU; those whose names begin so."""
+    from safetensors import safe_open
+
+    with safe_open(path / file_name, "pt") as file:
+        names = [name for name in file.keys() if name.startswith(begin)]  # noqa: SIM118 (not a dict)
+        return {name: file.get_tensor(name) for name in names}
+
+
+def digests(path: Path) -> dict[str, str]:
+    """File -> sha256, as the manifest has them."""
+    return {name: said["sha256"] for name, said in read_json(path, MANIFEST)["files"].items()}
+
+
+def size(content: Content) -> int:
+    """Bytes of all tensors."""
+    held = [value for name, value in content.items() if name.endswith(".safetensors")]
+    return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a published checkpoint."""
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) -> None:
+    """Whether the disk has room for the checkpoints that a run will hold at a time.
+
+    Args:
+        trained: bytes of the trained weights.
+        each: bytes of a checkpoint: these, and the optimizer's state.
+        keep: how many are kept; one more is being written before the oldest goes.
+
+    Raises:
+        UserError: it has not (exit 3).
+    """
+    where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
+    here = sum(size_of(path) for path in (*published(checkpoints), *aside(checkpoints)))  # these will go
+    free, needed = shutil.disk_usage(where).free + here, each * ((keep or 1) + 1) + trained
+    if needed > free:
+        what = f"no room for {(keep or 1) + 1} checkpoints and what is saved at the end"
+        fix = "another train.output_dir, fewer by train.save_total_limit, or train.save_strategy=no"
+        found = f"{free:,} bytes free, {needed:,} needed"
+        problem = Problem(what, "train.output_dir", str(where.resolve()), found, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def flush(path: Path) -> None:
+    """A file's content, or a folder's names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _let_go(path: Path) -> None:
+    """Delete a checkpoint: first its name, so that none with a published name is ever incomplete."""
+    nameless = path.parent / ".staging" / f"old-{path.name}"
+    shutil.rmtree(nameless, ignore_errors=True)
+    nameless.parent.mkdir(exist_ok=True)
+    os.rename(path, nameless)
+    shutil.rmtree(nameless, ignore_errors=True)
+
+
+def _signed(manifest: dict[str, Any]) -> str:
+    """As text, with a digest of itself."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest})

@@ -1,0 +1,182 @@
+"""The contract between a checkpoint and the run that goes on from it: nothing differs without being said.
+
+What decides on the numbers of the training must be the same (exit 4, with every difference in one table).
+What does not may change: it is applied and named. Not where a file lies is compared, but its content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.checkpointing import checkpoints, resume_contract
+from finetune.core.errors import Problem, UserError
+from finetune.hub import client
+from finetune.recipe.schema import Source
+from finetune.run_folder import lock, run_folder
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from finetune.checkpointing.checkpoints import Found
+    from finetune.core.console import Console
+
+OURS = {  # what a run that was stopped early may have left in its folder
+    "adapter",
+    "adapter.unverified",
+    "checkpoints",
+    "data_report.json",
+    "environment.json",
+    "held_out.jsonl",
+    "log.txt",
+    "metrics.jsonl",
+    "model",
+    "model.unverified",
+    "receipts.json",
+    "recipe.resolved.yaml",
+    "report.html",
+    "tensorboard",
+    "wandb",
+    lock.LOCK,
+}
+BESIDE = (".*.tmp", "nonfinite-step-*")  # and files that were being written, and steps that were kept
+# Of these, what no one else would have called so; a lock's file stays where its run is killed
+MARKS = {"recipe.resolved.yaml", "receipts.json", lock.LOCK}
+
+
+def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, Any]) -> bool:
+    """Whether the run that is to go on is finished already. Looks at names only, before anything is loaded.
+
+    Raises:
+        UserError: a folder that holds something else, or weights that were not evaluated, or nothing to go
+            on from (exit 2); a finished run of another recipe (exit 4).
+    """
+    if asked is None:
+        lock.check_free(output_dir)
+        return False
+    if output_dir is None:
+        what, fix = "which run is to go on?", "train.output_dir=runs/..., the folder of that run"
+        raise UserError(Problem(what, "train.output_dir", fix=fix))
+    folder = RunFolder(Path(output_dir))
+    if folder.finished:
+        if (folder.checkpoints / checkpoints.CONTRACT).exists():
+            kept = {**checkpoints.read_json(folder.checkpoints, checkpoints.CONTRACT), "facts": {}}
+            now, asked_at = (
+                resume_contract.keys(recipe),
+                recipe["model"].get("revision") or "main",
+            )
+            if not client.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit that it was
+                now["model.revision"] = kept["recipe"].get("model.revision")
+            now |= {key: was for key, was in kept["recipe"].items() if _same_file(key, was, now.get(key))}
+            resume_contract.compare(
+                kept, {"recipe": now, "facts": {}}, folder.path, ("data.cache", "train.output_dir")
+            )
+        return True
+    if checkpoints.published(folder.checkpoints):
+        return False
+    if _saved(folder):
+        what, fix = "it is trained and saved, but was not evaluated", f"finetune evaluate {folder.path}"
+        fix += "; or a new train.output_dir, to train again"
+        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
+    if asked != "auto":
+        what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
+        if os.environ.get("RANK", "0") != "0":
+            fix += "; if rank 0 has one: a train.output_dir on a disk that all machines share"
+        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
+    held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
+    held = {name for name in held if not any(fnmatch(name, kind) for kind in BESIDE)}
+    if not held <= OURS or (held and not held & MARKS):
+        lock.check_free(output_dir)
+    return False
+
+
+def _same_file(key: str, *written: Any) -> bool:
+    """Whether both name the same files, wherever these are looked for, and take as much of each."""
+    names, taken = zip(*map(_named, written), strict=True)
+    return key in resume_contract.IGNORED and taken[0] == taken[1] and all(map(_at_one_place, *names))
+
+
+def _named(written: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The names in a path or a list of sources, and the other keys of each: a path alone has the defaults."""
+    items = written if isinstance(written, list) else [written]
+    sources = [{**Source(name="").model_dump(), **(i if isinstance(i, dict) else {"name": i})} for i in items]
+    return [source.pop("name") for source in sources], sources
+
+
+def _at_one_place(*paths: Any) -> bool:
+    there = all(isinstance(path, str) and os.path.exists(path) for path in paths)
+    return paths[0] == paths[1] or (there and os.path.samefile(*paths))
+
+
+def _saved(folder: RunFolder) -> bool:
+    """Whether a run of ours wrote the last file of its save: to begin again would delete its weights."""
+    whole = (folder.weights / "tokenizer_config.json").exists() and folder.recipe.exists()
+    return whole and (folder.checkpoints / checkpoints.CONTRACT).exists()
+
+
+def find(folder: RunFolder, asked: str | None) -> Found | None:
+    """The checkpoint to go on from, verified; `None`: to begin.
+
+    Raises:
+        UserError: it does not verify (exit 4), or there is none of that name (exit 2).
+    """
+    if asked is None:
+        return None
+    by_name = asked.startswith("step-")
+    return checkpoints.named(folder.checkpoints, asked) if by_name else checkpoints.newest(folder.checkpoints)
+
+
+def begin(
+    folder: RunFolder,
+    found: Found | None,
+    contract: dict[str, Any],
+    choices: dict[str, tuple[Any, str]],
+    screen: Console,
+) -> None:
+    """Make the run folder that of a run which has come as far as the checkpoint, or has not begun."""
+    step = found.step if found else 0
+    later = checkpoints.begin(folder.checkpoints, step)
+    removed = rewind(folder, step)
+    chosen = {key: value for key, (value, _) in choices.items()}
+    contract["chosen"] = json.loads(json.dumps(chosen, default=str))
+    differing = resume_contract.chosen_anew(found.contract, contract) if found else []
+    folder.write(f"checkpoints/{checkpoints.CONTRACT}", contract)
+    if not found:
+        forget(folder, screen)
+        return
+    screen.say(f"goes on after step {step}, from {found.path}")
+    notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
+    notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
+    for note in notes:
+        screen.say(f"note: {note}")
+
+
+def forget(folder: RunFolder, screen: Console) -> None:
+    """Remove what an earlier start left here, perhaps by another recipe, and this run would take for its own.
+
+    The folder is ours: `nothing_to_do` has looked.
+    """
+    for path in (folder.path / run_folder.HELD_OUT, folder.adapter, folder.model):
+        if path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            screen.say(f"note: {path.name} of an earlier start was removed")
+
+
+def rewind(folder: RunFolder, step: int) -> int:
+    """Remove from metrics.jsonl a torn last line and every line past `step`; the number removed."""
+    path = folder.path / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if _step_of(line) <= step]
+    if path.exists():
+        folder.write_text("metrics.jsonl", "".join(f"{line}\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -1,0 +1,227 @@
+"""Which settings a resumed run must keep, and which it may change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.autoconfig.compilation import GRAPHS
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.distributed import launch_environment
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.checkpointing.checkpoints import Found
+    from finetune.recipe.schema import Speed
+
+# Keys of a recipe, and facts, that a resumed run takes as they are now; a dot at the end: all that follow
+MAY_CHANGE = (
+    "data.expect",
+    "eval.answers",
+    "eval.apply_chat_template",
+    "eval.batch_size",
+    "eval.engine",
+    "eval.general",
+    "eval.limit",
+    "eval.max_new_tokens",
+    "eval.num_fewshot",
+    "eval.samples",
+    "eval.tasks",
+    "hardware",
+    "publish.",
+    "train.dataloader_persistent_workers",
+    "train.dataloader_pin_memory",
+    "train.dataloader_prefetch_factor",
+    "train.logging_first_step",
+    "train.logging_steps",
+    "train.project",
+    "train.report_to",
+    "train.run_name",
+    "train.save_steps",
+    "train.save_strategy",
+    "train.save_total_limit",
+    "train.skip_nonfinite",
+    "train.stop_at_spike",
+    "train.trackio_space_id",
+    "versions.",
+)
+# Only where something lies, or how it is called: its content must match
+IGNORED = (
+    "data.cache",
+    "data.chat_template",
+    "data.name",
+    "data.validation",
+    "model.name",
+    "model.revision",
+    "train.output_dir",
+)
+SHOWN = 80  # characters of a value in the table
+
+
+def contract(
+    recipe: dict[str, Any], setup: Setup, counts: dict[str, Any], tokenizer: Any, content: list[Any]
+) -> dict[str, Any]:
+    """What a checkpoint of this run will be held to: its recipe's keys, and facts.
+
+    Args:
+        recipe: its sections, as `model_dump` gives them.
+        counts: batch and steps.
+        content: what the rows are known by: sources in order, each with its weight; held-out rows.
+    """
+    hardware, launch = setup.hardware, setup.launch
+    text = tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.special_tokens_map, default=str)
+    facts = {
+        **counts,
+        "data: content": _digest(json.dumps(content)),
+        "tokenizer": _digest(text),
+        "chat template": _digest(str(tokenizer.chat_template)),
+        "processes": launch.processes,
+        **({"weights split by": launch.sharded} if launch.sharded else {}),
+        **({"moments split by": _zero()} if launch.splitter == "DeepSpeed" else {}),
+        "precision": launch.precision,
+        "device": hardware.device,
+        "storage of the base": setup.storage.value,
+        "attention": setup.attention.value,
+        "hardware": hardware.name,
+        **{f"versions.{name}": found for name, found in run_folder.packages().items() if found},
+        "versions.python": platform.python_version(),
+    }
+    return {"recipe": keys(recipe), "facts": facts, "chosen": {}}
+
+
+def _zero() -> str:
+    """What decides on where ZeRO has which moment, and by whose Adam it is made."""
+    where = " with offload" if launch_environment.offloads_to("cpu") else ""
+    return f"DeepSpeed {version('deepspeed')}, ZeRO-{launch_environment.zero_stage()}{where}"
+
+
+def compare(
+    kept: dict[str, Any], now: dict[str, Any], path: Path, ignored: tuple[str, ...] = IGNORED
+) -> list[str]:
+    """Hold this run to a contract that was kept.
+
+    Returns:
+        What differs and may, each to be said.
+
+    Raises:
+        UserError: what differs and must not, all of it in one table (exit 4).
+    """
+    then, today = ({**one["recipe"], **one["facts"]} for one in (kept, now))
+    chosen = kept["chosen"]
+    differing = [
+        (key, then.get(key), today.get(key))
+        for key in sorted(then.keys() | today.keys())
+        # what `auto` became: a recipe that says it is the same recipe
+        if then.get(key) != today.get(key) and not (key in chosen and chosen[key] == today.get(key))
+    ]
+    wrong = [row for row in differing if not _among(row[0], (*MAY_CHANGE, *ignored)) and not _moved(*row)]
+    if wrong:
+        rows = [("", "checkpoint", "now"), *((key, _short(was), _short(value)) for key, was, value in wrong)]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
+        what, table = "this is another training than the one that is there", ("\n" + " " * 13).join(lines)
+        fix = (
+            "the values it had; or a new train.output_dir, with adapter.from to go on from a finished adapter"
+        )
+        raise UserError(Problem(what, where=str(path), found=table, fix=fix), code=Exit.ARTEFACT)
+    return [
+        f"{key}: {_short(was)} in the checkpoint, now {_short(value)}{_remark(key)}"
+        for key, was, value in differing
+    ]
+
+
+def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
+    """The frozen weights must be those that were trained on (exit 4).
+
+    Args:
+        decomposed: whether the first adapter was taken out of them, which sums in as many parts as threads.
+    """
+    if kept["base"] != fingerprint:
+        found, what = f"{fingerprint} (a hash of every frozen tensor)", "the base is not the checkpoint's"
+        then = kept["recipe"].get("model.revision")
+        fix = f"model.revision={then}, as it was" if then else ""
+        if decomposed:
+            why = "OMP_NUM_THREADS and the hardware as they were: the base is what adapter.init_lora_weights"
+            fix = f"{why} leaves of it, to the last bit{f'; or {fix}' if fix else ''}"
+        problem = Problem(what, "model.name", str(path), found, kept["base"], fix)
+        raise UserError(problem, code=Exit.ARTEFACT)
+
+
+def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:
+    """What the checkpoint's run recomputed, kept on the CPU and recorded as CUDA graphs, where `auto` would
+    look at the memory that is free today: where gate and up are rounded to int8, other layers would be, and
+    other gradients come out.
+
+    Args:
+        hardware: this machine's, as `contract` has it. On another one the choice is made anew, and where the
+            recipe asks for another of the two.
+
+    Returns:
+        The section, and the keys of it that are the checkpoint's.
+    """
+    if not found or found.contract["facts"].get("hardware") != hardware:
+        return asked, set()
+    now, chosen = {key: getattr(asked, key) for key in ("recompute", "offload")}, found.contract["chosen"]
+    if any(found.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
+        return asked, set()  # one is chosen by the other
+    auto = [key for key, value in now.items() if value == "auto"]
+    kept = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
+    if asked.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
+        kept["compile"] = GRAPHS[0] if chosen["speed.graphs"] == "on" else "default"
+    return asked.model_copy(update=kept), set(kept)
+
+
+def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What `auto` has become another thing than in the checkpoint's run, and was not asked to be."""
+    then, today, asked = kept["chosen"], now["chosen"], now["recipe"]
+    both = sorted(then.keys() & today.keys() - set(IGNORED))
+    return [
+        f"{key}: chosen as {_short(then[key])} then, {_short(today[key])} now{_consequence(key, then, today)}"
+        for key in both
+        if then[key] != today[key] and (kept["recipe"].get(key) == asked.get(key))
+    ]
+
+
+def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
+    """Of what `auto` became another thing."""
+    if key == "speed.offload":
+        return "; what comes back is what left"
+    if key == "speed.recompute" and any(str(one[key]).startswith("int8") for one in (then, today)):
+        return "; gate and up are rounded in other layers, whose gradients are a hundredth apart"
+    return "; sums may run in another order"
+
+
+def keys(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value, of what has one."""
+    found = {f"{s}.{key}": value for s, keys in recipe.items() for key, value in keys.items()}
+    return json.loads(json.dumps({k: v for k, v in found.items() if v is not None}, default=str))
+
+
+def _remark(key: str) -> str:
+    if key == "hardware" or key.startswith("versions."):
+        return "; sums may run in another order"
+    return "; its content is the same" if key in IGNORED and key != "train.output_dir" else ""
+
+
+def _among(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+
+
+def _moved(key: str, then: Any, now: Any) -> bool:
+    """Whether all that differs is where activations wait for backward: they come back bit for bit."""
+    optimizer = [value in ("optimizer", "all") for value in (then, now)]
+    return key == "speed.offload" and optimizer[0] == optimizer[1]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,90 @@
+"""Nested state of optimizers and callbacks as JSON and tensors by name, and back: data, never code."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[Tensor], Tensor]) -> Any:
+    """`value` as JSON, its tensors by name in `tensors`. What is neither is an error, never left out.
+
+    Args:
+        value: nested dicts, lists and tuples of tensors, numpy arrays, numbers, texts, dtypes.
+        copy: makes of a tensor what is kept of it.
+
+    Raises:
+        UserError: a value of a class that `restore` does not make (exit 3).
+    """
+    import numpy as np
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        parts = [flatten(part, tensors, f"{name}.{i}", copy) for i, part in enumerate(value)]
+        return parts if isinstance(value, list) else {"tuple": parts}
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {"dict": [[key, flatten(part, tensors, f"{name}.{key}", copy)] for key, part in pairs]}
+    if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):  # torchao's of 8 and 4 bits
+        if type(value).__name__ not in LOW_BITS:
+            raise _unknown(name, value)
+        inner, context = value.__tensor_flatten__()
+        parts = {part: flatten(getattr(value, part), tensors, f"{name}.{part}", copy) for part in inner}
+        return {"of": type(value).__name__, "parts": parts, "with": flatten(context, tensors, name, copy)}
+    if isinstance(value, torch.Tensor):
+        tensors[name] = copy(value)
+        return {"tensor": name}
+    if isinstance(value, np.ndarray):
+        tensors[name] = torch.from_numpy(value.copy())
+        return {"array": name}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    raise _unknown(name, value)
+
+
+def _unknown(name: str, value: Any) -> UserError:
+    what = f"{name}: a {type(value).__name__} can't be kept in a checkpoint"
+    fix = "another train.optim; or train.save_strategy=no"
+    return UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
+
+
+def restore(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `flatten` was given."""
+    import torch
+
+    if isinstance(value, list):
+        return [restore(part, tensors) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value))
+    if kind == "tuple":
+        return tuple(restore(part, tensors) for part in value[kind])
+    if kind == "dict":
+        return {key: restore(part, tensors) for key, part in value[kind]}
+    if kind == "of":
+        made = getattr(importlib.import_module(LOW_BITS[value[kind]]), value[kind])
+        parts = {name: restore(part, tensors) for name, part in value["parts"].items()}
+        return made.__tensor_unflatten__(parts, restore(value["with"], tensors))
+    if kind == "dtype":
+        return getattr(torch, value[kind])
+    tensor = tensors[value[kind]]
+    return tensor.numpy() if kind == "array" else tensor
+
+
+LOW_BITS = {  # all that `restore` makes an object of
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimStateFp8": "torchao.optim.subclass_fp8",
+}

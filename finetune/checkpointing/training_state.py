@@ -1,0 +1,306 @@
+"""All that a training is between two steps, in named parts: taken for a checkpoint, and put back.
+
+The base is not among it: it is loaded anew, and its fingerprint must be the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import psutil
+import torch
+from accelerate import PartialState
+from accelerate.utils import send_to_device
+
+from finetune.adapters import adalora, trainable_parameters
+from finetune.checkpointing import checkpoints, serialization
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.distributed import collectives, deepspeed_zero, launch_environment, sharded_tensors
+
+if TYPE_CHECKING:
+    from finetune.training.trainer import Trainer
+
+RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of; ZeRO's optimizer too
+GROUPS = Path("/sys/fs/cgroup")  # where a container's limits stand
+_FIRST = 2**61 - 1  # a prime, by which the digest of batches grows
+
+
+def save(trainer: Trainer) -> None:
+    """Take everything as it is now, and have it written while training goes on.
+
+    Ranks hold the same weights and optimizer, so rank 0 writes them; what differs between ranks it gathers,
+    weights and moments that FSDP splits, and the parts that ZeRO makes. What would fill half of the memory
+    that is free is written at once, from the live tensors.
+    """
+    state, split = PartialState(), sharded_tensors.sharded(cast("Any", trainer.model))
+    each = (*RANKS, "optimizer") if deepspeed_zero.used() else RANKS
+    own, held = {name: PARTS[name][0](trainer) for name in each}, dict[str, torch.Tensor]()
+    structure = serialization.flatten(own, held, f"ranks.{state.process_index}", _copy)
+    structures, held = collectives.gathered_on_main(structure), collectives.tensors_on_main(held)
+    if not (state.is_main_process or split):
+        return
+    shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in each}
+    if split:
+        shared = sharded_tensors.gathered_values(shared)
+    if not state.is_main_process:
+        return
+    live = sum(p.nbytes for p in _weights(trainer).values())
+    here = not split and 3 * live > available() / 2  # weights and two moments
+    content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
+    content[checkpoints.CONTRACT] = trainer.contract
+    content |= {"ranks.safetensors": held} if held else {}
+    untensored: dict[str, Any] = {"ranks": structures}
+    kept = partial(_as_it_is, set()) if here or split else _copy
+    for name, value in shared.items():
+        tensors: dict[str, torch.Tensor] = {}
+        untensored[name] = serialization.flatten(value, tensors, name, kept)
+        if tensors:
+            content[f"{name}.safetensors"] = tensors
+    content["state.json"] = untensored
+    trainer.writer.start(trainer.state.global_step, content, here=here)
+
+
+def available(groups: Path = GROUPS) -> int:
+    """Bytes of memory that this process may still take: the machine's, or its container's (cgroup v2)."""
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = (int((groups / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # none, or "max"
+        return free
+    return max(0, min(free, limit - used))
+
+
+def check_memory(each: int, free: int) -> None:
+    """Whether rank 0 can hold a checkpoint of a split training, which `save` makes whole in its memory.
+
+    Args:
+        each: bytes of a checkpoint: trained weights, and the optimizer's state.
+        free: bytes of memory that rank 0 may still take.
+
+    Raises:
+        UserError: it can't (exit 3).
+    """
+    if each > free:
+        what = "rank 0 has no memory for a checkpoint, which is made whole there"
+        fix = "train.save_strategy: no, an adapter instead of full, fewer processes here, or more memory"
+        found, expected = f"{free / 2**30:,.1f} GiB free", f"{each / 2**30:,.1f} GiB"
+        problem = Problem(what, "train.save_strategy", found=found, expected=expected, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
+    """The parts of a checkpoint; of those that each process has, this one's.
+
+    Raises:
+        UserError: a part is missing (exit 4); this machine has no memory for it, which each of its processes
+            reads (exit 3).
+    """
+    here, free = int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), available(groups)
+    state, apart = PartialState(), path / "ranks.safetensors"
+    parts = apart.stat().st_size if apart.exists() else 0
+    each = checkpoints.size_of(path) - parts + parts // state.num_processes
+    if here * each > free:
+        what, fix = "no memory to read the checkpoint", "fewer processes on this machine, or more memory"
+        found, expected = f"{free / 2**30:,.1f} GiB free", f"{here} processes x {each / 2**30:,.1f} GiB"
+        raise UserError(
+            Problem(what, where=str(path), found=found, expected=expected, fix=fix), code=Exit.ENVIRONMENT
+        )
+    found, rank = structure(path), state.process_index
+    own = found.pop("ranks")[rank]
+    read = {name: serialization.restore(value, _tensors(path, name)) for name, value in found.items()}
+    return {**read, **serialization.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
+
+
+def _tensors(path: Path, name: str, begin: str = "") -> dict[str, torch.Tensor]:
+    file = f"{name}.safetensors"
+    return checkpoints.read_tensors(path, file, begin) if (path / file).exists() else {}
+
+
+def structure(path: Path) -> dict[str, Any]:
+    """Of each part of a checkpoint, all but its tensors.
+
+    Raises:
+        UserError: a part is missing (exit 4).
+    """
+    found = checkpoints.read_json(path, "state.json")
+    held = found.keys() | {name for name, _ in found["ranks"][0]["dict"]}
+    if missing := sorted(PARTS.keys() - held):
+        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
+        raise UserError(problem, code=Exit.ARTEFACT)
+    return found
+
+
+def put_back(trainer: Any, *names: str) -> None:
+    """Parts that are large are let go of: a process would hold them until training ends."""
+    for name in names:
+        kept = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
+        PARTS[name][1](trainer, kept)
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator that training draws from; on a GPU this process's own."""
+    kept = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    return {**kept, "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
+
+
+def set_random_state(kept: dict[str, Any]) -> None:
+    random.setstate(kept["python"])
+    np.random.set_state(kept["numpy"])
+    torch.set_rng_state(kept["cpu"])
+    if kept["cuda"] is not None:
+        torch.cuda.set_rng_state(kept["cuda"])
+
+
+def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
+    """`so_far` and one batch more: int64 on the batch's device, which is not waited for.
+
+    Ids and labels are weighted by their place, and batches by theirs: a row that is another, or elsewhere,
+    or comes a step later gives another number.
+    """
+    for name in ("input_ids", "labels"):
+        flat = inputs[name].reshape(-1).to(torch.int64)
+        places = torch.arange(1, flat.numel() + 1, device=flat.device)
+        so_far = so_far * _FIRST + ((flat + _FIRST) * (places * _FIRST + 1)).sum() + flat.numel()
+    return so_far
+
+
+def _weights(trainer: Any) -> dict[str, torch.nn.Parameter]:
+    """In the dtype they are trained in; parts of ZeRO-3 know what they are parts of."""
+    return trainable_parameters.trainable(trainer.model)
+
+
+@torch.no_grad()
+def _set_weights(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
+    trained = trainable_parameters.trainable(trainer.model)
+    wrong = sorted(
+        name
+        for name in trained.keys() | kept.keys()
+        if name not in trained
+        or name not in kept
+        or sharded_tensors.shape(trained[name]) != kept[name].shape
+        or trained[name].dtype != kept[name].dtype
+    )
+    if wrong:
+        what = f"the checkpoint's weights are not this model's ({len(wrong)} tensors)"
+        raise UserError(Problem(what, found=", ".join(wrong[:5])), code=Exit.ARTEFACT)
+    for name, parameter in trained.items():
+        if parameter.shape == kept[name].shape:  # not ZeRO-3's part: that is made of the optimizer's
+            parameter.copy_(sharded_tensors.part_of(kept[name], parameter))
+
+
+def _allocation(trainer: Any) -> dict[str, torch.Tensor]:
+    """AdaLoRA's importances and masks."""
+    if not trainer.orthogonality_weight and not hasattr(trainer, "singular_vectors"):
+        return {}
+    found = adalora.allocation_state(trainer.model)
+    return {name: tensor for name, tensor in found.items() if not name.startswith("parameter.")}
+
+
+def _set_allocation(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
+    if hasattr(trainer, "singular_vectors"):
+        weights = {f"parameter.{name}": tensor.detach().clone() for name, tensor in _weights(trainer).items()}
+        adalora.restore_allocation(trainer.model, {**weights, **kept})
+
+
+def _set_optimizer(trainer: Any, kept: Any) -> None:
+    if deepspeed_zero.used():
+        deepspeed_zero.put_back(trainer.optimizer, kept)
+        return
+    trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    for number, moments in kept.get("state", {}).items():  # torchao's offloaded one has it elsewhere, whole
+        for name, value in moments.items():
+            if isinstance(value, torch.Tensor):
+                moments[name] = sharded_tensors.part_of(value, trained[int(number)])
+    trainer.optimizer.load_state_dict(kept)
+
+
+def _scaler(trainer: Any) -> Any:
+    """fp16's; `None` without."""
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return scaler.state_dict() if scaler is not None else None
+
+
+def _set_scaler(trainer: Any, kept: Any) -> None:
+    if kept:
+        trainer.accelerator.scaler.load_state_dict(kept)
+
+
+def _callbacks(trainer: Any) -> dict[str, Any]:
+    return {name: callback.state_dict() for name, callback in trainer.remembering.items()}
+
+
+def _set_callbacks(trainer: Any, kept: dict[str, Any]) -> None:
+    for name, callback in trainer.remembering.items():
+        if name in kept:  # one of an older version may lack it, and goes on as if it had just begun
+            callback.load_state_dict(kept[name])
+
+
+def _log(trainer: Any) -> dict[str, Any]:
+    """What has been summed since the last logged step."""
+    return {
+        "loss": trainer._tr_loss.detach().to("cpu", copy=True),
+        "step": trainer._globalstep_last_logged,
+        "tokens": trainer._total_train_tokens,
+        "metrics": send_to_device(dict(trainer._metrics["train"]), "cpu"),  # a defaultdict can't be made anew
+        "sums": send_to_device(dict(trainer.sums), "cpu"),
+    }
+
+
+def _set_log(trainer: Any, kept: dict[str, Any]) -> None:
+    device = trainer.args.device
+    trainer._tr_loss = kept["loss"].to(device)
+    trainer._globalstep_last_logged = kept["step"]
+    trainer._total_train_tokens = kept["tokens"]
+    trainer._metrics["train"].update(send_to_device(kept["metrics"], device))
+    trainer.sums.update(send_to_device(kept["sums"], device))
+
+
+def _batches(trainer: Any) -> Any:
+    return torch.as_tensor(trainer.batches, dtype=torch.int64).cpu()
+
+
+def _set_batches(trainer: Any, kept: Any) -> None:
+    trainer.batches = kept.to(trainer.args.device)
+
+
+PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, puts it back)
+    "weights": (_weights, _set_weights),
+    "allocation": (_allocation, _set_allocation),
+    "optimizer": (lambda trainer: deepspeed_zero.state_dict(trainer.optimizer), _set_optimizer),
+    "scheduler": (
+        lambda trainer: trainer.lr_scheduler.state_dict(),
+        lambda trainer, kept: trainer.lr_scheduler.load_state_dict(kept),
+    ),
+    "scaler": (_scaler, _set_scaler),
+    "callbacks": (_callbacks, _set_callbacks),
+    "rng": (lambda trainer: random_state(), lambda trainer, kept: set_random_state(kept)),
+    # As it was when the epoch began: what a sampler draws then decides on the order of the rows
+    "epoch_rng": (lambda trainer: trainer.epoch_rng, lambda trainer, kept: set_random_state(kept)),
+    "log": (_log, _set_log),
+    "batches": (_batches, _set_batches),
+}
+
+
+def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+    """Upstream's own, without the log, which metrics.jsonl has."""
+    return {**dataclasses.asdict(trainer.state), "log_history": []}
+
+
+def _as_it_is(places: set[int], tensor: torch.Tensor) -> torch.Tensor:
+    """Live; a copy where another one, in `places`, has the same memory, as the maps of bitsandbytes' moments
+    have: safetensors refuses two such."""
+    kept = tensor.detach().contiguous()
+    place = kept.untyped_storage().data_ptr()
+    if place in places:
+        return kept.clone()
+    places.add(place)
+    return kept
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

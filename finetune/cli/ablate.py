@@ -1,0 +1,27 @@
+"""`finetune ablate`: measure each optimization alone and together."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from finetune.cli.inputs import load, located
+
+ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--ladder", {"metavar": "FILE", "help": "the rungs: recipes/ladder.yaml"}),
+    (
+        "--output",
+        {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
+    ),
+)
+
+
+def ablate(options: argparse.Namespace) -> None:
+    """Measure each optimisation of a ladder on a recipe, alone and on top of those that helped."""
+    with located(load(options)):
+        from finetune.experiments.ablation import ablation
+
+        file = Path(options.ladder) if options.ladder else ablation.default_ladder()
+        asked = ablation.Asked(options.recipe, options.overrides, file, Path(options.output))
+        ablation.run(asked, quiet=options.quiet)

@@ -1,0 +1,142 @@
+"""Values on the command line, and what goes with what there."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from finetune.core.errors import Problem, UserError
+from finetune.distributed import launch_environment
+
+
+def count(text: str) -> int:
+    """A number of rows, 0 or more."""
+    return _number(int, text, 0, "a whole number from 0 up")
+
+
+def at_least_one(text: str) -> int:
+    return _number(int, text, 1, "a whole number from 1 up")
+
+
+def at_least_zero(text: str) -> float:
+    return _number(float, text, 0, "a number from 0 up")
+
+
+def _number(kind: Any, text: str, least: int, expected: str) -> Any:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise wrong(text, expected)
+    return number
+
+
+def wrong(text: str, expected: str) -> argparse.ArgumentTypeError:
+    """What argparse says of a value; of a ValueError it would name our function."""
+    return argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+
+
+def seconds(text: str) -> float:
+    """A time: 90s, 30m, 2h or 1h30m."""
+    number = r"(\d+\.?\d*|\.\d+)"
+    found = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.strip())
+    parts = [float(part or 0) for part in found.groups()] if found and text else [0.0, 0.0, 0.0]
+    if not sum(parts):
+        raise wrong(text, "a time: 90s, 30m, 2h or 1h30m")
+    return parts[0] * 3600 + parts[1] * 60 + parts[2]
+
+
+def names(text: str) -> str:
+    """A list of names; `lora, dora` is lora,dora."""
+    return ",".join(name.strip() for name in text.split(","))
+
+
+def resume(text: str) -> str:
+    """What follows `--resume=`: auto, or a checkpoint's name."""
+    if text not in ("auto", "newest") and not re.fullmatch(r"step-\d+", text):
+        raise wrong(text, "auto, or a checkpoint's name: step-100")
+    return text
+
+
+def in_order(words: list[str]) -> list[str]:
+    """A command line as argparse reads what is meant: `--resume` may have no value, and would take what
+    follows for one; `--tasks a b RUN` would take RUN for a task."""
+    words = ["--resume=newest" if word == "--resume" else word for word in words]
+    if words[:1] != ["evaluate"] or "--tasks" not in words:
+        return words
+    start = words.index("--tasks") + 1
+    end = next((at for at in range(start, len(words)) if words[at].startswith("-")), len(words))
+    named = [at for at in range(start, end) if "=" not in words[at]]
+    others = [word for word in words[1 : start - 1] + words[end:] if "=" not in word and word[:1] != "-"]
+    if len(named) > 1 and not others and _is_a_run(words[named[-1]]):
+        words.insert(1, words.pop(named[-1]))
+    return words
+
+
+def _is_a_run(word: str) -> bool:
+    """Whether it is no task: those of lm-eval have names without a slash, one of your own is a YAML file."""
+    return Path(word).is_dir() or (not word.endswith((".yaml", ".yml")) and ("/" in word or "@" in word))
+
+
+def check_read(command: str, overrides: list[str]) -> None:
+    """Refuse overrides of what a command on a finished run does not read (exit 2)."""
+    read = ("model", "data", "speed", "eval") if command != "publish" else ("publish", "model", "data")
+    other = [
+        text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
+    ]
+    what = f"{command} does not read it: the run is as it was trained"
+    texts = {"expected": f"keys of {', '.join(read)}", "fix": "drop it, or train again with it"}
+    if other:
+        raise UserError(
+            *(Problem(what, text.partition("=")[0], f"override {text!r}", **texts) for text in other)
+        )
+    key = "data.chat_template"
+    if command != "publish" and any(text.partition("=")[0] == key for text in overrides):
+        what = f"{command} does not read it: the run's template is saved with its tokenizer"
+        raise UserError(Problem(what, key, fix="drop it, or train again with it"))
+
+
+def train_again(options: argparse.Namespace) -> list[str]:
+    """The command line of `train` again, for the processes that it is launched in."""
+    more = [f"--resume={options.resume}"] if options.resume not in (None, "newest") else []
+    more += ["--resume"] if options.resume == "newest" else []
+    more += [f"--until={options.until.text}"] if options.until else []
+    return ["train", options.recipe, *options.overrides, *more]
+
+
+def go_on(options: argparse.Namespace, folder: str) -> list[str]:
+    """The command line that goes on with a run that was stopped; from its beginning if it got no further.
+
+    One that has saved what it trained, and has no checkpoint, would be trained again: it is evaluated.
+    """
+    named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
+    where = [] if named or not folder else [f"train.output_dir={folder}"]
+    folder = folder or "".join(named[-1:])
+    config = options.accelerate or os.environ.get(
+        launch_environment.ACCELERATE
+    )  # which a launch's processes are not given
+    launched = ["--accelerate", config] if config else []
+    saved = any((Path(folder) / "checkpoints").glob("step-*")) if folder else False
+    if folder and not saved and any((Path(folder) / name).exists() for name in ("adapter", "model")):
+        return ["evaluate", folder]
+    known = folder or options.resume  # else there is no folder that could be gone on with
+    resumes = ["--resume" if saved else "--resume=auto"] if known else []
+    return ["train", options.recipe, *options.overrides, *where, *launched, *resumes]
+
+
+# Arguments that several commands take
+RECIPE = ("recipe", {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"})
+MAYBE_RECIPE = ("recipe", {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"})
+RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organisation/name@revision on the Hub"})
+OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
+OF_RUN = ("overrides", {**OVERRIDES[1], "help": "such as model.name=FOLDER, where the base lies now"})
+
+
+def flags(options: argparse.Namespace) -> list[str]:
+    """The flags every command has, as they were given."""
+    return [f"--{flag}" for flag in ("quiet", "debug") if getattr(options, flag)]

@@ -1,0 +1,37 @@
+"""`finetune chat`: talk to the base model and the fine-tuned model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from finetune.cli import arguments
+from finetune.cli.fast_imports import fast_imports
+from finetune.cli.inputs import opened
+
+CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--prompt", {"metavar": "TEXT", "help": "ask this, and end"}),
+    (
+        "--max-new-tokens",
+        {"metavar": "N", "type": arguments.at_least_one, "default": 512, "help": "longest answer: 512"},
+    ),
+    (
+        "--temperature",
+        {"metavar": "T", "type": arguments.at_least_zero, "default": 0.0, "help": "0, which is greedy"},
+    ),
+)
+
+
+def chat(options: argparse.Namespace) -> None:
+    """Talk to a run's base and tuned model side by side."""
+    from rich.console import Console
+
+    from finetune.core.console import quieten_libraries
+
+    run = opened(options)
+    quieten_libraries()
+    with fast_imports():
+        from finetune.evaluation import chat_session
+
+    given = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
+    chat_session.run(run.path, Console(highlight=False), options.overrides, prompt=options.prompt, **given)

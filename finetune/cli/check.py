@@ -1,0 +1,44 @@
+"""`finetune check`: find every mistake in a recipe before a weight is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from finetune.cli.inputs import load, located
+
+CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--prove-resume",
+        {
+            "action": "store_true",
+            "help": "train a few steps, stop, resume, and compare bit for bit: a minute",
+        },
+    ),
+    (
+        "--preflight",
+        {
+            "action": "store_true",
+            "help": "a run's whole life in three steps: kill, resume, evaluate, publish",
+        },
+    ),
+)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check a recipe, its files, its module names and the first rows of its data."""
+    from finetune.data import example_errors
+    from finetune.preflight import checker
+
+    recipe = load(options)
+    with located(recipe):
+        notes = checker.run(recipe) + example_errors.first_rows(recipe.data)
+    if not options.quiet:
+        what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
+        print(*(f"note: {note}" for note in notes), f"fine: {options.recipe}: {what}", sep="\n")
+    if options.prove_resume or options.preflight:
+        from finetune.core.console import Console
+        from finetune.experiments.runner import rehearsal, verify_resume
+
+        prove_it = rehearsal.run if options.preflight else verify_resume.run
+        prove_it(recipe, [options.recipe, *options.overrides], Console(quiet=options.quiet))

@@ -1,0 +1,103 @@
+"""`finetune compare`: compare adapter types on one recipe, or two runs."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+from finetune.cli import arguments
+from finetune.cli.fast_imports import fast_imports
+from finetune.cli.inputs import load, located
+from finetune.core.errors import Problem, UserError
+
+
+def second_run(options: argparse.Namespace) -> str:
+    """The second of two run folders."""
+    given = {"--adapters": options.adapters, "--seeds": options.seeds, "--budget": options.budget}
+    given["--output"] = options.output
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        what = f"{', '.join(wrong)}: for a recipe, and this is a folder"
+        raise UserError(Problem(what, where=options.what, fix="finetune compare RECIPE --adapters lora,dora"))
+    if len(options.overrides) != 1 or "=" in options.overrides[0]:
+        found = " ".join(options.overrides) or "nothing beside it"
+        raise UserError(
+            Problem(
+                "one run folder is compared with another", found=found, fix="finetune compare RUN_A RUN_B"
+            )
+        )
+    return options.overrides[0]
+
+
+def compare_problems(options: argparse.Namespace) -> list[Problem]:
+    """What does not go with a recipe."""
+    problems = []
+    if options.adapters is None and Path(options.what).exists():
+        problems.append(Problem("say which adapter types", fix="--adapters lora,dora,ia3"))
+    if options.assert_equal:
+        fix = "finetune compare RUN_A RUN_B --assert-equal"
+        problems.append(Problem("--assert-equal is for two run folders", fix=fix))
+    return problems
+
+
+def compare_again(options: argparse.Namespace) -> list[str]:
+    """The command line again, for the processes that it is launched in."""
+    named = [(f"--{name}", getattr(options, name)) for name in ("adapters", "seeds", "output")]
+    named.append(("--budget", f"{options.budget}s" if options.budget else None))
+    flat = [text for name, value in named if value is not None for text in (name, str(value))]
+    return [options.what, *options.overrides, *flat]
+
+
+COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
+    (
+        "overrides",
+        {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"},
+    ),
+    (
+        "--adapters",
+        {
+            "metavar": "TYPES",
+            "type": arguments.names,
+            "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own",
+        },
+    ),
+    ("--seeds", {"metavar": "N", "type": arguments.at_least_one, "help": "runs of each type: 3"}),
+    (
+        "--budget",
+        {"metavar": "TIME", "type": arguments.seconds, "help": "for all runs: 30m, 2h, shared evenly"},
+    ),
+    ("--output", {"metavar": "DIR", "help": "runs/compare-RECIPE; started again, it goes on there"}),
+    ("--assert-equal", {"action": "store_true", "help": "exit 4 unless both runs learnt the same"}),
+)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Compare adapter types on one recipe, or two finished runs."""
+    from finetune.core.console import quieten_libraries
+
+    what = Path(options.what)
+    if what.is_dir() or ("@" in options.what and not what.exists()):  # or a run on the Hub
+        other = second_run(options)
+        from finetune.core.console import Console
+        from finetune.experiments.comparison import run_diff
+
+        run_diff.run(options.what, other, Console(quiet=options.quiet), must_equal=options.assert_equal)
+        return
+    if problems := compare_problems(options):
+        raise UserError(*problems)
+    recipe = load(argparse.Namespace(recipe=options.what, overrides=options.overrides))
+    with located(recipe):
+        from finetune.launch import launcher
+
+        again = ["compare", *compare_again(options), *arguments.flags(options)]
+        launcher.if_needed(again, functools.partial(launcher.data_parallel, recipe.train))
+        quieten_libraries()
+        with fast_imports():
+            from finetune.experiments.comparison import comparison
+
+        folder = Path(options.output or f"runs/compare-{Path(options.what).stem}")
+        given = (options.what, options.overrides, options.adapters.split(","), options.seeds or 3)
+        comparison.run(comparison.Asked(*given, options.budget, folder), quiet=options.quiet)

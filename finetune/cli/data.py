@@ -1,0 +1,59 @@
+"""`finetune data`: show examples as the model will see them."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from finetune.cli import arguments
+from finetune.cli.inputs import load, located
+from finetune.core.errors import Problem, UserError
+from finetune.core.paths import writing
+
+DATA: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--show", {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20"}),
+    ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
+    ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
+)
+
+
+def data(options: argparse.Namespace) -> None:
+    """Show what will be trained on, token by token."""
+    from finetune.core.console import Console, quieten_libraries
+    from finetune.preflight import checker
+    from finetune.training import training_data
+
+    if options.prepare is not None:
+        options.overrides.append(f"data.cache={options.prepare}")
+    recipe = load(options)
+    page = Path(options.html) if options.html is not None else None
+    with located(recipe):
+        checker.run(recipe)
+        if options.prepare is not None and recipe.data.streaming:
+            raise UserError(Problem("a stream is prepared while training", "data.streaming", fix="false"))
+        kept = [Path(recipe.data.cache)] if options.prepare and recipe.data.cache else []
+        for folder in [*kept, *([page.parent] if page else [])]:
+            with writing(folder):  # known before the work, not after it
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+        quieten_libraries()
+        tokenizer, prepared = training_data.prepare_data(recipe)
+    from finetune.data import preview
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # data may hold what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    screen, unasked = Console(quiet=options.quiet), 0 if page or kept else 3
+    preview.summary(screen, prepared)
+    preview.show(screen, tokenizer, prepared, unasked if options.show is None else options.show)
+    if page:
+        with writing(page):
+            length = recipe.data.max_length
+            preview.write_html(page, tokenizer, prepared, options.recipe, length, options.show)
+        screen.say("", f"wrote {page}")
+    if kept:
+        screen.say("", f"next: {shlex.join(['finetune', 'train', options.recipe, *options.overrides])}")

@@ -1,0 +1,57 @@
+"""`finetune evaluate`: compare the base model with the fine-tuned model."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from finetune.cli import arguments
+from finetune.cli.fast_imports import fast_imports
+from finetune.cli.inputs import opened
+
+if TYPE_CHECKING:
+    from finetune.launch.launcher import Start
+    from finetune.run_folder.run_folder import RunFolder
+
+EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--tasks",
+        {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
+    ),
+)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
+    from finetune.core.console import Console, quieten_libraries
+    from finetune.launch import launcher
+
+    if options.tasks is not None:  # `--tasks a,b c eval.limit=8`
+        tasks = [part for text in options.tasks if "=" not in text for part in text.split(",")]
+        options.overrides += [text for text in options.tasks if "=" in text]
+        options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
+    run = opened(options)
+    again = ["evaluate", str(run.path), *options.overrides, *arguments.flags(options)]
+    launcher.if_needed(again, functools.partial(processes_of, run, options.overrides))
+    quieten_libraries()
+    with fast_imports():
+        from finetune.evaluation import evaluator
+        from finetune.evaluation.scoring import memory_errors
+    from finetune.reporting import html_report, terminal
+
+    screen = Console(quiet=options.quiet)
+    with memory_errors():
+        result = evaluator.run(run.path, options.overrides, screen=screen)
+    if os.environ.get("RANK", "0") == "0":
+        terminal.show_scores(screen, result)
+        html_report.after(run.path, screen)
+
+
+def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> Start:
+    """How a run is evaluated on several GPUs; called where there are several."""
+    from finetune.evaluation import reopen
+
+    return reopen.launch_of(run, overrides, machine)

@@ -1,0 +1,146 @@
+"""The commands. Nothing heavy is imported until a command needs it: `--help` and `check` never load torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from finetune.cli import (
+    ablate,
+    arguments,
+    chat,
+    check,
+    compare,
+    data,
+    doctor,
+    evaluate,
+    merge,
+    plan,
+    profile,
+    publish,
+    recipes,
+    report,
+    sweep,
+    train,
+)
+from finetune.core import privacy
+from finetune.core.errors import FULL, Exit, Problem, Stopped, UserError, nearest
+from finetune.distributed import launch_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+RANK_0_FIRST = 3  # seconds
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. A user's error is one message, with no traceback."""
+    privacy.switch_off_telemetry()
+    if given is None:  # the process is the command's: what ends it is shown masked too
+        sys.excepthook = privacy.excepthook
+    options = parse(given)
+    return guarded(options.command, options)
+
+
+def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """The exit code of a command; a user's error, or a process of the launch that is gone, is one message."""
+    try:
+        command(options)
+    except UserError as error:
+        if options.debug:
+            privacy.excepthook(type(error), error, error.__traceback__)
+        return failed("\n".join(map(str, error.problems)), error.code)
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped, file=sys.stderr)
+        else:
+            time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
+        return Exit.STOPPED
+    except OSError as error:
+        if options.debug or error.errno not in FULL:
+            raise
+        fix = "room on it, then the same command again; a run goes on with --resume=auto"
+        what, where = "there is no room on the disk", str(error.filename or "")
+        full = Problem(what, where=where, found=str(error.strerror), fix=fix)
+        return failed(str(full), Exit.ENVIRONMENT)
+    except RuntimeError as error:
+        said = launch_environment.lost(error)
+        if options.debug or not said:
+            raise
+        return failed(said, Exit.TRAINING)
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        print("interrupted before it was done", file=sys.stderr)
+        return 130
+    return Exit.DONE
+
+
+def failed(said: str, code: Exit) -> Exit:
+    """Say why this process failed, on the screen and to the launcher; returns the exit code."""
+    rank, now = int(os.environ.get("RANK", "0")), time.time()
+    if rank:
+        time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
+    launch_environment.report(said, now)
+    print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
+    return code
+
+
+def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The whole command-line surface, and each command's; a test pins it."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--quiet", action="store_true", help="errors only")
+    common.add_argument("--debug", action="store_true", help="tracebacks")
+    top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(function: Any, *its: tuple[str, dict[str, Any]]) -> None:
+        text = (function.__doc__ or "").strip()
+        command = commands.add_parser(function.__name__, help=text, description=text, parents=[common])
+        for name, settings in its:
+            made = command.add_argument(name, **settings)
+            made.required = made.required and settings.get("nargs") != "*"  # argparse asks for one
+        command.set_defaults(command=function)
+
+    add(train.train, arguments.RECIPE, arguments.OVERRIDES, *train.TRAIN)
+    add(check.check, arguments.RECIPE, arguments.OVERRIDES, *check.CHECK)
+    add(data.data, arguments.RECIPE, arguments.OVERRIDES, *data.DATA)
+    add(plan.plan, arguments.RECIPE, arguments.OVERRIDES, *plan.PLAN)
+    add(profile.profile, arguments.RECIPE, arguments.OVERRIDES, profile.TRACED)
+    add(ablate.ablate, arguments.RECIPE, arguments.OVERRIDES, *ablate.ABLATE)
+    add(evaluate.evaluate, arguments.RUN, arguments.OF_RUN, *evaluate.EVALUATE)
+    add(merge.merge, arguments.RUN, arguments.OF_RUN, *merge.MERGE)
+    add(publish.publish, arguments.RUN, arguments.OF_RUN, *publish.PUBLISH)
+    add(
+        report.report,
+        arguments.RUN,
+        ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}),
+    )
+    add(compare.compare, *compare.COMPARE)
+    add(sweep.tune, arguments.RECIPE, arguments.OVERRIDES, *sweep.TUNE)
+    add(chat.chat, arguments.RUN, arguments.OF_RUN, *chat.CHAT)
+    add(recipes.recipes, *recipes.RECIPES)
+    add(doctor.doctor, arguments.MAYBE_RECIPE, arguments.OVERRIDES, doctor.MEASURE)
+    return top, commands.choices
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    """argparse ends a list of positionals at the first option; overrides may also follow options."""
+    top, commands = parser()
+    words = list(sys.argv[1:] if given is None else given)
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        meant = nearest(words[0], commands)
+        top.error(
+            f"no command {words[0]!r}; {f'try {meant}' if meant else 'there are ' + ', '.join(commands)}"
+        )
+    options, extra = top.parse_known_args(arguments.in_order(words))
+    if extra and not (
+        hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
+    ):
+        (commands.get(words[0]) or top).error(f"unrecognized arguments: {' '.join(extra)}")
+    if extra:
+        options.overrides += extra
+    return options

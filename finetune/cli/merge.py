@@ -1,0 +1,31 @@
+"""`finetune merge`: merge an adapter into its base model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from finetune.cli.fast_imports import fast_imports
+from finetune.cli.inputs import opened
+
+MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--dtype",
+        {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
+    ),
+    ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
+    ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
+)
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Merge a run's adapter into its base, prove that nothing was lost, and quantise it if asked."""
+    from finetune.core.console import Console, quieten_libraries
+
+    run = opened(options)
+    quieten_libraries()
+    with fast_imports():
+        from finetune.export import merging
+
+    given = {"dtype": options.dtype, "quantized": options.quantize, "output": options.output}
+    merging.show(Console(quiet=options.quiet), merging.run(run.path, options.overrides, **given))

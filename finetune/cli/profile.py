@@ -1,0 +1,26 @@
+"""`finetune profile`: trace one training step and suggest what to change."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from finetune.cli.fast_imports import fast_imports
+from finetune.cli.inputs import load, located
+
+TRACED: tuple[str, dict[str, Any]] = (
+    "--output",
+    {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"},
+)
+
+
+def profile(options: argparse.Namespace) -> None:
+    """Trace one step of a recipe: where the time goes, and what to do about it."""
+    from finetune.core.console import quieten_libraries
+
+    with located(load(options)):
+        quieten_libraries()
+        with fast_imports():
+            from finetune.profiling import profiler
+
+        profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)

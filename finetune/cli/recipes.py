@@ -1,0 +1,35 @@
+"""`finetune recipes`: list the shipped recipes, or copy one."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from finetune.core.errors import Problem, UserError
+
+RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("name", {"metavar": "NAME", "nargs": "?"}),
+    ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
+)
+
+
+def recipes(options: argparse.Namespace) -> None:
+    """List the shipped recipes, or copy one to change it."""
+    from finetune.cli import inputs
+    from finetune.core import paths, shipped_files
+
+    if options.name is None and options.copy is None:
+        listed = [
+            f"{name:<24} {shipped_files.purpose(path)}" for name, path in shipped_files.recipes().items()
+        ]
+        inputs.show("\n".join([*listed, "", "copy one to change it: finetune recipes NAME --copy ."]))
+    elif options.name is None or options.copy is None:
+        fix = f"finetune recipes {options.name or 'NAME'} --copy {options.copy or '.'}"
+        raise UserError(Problem("say which recipe to copy, and where", fix=fix))
+    else:
+        with paths.writing(Path(options.copy)):
+            written = shipped_files.copy(options.name, Path(options.copy))
+        print("\n".join(f"wrote {path}" for path in written))
+        print(f"next: finetune train {shlex.quote(str(written[0]))}")

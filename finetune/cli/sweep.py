@@ -1,0 +1,105 @@
+"""`finetune tune` as it was asked for: where things are, and what has to be installed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from finetune.cli import arguments
+from finetune.cli.inputs import load, located
+from finetune.core import packages, shipped_files
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.paths import writing
+
+URL = "FINETUNE_STORAGE"  # so that no list of processes shows a password
+
+
+def run(options: argparse.Namespace) -> None:
+    """Search, or write the space as a W&B sweep.
+
+    Raises:
+        UserError: Optuna is not installed (exit 3), the folder can't be made (2); and as `tune` does.
+    """
+    path = options.space or str(shipped_files.folder("recipes") / "tune.yaml")
+    folder = Path(options.output or f"runs/tune-{Path(options.recipe).stem}")
+    if options.export_wandb:
+        export(options, Path(path), Path(options.export_wandb))
+        return
+    if not packages.installed("optuna"):
+        problem = Problem("needs optuna, which is not installed", fix="pip install 'finetune-toolkit[tune]'")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    if (folder / "recipe.resolved.yaml").exists():
+        what, fix = "a search needs a folder of its own", "--output runs/my-search"
+        raise UserError(Problem(what, where=str(folder), found="is a run folder", fix=fix))
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    from finetune.experiments.sweep import study
+
+    url = options.storage or os.environ.get(URL) or f"sqlite:///{folder.resolve()}/study.db"
+    seconds = options.hours * 3600 if options.hours is not None else None
+    limits = options.trials, seconds
+    more = {"accelerate": options.accelerate, "final": options.final}
+    asked = study.Asked(options.recipe, options.overrides, Path(path), folder, *limits, url, **more)
+    study.run(asked, quiet=options.quiet)
+
+
+def export(options: argparse.Namespace, path: Path, target: Path) -> None:
+    """Write the space as a W&B sweep, its corners checked; neither Optuna nor wandb is needed.
+
+    Raises:
+        UserError: what a search would refuse as well, but for what only this machine can't run (exit 2).
+    """
+    from finetune.core.console import Console, quieten_libraries
+    from finetune.experiments.sweep import search_space, search_space_checks, wandb_sweep
+    from finetune.recipe.loader import load
+
+    quieten_libraries()
+    space, recipe = search_space.read(path), load(options.recipe, options.overrides)
+    search_space_checks.comparable(recipe)
+    lacking = search_space_checks.corners(options.recipe, options.overrides, recipe, space)
+    counted = recipe.eval.every is None and recipe.train.max_steps is None
+    rows = search_space_checks.rows_of(recipe)[0] if counted else None
+    text, notes = wandb_sweep.sweep(space, recipe, options.recipe, options.overrides, rows)
+    notes += [f"{key}: not here: {one}: {why}" for key, gone in lacking.items() for one, why in gone.items()]
+    with writing(target):
+        target.write_text(text, encoding="utf-8")
+    screen = Console(quiet=options.quiet)
+    screen.say(*[f"note: {note}" for note in notes], f"wrote {target}", f"next: wandb sweep {target}")
+
+
+TUNE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--space", {"metavar": "FILE", "help": "what is searched: the shipped recipes/tune.yaml"}),
+    (
+        "--trials",
+        {"metavar": "N", "type": arguments.at_least_one, "help": "in all, over restarts and workers: 20"},
+    ),
+    (
+        "--hours",
+        {
+            "metavar": "H",
+            "type": arguments.at_least_zero,
+            "help": "of this command: no trial goes on after it",
+        },
+    ),
+    (
+        "--storage",
+        {
+            "metavar": "URL",
+            "help": "for several workers: postgresql://user@host/database, mysql+pymysql://..., journal:FILE;"
+            " $FINETUNE_STORAGE, which shows no password; else a file in the study's folder",
+        },
+    ),
+    ("--output", {"metavar": "DIR", "help": "runs/tune-RECIPE; its name is the study's"}),
+    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch trials with"}),
+    ("--final", {"action": "store_true", "help": "then train the best recipe, whole, into DIR/final"}),
+    ("--export-wandb", {"metavar": "FILE", "help": "write the space as a W&B sweep, and end"}),
+)
+
+
+def tune(options: argparse.Namespace) -> None:
+    """Search recipe keys by Optuna: trials in processes of their own, poor ones ended early."""
+
+    with located(load(options)):
+        run(options)

@@ -1,0 +1,107 @@
+"""`finetune train`: arguments, and the steps of the command."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import os
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+from finetune.cli import arguments
+from finetune.cli.fast_imports import fast_imports
+from finetune.cli.inputs import load, located
+from finetune.core.errors import Stopped
+from finetune.training.stop_condition import Until
+
+
+def until(text: str) -> Until:
+    """A step (500), a time from now (7h30m), the next 06:30, or a date and time (2026-11-22T06:30)."""
+    try:
+        return _until(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise arguments.wrong(text, "a step (500), or a time: 7h30m, 06:30, 2026-11-22T06:30") from None
+
+
+def _until(text: str) -> Until:
+    if text.isdigit():
+        return Until(text, step=arguments.at_least_one(text))
+    if re.fullmatch(r"\d\d:\d\d", text):
+        now = datetime.datetime.now()
+        hour, minute = map(int, text.split(":"))
+        at = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+        return Until(text, time=(at if at > now else at + datetime.timedelta(days=1)).timestamp())
+    if "-" in text:
+        return Until(text, time=datetime.datetime.fromisoformat(text).timestamp())
+    return Until(text, time=time.time() + arguments.seconds(text))
+
+
+TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
+    (
+        "--resume",
+        {
+            "metavar": "[=auto]",
+            "type": arguments.resume,
+            "help": "go on from the newest checkpoint in train.output_dir; =step-N: from that one; =auto: or"
+            " start if there is none, and do nothing if the run is finished",
+        },
+    ),
+    (
+        "--until",
+        {
+            "metavar": "WHEN",
+            "type": until,
+            "help": "save and leave (exit 75) before then: 7h30m, 06:30, 2026-11-22T06:30; or a step: 500",
+        },
+    ),
+    ("--dry-run", {"action": "store_true", "help": "read the data, plan the run, and train nothing"}),
+)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train, save, reopen and evaluate a recipe."""
+    from finetune.core.console import Console, quieten_libraries
+    from finetune.export import publishing
+    from finetune.launch import launcher
+    from finetune.planning import planner
+    from finetune.preflight import checker, choice_checks
+    from finetune.run_folder import run_folder
+
+    recipe, main = load(options), os.environ.get("RANK", "0") == "0"
+    with located(recipe):
+        notes = checker.run(recipe)
+        if options.dry_run:
+            from finetune.cli import dry_run
+
+            return dry_run.run(options, recipe, notes) if main else None
+        if options.accelerate:
+            choice_checks.pinned(recipe)  # for the processes of the launch; without a config the plan does it
+        again = arguments.train_again(options) + arguments.flags(options)
+        launcher.if_needed(again, functools.partial(planner.launch_of, recipe), options.accelerate)
+        if main and recipe.publish.repo:
+            notes += publishing.check(recipe.publish, recipe.model.name)
+        if main and not options.quiet:
+            said_later = {*recipe.origin.notices, *checker.advice(recipe)}
+            print("".join(f"note: {note}\n" for note in notes if note not in said_later), end="")
+        quieten_libraries()
+
+        with fast_imports():
+            from finetune.evaluation.scoring import memory_errors
+            from finetune.training import pipeline
+
+        where = recipe.train.output_dir
+        finished = where is not None and run_folder.RunFolder(Path(where)).finished  # it is left as it is
+        asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
+        try:
+            with memory_errors():
+                folder = pipeline.run(recipe, quiet=options.quiet, **asked)
+        except Stopped as stopped:
+            again = shlex.join(["finetune", *arguments.go_on(options, stopped.folder)])
+            raise Stopped(f"{stopped}\n  go on with: {again}") from None
+        if main and not (finished and (folder.path / "publish.json").exists()):
+            publishing.after_training(recipe, folder, Console(quiet=options.quiet))

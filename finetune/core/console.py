@@ -1,0 +1,146 @@
+"""What a person sees: tables and progress on the terminal, plain lines elsewhere, all of it in log.txt.
+
+Only rank 0 speaks. Messages of other libraries go to log.txt, since the user can't act on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from finetune.core.privacy import masked, secrets, switch_off_telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+PLAIN_WIDTH = 120
+PLAIN_LINES = 20  # about so many progress lines in a run when there is no terminal
+
+
+class Masked(logging.Formatter):
+    """Records of libraries without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
+class Console:
+    """The terminal and, once the run folder exists, its log.txt."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.console = RichConsole(quiet=quiet, highlight=False)
+        if not self.console.is_terminal:
+            self.console = RichConsole(quiet=quiet, highlight=False, width=PLAIN_WIDTH)
+        self._log: RichConsole | None = None
+        self._handler: logging.StreamHandler[Any] | None = None
+        self._progress: Progress | None = None
+        self._started = 0.0
+        self._done = 0
+
+    def say(self, *renderables: Any) -> None:
+        """Print, and write to log.txt once there is one."""
+        for given in renderables:
+            renderable = masked(given) if isinstance(given, str) else given
+            plain: Any = {"soft_wrap": isinstance(renderable, str), "markup": False}
+            if not self.console.quiet:  # which else would lay it out, and drop it
+                self.console.print(renderable, **plain)
+            if self._log:
+                self._log.print(renderable, **plain)
+
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+        known = secrets()
+        table = Table(
+            title=masked(title, known), title_justify="left", title_style="bold", box=None, pad_edge=False
+        )
+        for index, column in enumerate(columns):
+            table.add_column(masked(column, known), overflow="fold", header_style="dim", no_wrap=index == 0)
+        for row in rows:
+            table.add_row(*(Text(masked(str(cell), known)) for cell in row))
+        self.say("", table)
+
+    def log(self, text: str) -> None:
+        """Into log.txt only."""
+        if self._log:
+            self._log.print(masked(text), markup=False)
+
+    def log_to(self, path: Path, *, again: bool = False) -> None:
+        """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
+        file = path.open("a" if again else "w", encoding="utf-8")
+        self._log = RichConsole(file=file, width=140, highlight=False)
+        self._handler = logging.StreamHandler(file)
+        self._handler.setFormatter(Masked("%(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(self._handler)
+
+    def start(self, total: int, done: int = 0) -> None:
+        """Begin the training display of `total` steps, some of which may be done."""
+        self._started, self._done = time.monotonic(), done
+        if self.console.is_terminal and not self.console.quiet:
+            text = TextColumn("{task.description}")
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+            self._progress = Progress(*columns, console=self.console, transient=True)
+            self._progress.start()
+            self._progress.add_task("starting", total=total, completed=done)
+
+    def step(self, step: int, total: int, line: str) -> None:
+        """Show one logged step; the log file has each of them."""
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], completed=step, description=line)
+        left = (time.monotonic() - self._started) / (step - self._done) * (total - step)
+        text = f"step {step}/{total}  {line}  {left:.0f}s left"
+        if not self._progress and (step in (1, total) or step % max(1, total // PLAIN_LINES) == 0):
+            self.console.print(text, markup=False)
+        self.log(text)
+
+    def stop(self) -> None:
+        """End the training display."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def close(self) -> None:
+        """Close log.txt."""
+        self.stop()
+        if self._handler:
+            logging.getLogger().removeHandler(self._handler)
+            self._handler = None
+        if self._log:
+            self._log.file.close()
+            self._log = None
+
+
+def quieten_libraries() -> None:
+    """Send warnings and log records of libraries to the root logger, and their progress bars nowhere."""
+    switch_off_telemetry()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own prints
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    if not any(isinstance(handler, logging.NullHandler) for handler in root.handlers):
+        root.addHandler(logging.NullHandler())  # before the imports: some log while they are imported
+    import datasets
+    import transformers
+
+    for name in (
+        "transformers",
+        "datasets",
+        "huggingface_hub",
+        "accelerate",
+        "trl",
+        "peft",
+        "bitsandbytes",
+        "torchao",
+    ):
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
+    # torchao registers enums that torch now knows by itself: a message to its developers, at each import
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -1,0 +1,63 @@
+"""Paths in a recipe: resolve them, suggest similar ones, and report write errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.core.errors import Problem, UserError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A file or folder that can't be written is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
+        raise UserError(problem) from error
+
+
+def local_path(name: str) -> bool:
+    """Whether a `name` means a file or folder rather than a Hub id: it exists, or only a path looks so."""
+    if os.path.exists(os.path.expanduser(name)) or any(mark in name for mark in "*?["):
+        return True
+    looks_like_file = Path(name).suffix in DATA_SUFFIXES or ("/" not in name and "." in name)
+    return looks_like_file or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".tar", ".txt"})
+
+
+def similar_files(path: Path) -> str:
+    """A file beside `path` with a name like it, for one that is not there; of a folder, its YAML files."""
+    if path.is_dir():
+        inside = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".yaml", ".yml")]
+        return f"a file in it: {', '.join(inside[:5])}" if inside else ""
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist"
+    match = nearest(path.name, {entry.name for entry in path.parent.iterdir()})
+    return str(path.parent / match) if match else ""
+
+
+def similar_folder(name: str) -> str:
+    """A folder here with a name like a Hub id's that may have been meant for it."""
+    path = Path(name.partition("@")[0])
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    match = nearest(path.name, {entry.name for entry in beside if entry.is_dir()})
+    return str(path.parent / match) if match else ""
+
+
+def on_the_hub(name: str) -> str:
+    """What a name is taken for, that is no path here: said so that a mistyped path is seen."""
+    near = similar_folder(name)
+    return (
+        f"{name} is no folder here ({near} is): it is asked for on the Hub"
+        if near
+        else f"{name} is on the Hub"
+    )

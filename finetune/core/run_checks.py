@@ -1,0 +1,64 @@
+"""The ledger: what was asked, what was got, and how it was read back from the running system."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from finetune.core.errors import Exit, Problem, UserError
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    option: str
+    asked: str
+    got: str
+    how: str
+    ok: bool
+    code: Exit
+
+
+@dataclass
+class RunChecks:
+    """Made by `train.run`, handed to those who add to it; checked when built, after step 1, after saving."""
+
+    receipts: list[RunCheck] = field(default_factory=list)
+    checked: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What was found while building, to be said with the plan."""
+
+    def add(
+        self,
+        option: str,
+        asked: Any,
+        got: Any,
+        how: str,
+        *,
+        ok: bool | None = None,
+        code: Exit = Exit.TRAINING,
+    ) -> None:
+        """Record a fact. `ok` defaults to `asked == got`; `code` is the exit code if it is not."""
+        ok = asked == got if ok is None else ok
+        self.receipts.append(RunCheck(option, str(asked), str(got), how, bool(ok), code))
+
+    def check(self) -> None:
+        """Stop the run if a receipt added since the last check does not match.
+
+        Raises:
+            UserError: one problem for each mismatch, with the first one's exit code.
+        """
+        bad = [receipt for receipt in self.receipts[self.checked :] if not receipt.ok]
+        self.checked = len(self.receipts)
+        if bad:
+            what = "asked for one thing, got another"
+            problems = [Problem(what, r.option, found=f"{r.got} ({r.how})", expected=r.asked) for r in bad]
+            raise UserError(*problems, code=bad[0].code)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        keys = ("option", "asked", "got", "how", "ok")
+        return [{key: asdict(receipt)[key] for key in keys} for receipt in self.receipts]
+
+
+class Choice(NamedTuple):
+    value: str
+    reason: str

@@ -1,0 +1,77 @@
+"""Recipes, accelerate configs and the quickstart's model and data: in the checkout, or inside the wheel."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from finetune.core import strict_yaml
+from finetune.core.errors import Problem, UserError, nearest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+NOT_RECIPES = ("ladder", "tune")  # of the recipes' folder: what a command does with a recipe
+SCHEMA = PACKAGE / "recipe" / "recipe.schema.json"
+
+
+def folder(name: str) -> Path:
+    """`recipes`, `accelerate_configs` or `examples`, wherever this installation has it."""
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def recipes() -> dict[str, Path]:
+    """Every shipped recipe by its name: `quickstart`, `llama3_8b/dora`."""
+    root = folder("recipes")
+    named = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
+    return {name: path for name, path in named.items() if name not in NOT_RECIPES}
+
+
+def named(path: Path) -> str:
+    """The shipped recipe that a path which leads nowhere ends in (`recipes/quickstart.yaml`), or nothing."""
+    parts, known = (path.with_suffix("") if path.suffix in (".yaml", ".yml") else path).parts, recipes()
+    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((end for end in ends if end in known), "")
+
+
+def purpose(path: Path) -> str:
+    """The first comment of a recipe that is not for an editor."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and "yaml-language-server" not in line:
+            return line[2:]
+    return ""
+
+
+def copy(name: str, target: Path) -> list[Path]:
+    """Copy a recipe and the shipped files it names into `target`; returns what was written.
+
+    Raises:
+        UserError: no such recipe, or a file of that name is there already (exit 2).
+    """
+    known = recipes()
+    if name not in known:
+        fix = named(Path(name)) or nearest(name, known) or "finetune recipes lists them"
+        raise UserError(Problem(f"no shipped recipe is called {name}", found=name, fix=fix))
+    text = known[name].read_text(encoding="utf-8")
+    destination = target / known[name].name
+    if destination.exists():
+        raise UserError(Problem(f"{destination} is there already", fix="another folder, or move it away"))
+    target.mkdir(parents=True, exist_ok=True)
+    destination.write_text(re.sub(r"(?<=\$schema=)\S+", str(SCHEMA), text), encoding="utf-8")
+    written = [destination]
+    for path in _named_files(strict_yaml.parse(text, str(known[name])).value):
+        source, place = folder("examples").parent / path, target / path
+        if place.exists():
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
+        written.append(place)
+    return written
+
+
+def _named_files(value: Any) -> list[str]:
+    """Every `examples/...` path in a recipe."""
+    if isinstance(value, dict):
+        return [path for item in value.values() for path in _named_files(item)]
+    return [value] if isinstance(value, str) and value.startswith("examples/") else []

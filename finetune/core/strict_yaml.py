@@ -1,0 +1,172 @@
+"""YAML for recipes: YAML 1.2 scalars, a position for every value, nothing clever.
+
+`1e-4` is a number and `no` is a string (PyYAML reads YAML 1.1, where it is the other way round). Duplicate
+keys, tags, anchors and aliases are refused: a recipe can then neither run code nor grow without bound.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.core.errors import Problem, UserError, first_line
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 16
+LONGEST_NUMBER = 400  # characters
+TWICE = "the same key twice"
+Keys = tuple[str, ...]
+
+# The core schema of YAML 1.2.2, section 10.3.2.
+_NULL = re.compile(r"~|null|Null|NULL|")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]+")
+_OCT = re.compile(r"0o[0-7]+")
+_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INF = re.compile(r"[-+]?\.(inf|Inf|INF)")
+_NAN = re.compile(r"\.(nan|NaN|NAN)")
+
+
+@dataclass
+class Document:
+    """A parsed file: plain values, and where each stands (`{("adapter", "r"): "a.yaml:3:6"}`)."""
+
+    value: Any = None
+    where: dict[Keys, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse(text: str, source: str) -> Document:
+    """Parse one YAML document; duplicate keys, tags and aliases are collected in `problems`.
+
+    Raises:
+        UserError: `text` is not YAML, too large or too deep, so that nothing more can be said about it.
+    """
+    if len(text) > MAX_BYTES:
+        found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
+        raise UserError(Problem("too large", where=source, found=found, expected=expected))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    document = Document()
+    try:
+        events = iter(yaml.parse(text, Loader=loader))
+        next(events)  # stream start
+        if isinstance(next(events), yaml.StreamEndEvent):
+            return document
+        document.value = _node(events, next(events), (), document, source)
+        next(events)  # document end
+        if not isinstance(extra := next(events), yaml.StreamEndEvent):
+            document.problems.append(Problem("one document a file", where=_mark(source, extra)))
+    except yaml.YAMLError as error:
+        raise UserError(_syntax_problem(error, source)) from None
+    return document
+
+
+def text_of(path: pathlib.Path, what: str) -> str:
+    """A file's text, for `parse`.
+
+    Args:
+        what: it is, for the message.
+
+    Raises:
+        UserError: it is too large, or not UTF-8, with the first byte that is not (exit 2).
+        OSError: it can't be read.
+    """
+    if (size := path.stat().st_size) > MAX_BYTES:
+        found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
+        raise UserError(Problem(f"too large for {what}", where=str(path), found=found, expected=expected))
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        where, found = f"{path}, byte {error.start}", f"0x{error.object[error.start]:02x}"
+        raise UserError(Problem("not UTF-8", where=where, found=found, fix=f"save {what} as UTF-8")) from None
+
+
+def scalar(text: str) -> Any:
+    """The value of a plain (unquoted) scalar by YAML 1.2's core schema."""
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text):
+        return True
+    if _FALSE.fullmatch(text):
+        return False
+    if len(text) > LONGEST_NUMBER:
+        return text  # Python neither reads nor prints whole numbers without end
+    if _INT.fullmatch(text):
+        return int(text)
+    if _OCT.fullmatch(text):
+        return int(text[2:], 8)
+    if _HEX.fullmatch(text):
+        return int(text, 16)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _INF.fullmatch(text) or _NAN.fullmatch(text):
+        return float(text.replace(".", "", 1))
+    return text
+
+
+def _node(events: Iterator[Any], event: Any, path: Keys, document: Document, source: str) -> Any:
+    where = _mark(source, event)
+    document.where.setdefault(path, where)
+    key = ".".join(path)
+    if len(path) > MAX_DEPTH:
+        raise UserError(Problem("nested too deeply", where=where, expected=f"at most {MAX_DEPTH} levels"))
+    if isinstance(event, yaml.AliasEvent):
+        document.problems.append(
+            Problem("aliases are not allowed", key, where, f"*{event.anchor}", fix="write it out")
+        )
+        return None
+    if event.anchor:
+        document.problems.append(
+            Problem("anchors are not allowed", key, where, f"&{event.anchor}", fix="write it out")
+        )
+    if event.tag:
+        document.problems.append(Problem("tags are not allowed", key, where, event.tag, "a plain value"))
+    if isinstance(event, yaml.ScalarEvent):
+        return scalar(event.value) if event.implicit[0] else event.value
+    if isinstance(event, yaml.SequenceStartEvent):
+        return _sequence(events, path, document, source)
+    return _mapping(events, path, document, source)
+
+
+def _sequence(events: Iterator[Any], path: Keys, document: Document, source: str) -> list[Any]:
+    items: list[Any] = []
+    while not isinstance(event := next(events), yaml.SequenceEndEvent):
+        items.append(_node(events, event, (*path, str(len(items))), document, source))
+    return items
+
+
+def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str) -> dict[str, Any]:
+    items: dict[str, Any] = {}
+    while not isinstance(event := next(events), yaml.MappingEndEvent):
+        where = _mark(source, event)
+        name = event.value if isinstance(event, yaml.ScalarEvent) else None
+        if name is None:
+            document.problems.append(Problem("a key must be a plain word", ".".join(path), where))
+            name = str(_node(events, event, (*path, "?"), document, source))
+        here = (*path, name)
+        if name in items:
+            first = document.where[here]
+            document.problems.append(Problem(TWICE, ".".join(here), where, f"first at {first}"))
+        document.where[here] = where
+        items[name] = _node(events, next(events), here, document, source)
+    return items
+
+
+def _mark(source: str, event: Any) -> str:
+    return f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
+
+
+def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+    said = getattr(error, "problem", None) or first_line(error)
+    return Problem("not valid YAML", where=where, found=said)

@@ -1,0 +1,192 @@
+"""What somebody's model or adapter may not do here: run code, choose kernels, or reach outside of its folder.
+
+A model's folder is data. transformers and PEFT refuse most of what follows by themselves; several times they
+did not (tests/test_advisories.py), so it is looked at before they open a file. Reads JSON only, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
+_IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
+_CODE_OF = ("transformers.", "peft.")  # what `auto_mapping` of an adapter may name
+
+
+def check_files(folder: Path, key: str) -> None:
+    """Links, and what the JSON files of a model or tokenizer say (exit 2).
+
+    Raises:
+        UserError: naming each file and what in it is refused.
+    """
+    problems = list(_links(sorted(folder.iterdir()), key))
+    for name, look in _LOOKS.items():
+        if (folder / name).is_file():
+            problems += look(folder / name, key)
+    if problems:
+        raise UserError(*problems)
+
+
+def check_model(folder: Path, key: str) -> None:
+    """`check_files`, and that the weights are safetensors of a whole model (exit 2)."""
+    check_files(folder, key)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.from"
+        raise UserError(Problem(what, key, found=str(folder), fix=fix))
+    if (folder / "adapter_config.json").exists():  # transformers would load another base, the adapter's own
+        what, fix = "holds a model and an adapter", "take adapter_config.json out of it"
+        raise UserError(Problem(what, key, found=str(folder / "adapter_config.json"), fix=fix))
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise UserError(only_pickles(key, ", ".join(pickles[:6])))
+
+
+def check_adapter(folder: Path, key: str) -> None:
+    """An adapter's folder: its links and config, and safetensors where there are weights (exit 2)."""
+    check_files(folder, key)
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
+    if pickles and not (folder / "adapter_model.safetensors").exists():
+        raise UserError(only_pickles(key, ", ".join(pickles[:6])))
+
+
+@cache
+def check_hub(name: str, revision: str, key: str) -> None:
+    """The same of a model on the Hub, whose JSON files are fetched for it (exit 2)."""
+    problems: list[Problem] = []
+    for file, look in {**_LOOKS, "adapter_config.json": _redirects}.items():
+        path = from_hub(name, revision, file)
+        problems += look(Path(path), key) if path else ()
+    if problems:
+        raise UserError(*problems)
+
+
+def from_hub(name: str, revision: str, file: str) -> str | None:
+    """Where a file of a repository lies; `None`: it has none, or can't be reached."""
+    from transformers.utils.hub import cached_file
+
+    missing_is_fine = {
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    return cached_file(name, file, revision=revision, **missing_is_fine)
+
+
+def check_links(files: Iterable[Path], key: str) -> None:
+    """Links that leave their folder (exit 2): what is published or loaded must be what lies there."""
+    if problems := list(_links(files, key)):
+        raise UserError(*problems)
+
+
+def only_pickles(key: str, found: str) -> Problem:
+    fix = "convert them where you trust them: from_pretrained(...), then save_pretrained(...)"
+    what = "only pickles, which can run code when they are opened"
+    return Problem(what, key, found=found, expected="safetensors", fix=fix)
+
+
+def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
+    for entry in files:
+        if not entry.is_symlink():
+            continue
+        home, target = entry.parent.resolve(), entry.resolve()
+        # the Hub's cache: snapshots/<commit>/config.json -> ../../blobs/<hash>
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+            what, fix = "a link that leaves its folder", "a copy of the file in its place"
+            yield Problem(what, key, str(entry), str(target), fix=fix)
+
+
+def _read(path: Path, key: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(Problem("not JSON", key, str(path), found=str(error)[:200])) from None
+
+
+def _index(path: Path, key: str) -> Iterator[Problem]:
+    """The files of an index lie beside it."""
+    content = _read(path, key)
+    named = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(named, dict):
+        yield Problem("not an index of weights", key, str(path), expected="weight_map: {tensor: file}")
+        return
+    outside = {str(file): None for file in named.values() if not plain(file)}
+    if outside:
+        what, expected = "names files outside of its folder", "names of safetensors files beside it"
+        yield Problem(what, key, str(path), ", ".join(outside)[:200], expected)
+
+
+def plain(file: Any) -> bool:
+    """Whether it is the name of a safetensors file, with no path."""
+    if not isinstance(file, str) or "\\" in file or "\0" in file:
+        return False
+    return PurePosixPath(file).name == file and file.endswith(".safetensors")
+
+
+def _config(path: Path, key: str) -> Iterator[Problem]:
+    """Kernels and trust are the recipe's to decide."""
+    for name, value in _entries(_read(path, key)):
+        if _IMPLEMENTATION.fullmatch(name):
+            texts = [text for _, text in _entries({name: value})] if isinstance(value, dict) else [value]
+            if any(isinstance(text, str) and "/" in text for text in texts):
+                what, fix = "names a kernel of its own", f"take {name} out; model.attention chooses"
+                yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix)
+        if name == "trust_remote_code" and value:
+            what, fix = "asks to be trusted with code of its own", f"take {name} out of it"
+            yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix)
+
+
+def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
+    """PEFT imports modules that an adapter's config names (peft 3085, 3090)."""
+    yield from _config(path, key)
+    content = _read(path, key)
+    if not isinstance(content, dict):
+        yield Problem("not an adapter's config", key, str(path))
+        return
+    mapped = content.get("auto_mapping") or {}
+    library = mapped.get("parent_library") or "transformers." if isinstance(mapped, dict) else repr(mapped)
+    core = content.get("megatron_core") or "megatron.core"
+    for name, value, allowed in (
+        ("auto_mapping.parent_library", str(library), _CODE_OF),
+        ("megatron_core", str(core), ("megatron.core",)),
+    ):
+        if not value.startswith(allowed):
+            what, expected = "names a module to be imported", " or ".join(allowed)
+            yield Problem(what, key, str(path), f"{name}: {value}"[:200], f"{expected} ...")
+
+
+def _redirects(path: Path, key: str) -> Iterator[Problem]:
+    """transformers takes a repository with an adapter's config for that, and loads the base it names."""
+    what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.from"
+    yield Problem(what, key, found=path.name, fix=fix)
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """Each key and value of nested JSON."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield str(key), item
+            yield from _entries(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _entries(item)
+
+
+_LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {
+    "config.json": _config,
+    "generation_config.json": _config,
+    "tokenizer_config.json": _config,
+    "processor_config.json": _config,
+    "adapter_config.json": _adapter_config,
+    INDEX: _index,
+}

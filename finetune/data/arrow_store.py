@@ -1,0 +1,118 @@
+"""Documents as flat files of token ids, and rows as an Arrow file. Both are read through the page cache."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow
+
+from finetune.data.encoding import IGNORED
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from finetune.data.encoding import Encoded
+
+CHUNK, MAX_TOKENS = 1000, 8_000_000  # documents or rows written together, and about their tokens
+TOKENS = pyarrow.list_(pyarrow.int32())
+PLACES = pyarrow.schema({"where": pyarrow.string(), "cut": pyarrow.int32()})
+
+
+class Documents:
+    """Token ids and labels of all documents end to end (int32), and where each comes from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = [(folder / f"{name}.bin").open("wb") for name in ("ids", "labels")]
+        self.sink: Any = pyarrow.OSFile(str(folder / "places.arrow"), "wb")
+        self.places: Any = pyarrow.ipc.new_stream(self.sink, PLACES)
+        self.lengths = array("i")
+        self._clear()
+
+    def _clear(self) -> None:
+        self.ids, self.labels = array("i"), array("i")
+        self.where: list[str] = []
+        self.cut: list[int] = []
+
+    def add(self, document: Encoded, where: str) -> None:
+        self.ids.extend(document.ids)
+        self.labels.extend(document.labels())
+        self.where.append(where)
+        self.cut.append(document.cut)
+        self.lengths.append(len(document.ids))
+        if len(self.where) == CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        for values, file in zip((self.ids, self.labels), self.files, strict=True):
+            values.tofile(file)
+        columns = [pyarrow.array(self.where), pyarrow.array(self.cut, pyarrow.int32())]
+        self.places.write_batch(pyarrow.record_batch(columns, PLACES))
+        self._clear()
+
+    def close(self) -> None:
+        """End writing; what follows reads."""
+        self._flush()
+        self.places.close()
+        for file in (*self.files, self.sink):
+            file.close()
+        with pyarrow.memory_map(str(self.folder / "places.arrow")) as content:
+            self.table = pyarrow.ipc.open_stream(content).read_all()
+        empty = not self.lengths
+        self.flat: list[NDArray[np.int32]] = [
+            np.zeros(0, np.int32) if empty else np.memmap(file.name, np.int32, "r") for file in self.files
+        ]
+        self.ends = np.cumsum(np.frombuffer(self.lengths, np.int32), dtype=np.int64)
+
+    def place(self, index: int) -> str:
+        return self.table.column("where")[index].as_py()
+
+    def batch(self, order: NDArray[np.int64], counts: NDArray[np.int64]) -> dict[str, Any]:
+        """The columns of some rows: the documents `order`, `counts` of them in each row."""
+        lengths = np.frombuffer(self.lengths, np.int32)[order]
+        stops = np.cumsum(lengths)
+        # Position in the flat files of each token: the document's own beginning, counted on from there
+        positions = np.repeat(self.ends[order] - stops, lengths) + np.arange(stops[-1])
+        ids, labels = (flat[positions] for flat in self.flat)
+        labels[stops - lengths] = IGNORED  # the first token of a document is never a target
+        documents = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        tokens = np.concatenate([[0], stops])[documents].astype(np.int32)
+        where, cut = (self.table.column(name).take(order).combine_chunks() for name in ("where", "cut"))
+        return {
+            "input_ids": pyarrow.ListArray.from_arrays(tokens, ids),
+            "labels": pyarrow.ListArray.from_arrays(tokens, labels),
+            "seq_lengths": pyarrow.ListArray.from_arrays(documents, lengths),
+            "where": pyarrow.ListArray.from_arrays(documents, where),
+            "cut": pyarrow.ListArray.from_arrays(documents, cut),
+        }
+
+    def write_rows(
+        self, path: Path, order: NDArray[np.int64], counts: NDArray[np.int64], packed: bool
+    ) -> None:
+        """Rows of the documents `order`, `counts` of them in each: input_ids, labels, where they come from.
+
+        A packed row also has the lengths of its documents.
+        """
+        kinds = dict.fromkeys(("input_ids", "labels", "seq_lengths", "where", "cut"), TOKENS)
+        kinds["where"] = pyarrow.list_(pyarrow.string())
+        schema = pyarrow.schema(
+            {name: kind for name, kind in kinds.items() if packed or name != "seq_lengths"}
+        )
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        tokens = int(np.frombuffer(self.lengths, np.int32)[order].sum())
+        step = max(1, min(CHUNK, MAX_TOKENS * len(counts) // max(1, tokens)))
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
+            for start in range(0, len(counts), step):
+                some = counts[start : start + step]
+                columns = self.batch(order[ends[start] : ends[start + len(some)]], some)
+                stream.write_batch(pyarrow.record_batch([columns[n] for n in schema.names], schema))
+
+    def remove(self) -> None:
+        """Delete the files; the rows have it all."""
+        del self.table, self.flat
+        for name in ("ids.bin", "labels.bin", "places.arrow"):
+            (self.folder / name).unlink()

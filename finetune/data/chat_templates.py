@@ -1,0 +1,113 @@
+"""Chat templates by name, their marked twins, and what one writes round a turn."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError, nearest
+from finetune.data.messages import REASONING_KEYS
+from finetune.data.template_sandbox import BROKEN, render
+
+if TYPE_CHECKING:
+    import re
+
+    Tools = list[dict[str, Any]] | None
+
+A_TOOL = {"name": "qzlook", "description": "qz", "parameters": {"type": "object", "properties": {}}}
+
+
+@cache
+def bundled() -> dict[str, str]:
+    """Templates by name: TRL's for which it has a marked twin, and ours for families it has none for."""
+    names = {entry.name.removesuffix(".jinja") for entry in _trl().iterdir()}
+    found = {
+        name: (_trl() / f"{name}.jinja").read_text(encoding="utf-8")
+        for name in names
+        if f"{name}_training" in names
+    }
+    own = files("finetune.data") / "templates"
+    found |= {entry.name.removesuffix(".jinja"): entry.read_text(encoding="utf-8") for entry in own.iterdir()}
+    return dict(sorted(found.items()))
+
+
+def _trl() -> Path:
+    """TRL's templates; it is not imported, which takes a third of a second."""
+    spec = find_spec("trl")
+    assert spec and spec.origin
+    return Path(spec.origin).parent / "chat_templates"
+
+
+def marked_twin(template: str) -> str | None:
+    """TRL's variant of a template with the assistant's tokens marked, if it has one."""
+    name = next((name for name, text in bundled().items() if text == template), None)
+    twin = _trl() / f"{name}_training.jinja"
+    return twin.read_text(encoding="utf-8") if name and twin.is_file() else None
+
+
+def read_template(name: str) -> str:
+    """A bundled template, or the content of a file (exit 2 if it is neither)."""
+    path = Path(name)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            raise UserError(Problem("not UTF-8", "data.chat_template", found=name)) from None
+    known = bundled()
+    if name not in known:
+        expected = f"a Jinja file, or one of {', '.join(known)}"
+        fix = nearest(name, known)
+        problem = Problem("no such template", "data.chat_template", found=name, expected=expected, fix=fix)
+        raise UserError(problem)
+    return known[name]
+
+
+def other_prompt(own: str, template: str, special: dict[str, Any], tools: Tools) -> tuple[str, ...]:
+    """A note if inference, which renders with `own`, will not begin as training's text does.
+
+    Qwen 3 writes no reasoning into earlier turns at inference; its marked twin writes it into all.
+    """
+    turns = [{"role": role, "content": f"qz{i}"} for i, role in enumerate(("user", "assistant") * 2)]
+    notes = []
+    for count, which in ((1, "first"), (3, "second")):
+        (prompt,) = render(own, special, "none", [(turns[:count], tools)], prompt=True)
+        (text,) = render(template, special, "none", [(turns[: count + 1], tools)])
+        if prompt.error and not text.error:
+            what, fix = "the chat template makes no prompt to answer", "a tokenizer with the tokens it names"
+            raise UserError(Problem(what, "data.chat_template", found=prompt.error, fix=f"{fix}, or another"))
+        if not (prompt.error or text.error or text.text.startswith(prompt.text)):
+            notes.append(f"the prompt of the {which} answer is not at inference what it is in training")
+    return tuple(notes)
+
+
+def look_at(template: str, special: dict[str, Any], ends: re.Pattern[str], tools: Tools) -> dict[str, Any]:
+    """What a template writes round a turn and what it has no place for, seen from chats made for it."""
+    user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
+    (asked,) = render(template, special, "none", [([user], tools)])
+    if asked.error.startswith(BROKEN):
+        raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
+    if not asked.error and user["content"] not in asked.text:
+        what = "the chat template leaves contents out; is it one for images?"
+        raise UserError(Problem(what, "data.chat_template", found=asked.text[:200]))
+    (with_prompt,) = render(template, special, "none", [([user], tools)], prompt=True)
+    function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
+    call = {"id": "callqz001", "type": "function", "function": function}
+    result = {"role": "tool", "content": "qzresult", "tool_call_id": call["id"]}
+    called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
+    told = [{"role": "system", "content": "qzsystem"}, user, answer]
+    thought = [user, {**answer, "reasoning_content": "qzthought"}]
+    chats: list[Any] = [(messages, tools) for messages in ([user, answer], told, called, thought)]
+    plain, system, calls, reasoning = render(template, special, "none", chats)
+    shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", calls), ("tool", "qzresult", calls)]
+    shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
+    tail = plain.text.rpartition(answer["content"])[2]
+    end = ends.search(tail)
+    added = asked.text and with_prompt.text.startswith(asked.text)
+    return {
+        "prompt_end": with_prompt.text.removeprefix(asked.text) if added else "",
+        "after_turn": tail[end.end() :] if end else "",
+        "leaves_out": frozenset(kind for kind, word, at in shown if not at.error and word not in at.text),
+    }

@@ -1,0 +1,415 @@
+"""Examples to token ids, and which of them carry loss.
+
+What is trained on is what the model has to say: from the end of the prompt it is given at inference to the
+token that ends its turn, both exactly. Where the assistant's turns are is never guessed. In this order: the
+chat template marks them itself (`{% generation %}`); TRL has a marked twin of the template; or the turns are
+rendered one by one, each text the beginning of the next. Otherwise it is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core.errors import Problem, UserError
+from finetune.data.chat_templates import A_TOOL, bundled, look_at, marked_twin, other_prompt
+from finetune.data.examples import BadRow, Example
+from finetune.data.messages import REASONING_KEYS, THINKING
+from finetune.data.template_sandbox import Rendered, joined, render
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.recipe.schema import Data
+
+IGNORED = -100
+ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>")
+LEFT_OUT = {  # a role or a key of messages -> what it is called
+    "system": "system messages",
+    "tool_calls": "tool calls",
+    "tool": "tool results",
+    **dict.fromkeys(REASONING_KEYS, "reasoning"),
+}
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+ATTEMPTS = 8  # to shorten a row's prompts until the row fits
+
+
+class Encoded(NamedTuple):
+    """One row as the model sees it."""
+
+    ids: list[int]
+    trained: list[tuple[int, int]]
+    """Ranges [start, end) of tokens that carry loss."""
+    merged: bool = False
+    """A token holds the end of the prompt and the beginning of the answer: inference never sees it."""
+    doubled: bool = False
+    """The text brought a BOS of its own, besides the tokenizer's; one was taken away."""
+    cut: int = 0
+    """Tokens taken off the row's prompts."""
+
+    def labels(self) -> list[int]:
+        """The token's own id where it carries loss, else -100."""
+        labels = [IGNORED] * len(self.ids)
+        for start, end in self.trained:
+            labels[start:end] = self.ids[start:end]
+        return labels
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One way to turn examples into tokens, for training and evaluation alike."""
+
+    tokenizer: Any
+    train_on: str  # assistant | last_turn | completion | all
+    own: str = ""  # the tokenizer's template, as inference renders it
+    template: str = ""  # as training renders it: the same, or its marked twin
+    way: str = "none"  # marks | turns: how the assistant's turns are found
+    prompt_end: str = ""  # what the template writes before an answer
+    after_turn: str = ""  # what it writes at the end of a chat, after the end of the last turn
+    leaves_out: frozenset[str] = frozenset()  # what it has no place for, of LEFT_OUT
+    opening: tuple[int, ...] = ()  # what the tokenizer puts before a text that no template made
+    stops: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
+    """What is to be known of the template."""
+    special: re.Pattern[str] = re.compile("(?!)")
+    """Any of the tokenizer's special tokens."""
+    with_tools: Encoder | None = None
+    """For chats with tools, where the tokenizer has a template of their own."""
+
+    def __call__(self, examples: list[Example]) -> list[Encoded | BadRow]:
+        """Tokens of each example, in order."""
+        return self.tokenise(examples, self.render(examples))
+
+    def render(self, examples: list[Example]) -> list[Rendered | None]:
+        """The text of each chat; `None` for examples that are none."""
+        special, found = self.tokenizer.special_tokens_map, dict[int, Rendered]()
+        for encoder, chosen in self._by_template(examples):
+            chats = [(examples[index].messages, examples[index].tools) for index in chosen]
+            texts = render(encoder.template, special, encoder.way, chats, after_turn=encoder.after_turn)
+            found |= zip(chosen, texts, strict=True)
+        return [found.get(index) for index in range(len(examples))]
+
+    def _by_template(self, examples: list[Example]) -> list[tuple[Encoder, list[int]]]:
+        """Indices of the chats that each template renders."""
+        of = [self._of(example) if example.messages else None for example in examples]
+        found = [
+            (encoder, [i for i, its in enumerate(of) if its is encoder])
+            for encoder in (self, self.with_tools)
+            if encoder
+        ]
+        return [(encoder, chosen) for encoder, chosen in found if chosen]
+
+    def _of(self, example: Example) -> Encoder:
+        return self.with_tools if self.with_tools and example.tools else self
+
+    def tokenise(self, examples: list[Example], rendered: list[Rendered | None]) -> list[Encoded | BadRow]:
+        """Tokens of examples whose chats have been rendered, all in one call of the tokenizer."""
+        backend = self.tokenizer.backend_tokenizer
+        # The template wrote the special tokens of a chat; adding them again would double the first one
+        head, shared, encodings = self._encode_chats([text for text in rendered if text])
+        chats = iter(encodings)
+        # A prompt and its completion are one text: a tokenizer may open every text with a space of its own
+        texts = [(example.prompt or "") + example.completion for example in examples if not example.messages]
+        plain = iter(backend.encode_batch(texts, add_special_tokens=False))
+        found: list[Encoded | BadRow] = []
+        for example, text in zip(examples, rendered, strict=True):
+            if text is None:
+                found.append(self._plain(example, next(plain)))
+                continue
+            encoding = next(chats)
+            try:
+                found.append(self._of(example)._chat(example, text, head, shared, encoding))
+            except BadRow as bad:
+                found.append(bad)
+        return found
+
+    def _encode_chats(self, chats: list[Rendered]) -> tuple[int, list[int], list[Any]]:
+        """Characters and ids of what all chats begin with, tokenised once, and the encodings of their rests.
+
+        A special token splits the text before anything else is done to it, so nothing can reach across. That
+        is checked for the first text all the same.
+        """
+        backend, texts = self.tokenizer.backend_tokenizer, [chat.text for chat in chats]
+        ends = [min(texts), max(texts)] if len(texts) > 1 else [""]
+        same = os.path.commonprefix(ends)  # noqa: RUF071 (of texts, not of paths)
+        first = min((chat.spans[0][0] for chat in chats if chat.spans), default=len(same))
+        marks = list(self.special.finditer(same[:first]))  # what carries loss is in the rest
+        head = marks[-1].start() if marks else 0
+        shared = backend.encode(same[:head], add_special_tokens=False).ids
+        encodings = backend.encode_batch([text[head:] for text in texts], add_special_tokens=False)
+        if head and shared + encodings[0].ids != backend.encode(texts[0], add_special_tokens=False).ids:
+            return 0, [], backend.encode_batch(texts, add_special_tokens=False)
+        return head, shared, encodings
+
+    def prompts(self, examples: list[Example]) -> list[list[int]]:
+        """Token ids of all before each example's answer, ending where the model is to go on."""
+        backend, texts = self.tokenizer.backend_tokenizer, iter(self.prompt_texts(examples))
+        found = []
+        for example in examples:
+            if example.messages:
+                found.append(backend.encode(next(texts), add_special_tokens=False).ids)
+            else:
+                ids = backend.encode(example.prompt or "", add_special_tokens=False).ids
+                found.append(self._opened(ids)[0])
+        return found
+
+    def prompt_texts(self, examples: list[Example]) -> list[str]:
+        """All before the answer of each chat among the examples, ending where the model is to go on.
+
+        It is rendered by the template that is saved with the tokenizer, as any client will.
+
+        Raises:
+            UserError: a chat that this template refuses, though training's may take it (exit 2).
+        """
+        special, found = self.tokenizer.special_tokens_map, dict[int, str]()
+        for encoder, chosen in self._by_template(examples):
+            asked = [((examples[index].messages or [])[:-1], examples[index].tools) for index in chosen]
+            texts = render(encoder.own, special, "none", asked, prompt=True)
+            for index, text in zip(chosen, texts, strict=True):
+                if text.error:
+                    where, fix = examples[index].where, "another data.chat_template"
+                    raise UserError(Problem("no prompt can be made", "", where, text.error, fix=fix))
+                found[index] = text.text
+        return [found[index] for index in sorted(found)]
+
+    def shortened(self, example: Example, whole: Encoded, limit: int) -> Encoded | None:
+        """The example with the beginnings of its longest prompts cut off; `None` if that is not enough.
+
+        Every answer and every system message stays whole.
+
+        Args:
+            whole: its tokens.
+        """
+        if not example.messages:
+            return self._cut_plain(example, whole, limit)
+        encoded: Encoded | BadRow = whole
+        for _ in range(ATTEMPTS):
+            excess = len(encoded.ids) - limit
+            if excess <= 0:
+                return encoded._replace(cut=len(whole.ids) - len(encoded.ids))
+            shorter = self._cut_longest(example, excess)
+            if shorter is None:
+                return None
+            example = shorter
+            (encoded,) = self([example])
+            if isinstance(encoded, BadRow):
+                return None
+        return None
+
+    def _cut_longest(self, example: Example, excess: int) -> Example | None:
+        """The longest of the user's and the tools' contents without its first `excess` tokens."""
+        messages = list(example.messages or ())
+        given = [index for index, message in enumerate(messages) if message["role"] in ("user", "tool")]
+        contents = [messages[index]["content"] for index in given]
+        encodings = self.tokenizer.backend_tokenizer.encode_batch(contents, add_special_tokens=False)
+        length, index, encoding = max(
+            ((len(encoding.ids), index, encoding) for index, encoding in zip(given, encodings, strict=True)),
+            key=lambda candidate: candidate[0],
+        )
+        if length < 2:
+            return None
+        first, _ = encoding.offsets[min(excess, length - 1)]
+        messages[index] = {**messages[index], "content": messages[index]["content"][first:]}
+        return replace(example, messages=messages)
+
+    def _cut_plain(self, example: Example, whole: Encoded, limit: int) -> Encoded | None:
+        """A prompt without its first tokens, but for its BOS."""
+        excess = len(whole.ids) - limit
+        bos = int(whole.ids[0] == self.tokenizer.bos_token_id)
+        prompt = whole.trained[0][0] if example.prompt is not None and self.train_on != "all" else 0
+        if excess <= 0:
+            return whole
+        if prompt - bos <= excess:
+            return None
+        ids = whole.ids[:bos] + whole.ids[bos + excess :]
+        return whole._replace(ids=ids, trained=[(prompt - excess, len(ids))], cut=excess)
+
+    def _plain(self, example: Example, encoding: Any) -> Encoded:
+        """A prompt and its completion, or a text, closed by the eos token."""
+        ids, doubled = self._opened(encoding.ids)
+        start, merged = 0, False
+        if example.prompt is not None and self.train_on != "all":
+            border = len(example.prompt)
+            text = range(border, border + len(example.completion))
+            first = next((t for c in text if (t := encoding.char_to_token(c)) is not None), len(encoding))
+            start = len(ids) - len(encoding) + first
+            merged = first < len(encoding) and encoding.token_to_chars(first)[0] < border
+        if ids[-1:] != [self.tokenizer.eos_token_id]:
+            ids.append(self.tokenizer.eos_token_id)
+        return Encoded(ids, [(start, len(ids))], merged, doubled)
+
+    def _opened(self, ids: list[int]) -> tuple[list[int], bool]:
+        """A text with the tokenizer's BOS, which it may bring itself; then it is not given another."""
+        opening = list(self.opening)
+        brought = bool(opening) and ids[: len(opening)] == opening
+        return (ids, True) if brought else (opening + ids, False)
+
+    def _chat(self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Any) -> Encoded:
+        if text.error:
+            raise BadRow("malformed", "the chat can't be rendered", example.where, found=text.error)
+        if self.leaves_out:
+            self._check_left_out(example)
+        if example.tools and not any(str(t["function"].get("name")) in text.text for t in example.tools):
+            fix = "a chat_template that renders tools (qwen3, mistral ...), or no tools column"
+            raise BadRow("malformed", "the chat template leaves the tools out", example.where, fix=fix)
+        rest = encoding.ids
+        ids = shared + rest
+        if self.train_on == "all":
+            if not all(example.trained):
+                what, fix = "a message says train: false, and train_on: all", "train_on: assistant"
+                raise BadRow("malformed", what, example.where, fix=fix)
+            return Encoded(ids, [(0, len(ids))])
+        found, merged = [], False
+        for start, end in self._chosen(example, text):
+            low, high, straddles = self._tokens(text.text[head:], start - head, end - head, encoding, rest)
+            merged |= straddles
+            if low < high:
+                found.append((low + len(shared), high + len(shared)))
+        return Encoded(ids, found, merged)
+
+    def _check_left_out(self, example: Example) -> None:
+        for message in example.messages or ():
+            for kind in sorted(self.leaves_out.intersection((message["role"], *message))):
+                fix = "a chat_template that renders them (qwen3 ...)"
+                fix = f"reasoning: cut, or {fix}" if kind in REASONING_KEYS else fix
+                what = f"the chat template leaves {LEFT_OUT[kind]} out"
+                raise BadRow("malformed", what, example.where, fix=fix)
+
+    def _chosen(self, example: Example, text: Rendered) -> list[list[int]]:
+        """Characters of the assistant's turns that are to carry loss."""
+        spans, roles = text.spans, [message["role"] for message in example.messages or ()]
+        if len(spans) != len(example.trained):
+            eos = self.tokenizer.eos_token  # a template may mark one more, after the last turn
+            spans = [[start, end] for start, end in spans if text.text[start:end].strip() != eos]
+        if len(spans) != len(example.trained):
+            spans = joined(spans)
+        if len(spans) != len(example.trained):
+            if self.train_on == "assistant" and all(example.trained):
+                return spans
+            what = "the chat template does not mark the assistant's turns one by one"
+            raise BadRow(
+                "malformed", what, example.where, fix="train_on: assistant, or another chat_template"
+            )
+        first = 0
+        if self.train_on == "last_turn":
+            first = len(spans) - 1
+        elif self.train_on == "completion":
+            after = roles[len(roles) - roles[::-1].index("user") :] if "user" in roles else roles
+            first = len(spans) - after.count("assistant")
+        return [span for i, span in enumerate(spans) if i >= first and example.trained[i]]
+
+    def _tokens(
+        self, text: str, start: int, end: int, encoding: Any, ids: list[int]
+    ) -> tuple[int, int, bool]:
+        """Tokens [low, high) of the characters [start, end), and whether one reaches over their borders."""
+        for back in range(min(len(self.prompt_end), start), -1, -1):
+            if text.startswith(self.prompt_end, start - back):  # marks may begin inside of the prompt's end
+                start += len(self.prompt_end) - back
+                break
+        first = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
+        if first is None:
+            return 0, 0, False
+        last = next(t for c in range(end - 1, -1, -1) if (t := encoding.char_to_token(c)) is not None)
+        high, count = last + 1, len(encoding)
+        while high < count and (at := encoding.token_to_chars(high)) and at[0] < end:
+            high += 1  # one character may be several tokens
+        stop = next((i for i in range(high - 1, first - 1, -1) if ids[i] in self.stops), None)
+        if stop is not None and not text[encoding.token_to_chars(stop)[1] : end].strip():
+            high = stop + 1  # what the template writes after the end of a turn is nobody's
+        merged = encoding.token_to_chars(first)[0] < start
+        merged |= ids[high - 1] not in self.stops and encoding.token_to_chars(high - 1)[1] > end
+        return first, high, merged
+
+
+def make_encoder(
+    tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool, declared: Collection[int] = ()
+) -> Encoder:
+    """The exact way to find the assistant's tokens with this tokenizer.
+
+    Args:
+        chats: whether there are chats at all; other rows need no template.
+        declared: ids that the model itself says to end an answer.
+
+    Raises:
+        UserError: chats and no template, or one that does not compile (exit 2).
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(Problem("the tokenizer has no tokenizer.json", "model.name"))
+    backend.no_truncation()
+    backend.no_padding()
+    known: dict[str, Any] = {"opening": _opening(backend)}
+    # a config that names no token of its tokenizer's may still hold the defaults of its class
+    ends = {token for token in declared if token in tokenizer.added_tokens_decoder}
+    known["stops"] = frozenset(stop_ids(tokenizer) | ends)
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= set(tokenizer.all_special_tokens)
+    known["special"] = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
+    if not chats:
+        return Encoder(tokenizer, data.train_on, **known)
+    if not tokenizer.chat_template:
+        fix = f"chat_template: {' | '.join(['chatml', *bundled()][:8])} ..., or a Jinja file"
+        raise UserError(Problem("the tokenizer has no chat template", "data.chat_template", fix=fix))
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if named and "default" not in named:
+        what, fix = "the tokenizer has no default among its chat templates", "one of them, as a Jinja file"
+        raise UserError(Problem(what, "data.chat_template", found=", ".join(sorted(named)), fix=fix))
+    encoder = _of_template(tokenizer, str(tokenizer.get_chat_template()), data, known, None)
+    if "tool_use" not in named:
+        return encoder
+    with_tools = _of_template(
+        tokenizer, named["tool_use"], data, known, [{"type": "function", "function": A_TOOL}]
+    )
+    notes = tuple(dict.fromkeys([*encoder.notes, *with_tools.notes]))
+    return replace(encoder, with_tools=with_tools, notes=notes)
+
+
+def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], tools: Any) -> Encoder:
+    """The encoder of chats that one template renders, with these tools."""
+    marked = own if MARKS.search(own) else marked_twin(own)
+    way = "none" if data.train_on == "all" else "marks" if marked else "turns"
+    template, special = marked or own, tokenizer.special_tokens_map
+    ends = [re.escape(tokenizer.backend_tokenizer.id_to_token(stop)) for stop in sorted(known["stops"])]
+    seen = look_at(template, special, re.compile("|".join(ends) or "(?!)"), tools)
+    notes = other_prompt(own, template, special, tools)
+    return Encoder(tokenizer, data.train_on, own, template, way, notes=notes, **known, **seen)
+
+
+def _opening(backend: Any) -> tuple[int, ...]:
+    """What the tokenizer adds before every text: its BOS, or nothing."""
+    found = backend.encode("x", add_special_tokens=True)
+    return tuple(found.ids[: found.special_tokens_mask.index(0)])
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that end a turn: the tokenizer's eos and the usual end-of-turn tokens it knows."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    ids: set[Any] = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
+    if backend and backend.token_to_id("<|return|>") is not None:  # gpt-oss: it ends the turn, and
+        ids.discard(backend.token_to_id("<|end|>"))  # that one each message of it, the reasoning first
+    eos: Any = tokenizer.eos_token_id
+    return (ids | {eos}) - {None}
+
+
+def ends_of_answer(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that end an answer as it is trained: the eos, and what the chat template writes after one."""
+    given: Any = tokenizer.chat_template
+    own = given.get("default") if isinstance(given, dict) else given
+    turns = [{"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}]
+    texts = render(own, tokenizer.special_tokens_map, "none", [(turns, None)]) if own else []
+    after = "".join(text.text.rpartition("qzanswer")[2] for text in texts)
+    known = {str(tokenizer.convert_ids_to_tokens(stop)): stop for stop in stop_ids(tokenizer)}
+    found = re.search("|".join(map(re.escape, known)), after)
+    eos: Any = tokenizer.eos_token_id
+    return {known[found[0]], eos} if found else {eos}
+
+
+def without_thinking(text: str) -> str:
+    """An answer without the reasoning before it, stripped."""
+    text = text.strip()
+    found = THINKING.match(text)
+    return text[found.end() :] if found else text

@@ -1,0 +1,150 @@
+"""Rows that can't be used, as they pass: what is wrong with them, how often, and where it is first."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from finetune.core.errors import Problem, UserError
+from finetune.data import hints, source_loading
+from finetune.data.examples import BadRow
+from finetune.data.messages import ROLES
+from finetune.data.source_loading import MAX_SHOWN
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Data
+
+FIRST = 200  # rows of each source, that can be read in a moment
+MAX_NAMED = 12  # roles, the most frequent ones
+MAX_KINDS = 10  # of problems in rows of one kind
+
+
+class BadRows:
+    """What is to be said of bad rows: everything that is wrong once, in whichever row it is first."""
+
+    def __init__(self) -> None:
+        self.first: dict[tuple[str, str], list[BadRow]] = {}  # kind, what is wrong -> the first such rows
+        self.rows: Counter[tuple[str, str]] = Counter()
+        self.roles: Counter[str] = Counter()  # rows with a role that is not known
+        self.role_places: dict[str, str] = {}
+        self.formats: dict[str, dict[str, tuple[int, str]]] = {}
+        """Source -> each format that its rows have, the wanted one first -> how many there are, the first."""
+
+    def add(self, bad: BadRow, source: str, wanted: str) -> None:
+        """A bad row of a source, whose rows are to have this format."""
+        key = bad.kind, bad.problem.what
+        self.rows[key] += 1
+        first = self.first.setdefault(key, [])
+        if len(first) < MAX_SHOWN:
+            first.append(bad)
+        self.roles.update(bad.roles)
+        for role in bad.roles:
+            self.role_places.setdefault(role, bad.problem.where)
+        if bad.kind != "unreadable":
+            self.of_format(source, wanted, bad.format or wanted, bad.problem.where)
+
+    def of_format(self, source: str, wanted: str, format: str, where: str) -> None:
+        """A row of a source, bad or not, that has this format."""
+        formats = self.formats.setdefault(source, {wanted: (0, "")})
+        count, first = formats.get(format, (0, ""))
+        formats[format] = count + 1, first or row_of(where)
+
+    def problems(self, kind: str) -> list[Problem]:
+        """Few rows of a kind one by one; of more, each thing that is wrong with the first row it is in."""
+        keys = [key for key in self.first if key[0] == kind]
+        few = sum(self.rows[key] for key in keys) <= MAX_SHOWN
+        found: list[Problem] = []
+        for key in keys:
+            first, count = self.first[key], self.rows[key]
+            if first[0].roles:
+                found.append(self._roles(first[0].problem))
+            elif first[0].format:
+                found += self._formats()
+            elif few or count == 1:
+                found += [bad.problem for bad in first]
+            else:
+                found.append(replace(first[0].problem, what=f"{key[1]}, in {count} rows"))
+        return found[:MAX_KINDS]
+
+    def _roles(self, first: Problem) -> Problem:
+        """All roles that are not known, at once."""
+        if self.roles.total() == 1:
+            return first
+        named = [role for role, _ in self.roles.most_common(MAX_NAMED)]
+        places = {role: shown([first.where, self.role_places[role]], 2) for role in named}
+        found = [
+            f"{role} in {self.roles[role]} rows (first {places[role].removeprefix(first.where + ', ')})"
+            for role in named
+        ]
+        found += [f"{len(self.roles) - MAX_NAMED} more"] if len(self.roles) > MAX_NAMED else []
+        what = f"{len(self.roles)} roles that are not known" if len(self.roles) > 1 else "no such role"
+        texts = {"found": "; ".join(found), "expected": ", ".join(ROLES), "fix": hints.role_map(named)}
+        return Problem(what, where=first.where, **texts)
+
+    def _formats(self) -> list[Problem]:
+        """Of each source with rows of several formats, how many there are of each and where they begin."""
+        found = []
+        for source, formats in self.formats.items():
+            if len(formats) == 1:
+                continue
+            wanted, said = next(iter(formats)), {name: rows for name, rows in formats.items() if rows[0]}
+            counts = "; ".join(f"{n} rows are {name} (first {where})" for name, (n, where) in said.items())
+            _, first = min(said.values())
+            what = f"rows of {len(said)} formats in {source}"
+            expected = f"one: {wanted}, that of its first row"
+            fix = "a file for each format; data.name takes a list of them"
+            if wanted not in said:
+                what, expected, fix = "no row has the format that is asked for", wanted, "data.format: auto"
+            found.append(Problem(what, "", first, counts, expected, fix))
+        return found
+
+
+def first_rows(data: Data) -> list[str]:
+    """Read the first rows of each source that lies in files, as far as can be without a tokenizer.
+
+    Returns:
+        A note of how many were read, if any is on this machine.
+
+    Raises:
+        UserError: rows of a kind of which `data.expect` allows none (exit 2).
+    """
+    found, formats, problems, count = BadRows(), dict[str, str](), list[Problem](), 0
+    for source, key in source_loading.named(data):
+        if source_loading.files(source.name, key) is None:
+            continue
+        try:
+            rows = source_loading.examples(source_loading.read(source, key), data, source.name, formats, {})
+            for row in islice(rows, FIRST):
+                count += 1
+                wanted = formats.get(source.name, "")
+                if isinstance(row, BadRow):
+                    found.add(row, source.name, wanted)
+                else:
+                    found.of_format(source.name, wanted, wanted, row.where)
+        except UserError as error:
+            problems += error.problems
+    kinds = dict.fromkeys(kind for kind, _ in found.first)
+    problems += [one for kind in kinds if not getattr(data.expect, kind) for one in found.problems(kind)]
+    if problems:
+        raise UserError(*problems)
+    said = f"{count:,} rows were read; `finetune data` reads all, as the model will see them"
+    return [said] if count else []
+
+
+def row_of(where: str) -> str:
+    """The place of a row, of which this is perhaps a message."""
+    return where.partition(", message ")[0]
+
+
+def shown(places: list[str], count: int) -> str:
+    """`train.jsonl:51, :53 ...`: a file's name stands only before its first row."""
+    found, last = [], None
+    for place in places:
+        match = re.fullmatch(r"(.*?)([:\[]\d+\]?.*|, byte \d+)", place)
+        file, row = match.groups() if match else (place, "")
+        found.append(row.removeprefix(", ") if match and file == last else place)
+        last = file
+    return ", ".join(found) + (" ..." if count > len(places) else "")

@@ -1,0 +1,345 @@
+"""The training data of a run, from rows to a memory-mapped file: read, render, encode, audit, pack, cache.
+
+One pass, a few thousand rows at a time; what stays in memory is a few numbers a document. The result is kept
+by content: the same files of the same names, tokenizer, template and recipe section are never prepared twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from finetune.core.errors import Problem, UserError
+from finetune.data import source_loading
+from finetune.data.arrow_store import Documents
+from finetune.data.audit import Audit, Report
+from finetune.data.encoding import Encoded, make_encoder
+from finetune.data.examples import BadRow, Example, Row
+from finetune.data.packing import best_fit
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.encoding import Encoder
+    from finetune.recipe.schema import Data, Source
+
+CHUNK, CHARACTERS = 4000, 4_000_000  # rows encoded together, at most, and their text
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows to train on (`input_ids`, `labels`; `seq_lengths` if packed; `where` each comes from, and what was
+    `cut` of it), and what became of all rows."""
+
+    train: Any  # Dataset, or IterableDataset where rows are read while training
+    report: dict[str, Report]  # train, validation
+    path: Path | None  # in the cache
+    cached: bool
+    content: list[Any]
+    """What decides on the rows and their order: weights, contents, the held-out file's."""
+    read: Any = None
+    """Of rows that are read while training: how many so far, and how many were left out [workers, 2]."""
+
+
+def prepare(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+    declared: Collection[int] = (),
+) -> Prepared:
+    """Prepare the data of a recipe, or find it prepared.
+
+    Args:
+        data: the recipe's section.
+        tokenizer: with the chat template that is to be used.
+        seed: draws held-out rows and shares of sources.
+        vocabulary: rows of the model's embedding; every token id must be below it.
+        declared: ids that the model itself says to end an answer.
+
+    Raises:
+        UserError: rows that can't be read or trained on, more than `data.expect` allows (exit 2).
+    """
+    from datasets import Dataset
+
+    sources = source_loading.fingerprints(data)
+    folder = cache_folder(data) / _key(data, tokenizer, seed, [vocabulary, sorted(declared)], sources)
+    cached = (folder / "report.json").exists()
+    if not cached:
+        building = _building(folder.parent)
+        gc.disable()  # millions of small lists come and go, without one cycle
+        try:
+            _build(building, data, tokenizer, seed, vocabulary, declared, sources)
+            os.replace(building, folder)
+        except OSError:
+            if not (folder / "report.json").exists():  # else another process was faster
+                raise
+        finally:
+            gc.enable()
+            shutil.rmtree(building, ignore_errors=True)
+    found = json.loads((folder / "report.json").read_text())
+    found["train"] |= {"sources": sources, "passed_by": source_loading.passed_by(data)}  # as it is now
+    content = [
+        [_content(source, sources) for source in source_loading.sources(data)],
+        sorted(sources.values()),
+    ]
+    train: Any = Dataset.from_file(str(folder / "rows.arrow"))
+    return Prepared(
+        train, {name: Report(**values) for name, values in found.items()}, folder, cached, content
+    )
+
+
+def cache_folder(data: Data) -> Path:
+    """Where prepared data is kept: `data.cache`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
+    return Path(data.cache or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+
+
+def _building(cache: Path) -> Path:
+    """A new folder in the cache (exit 2 if there can be none)."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    except OSError as error:
+        fix = "data.cache: a folder that can be written, or FINETUNE_CACHE"
+        problem = Problem(f"nothing can be kept in {cache}", "data.cache", found=str(error.strerror), fix=fix)
+        raise UserError(problem) from None
+
+
+class HeldOut(NamedTuple):
+    """A row to evaluate on: as it was said, and as the model sees it."""
+
+    example: Example
+    documents: list[Encoded]
+
+    def last_turn(self) -> list[int]:
+        """Token ids of the last answer with its end."""
+        last = self.documents[-1]
+        start, end = last.trained[-1]
+        return last.ids[start:end]
+
+
+def held_out(
+    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, declared: Collection[int] = ()
+) -> list[HeldOut]:
+    """The held-out rows to evaluate on: those that would be kept for training."""
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    audit = Audit(encoder_for, data.train_on, None)
+    return [
+        HeldOut(*pair)
+        for pair in audited_held_out(data, source_loading.draw_held_out(data, seed), seed, audit)
+    ]
+
+
+def encode_held_out(
+    kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int]
+) -> list[HeldOut]:
+    """Held-out rows that a run folder has kept, as the model sees them."""
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    rows = []
+    for example, encoded in encode(kept, encoder_for):
+        documents = fit(encoded, example, data, encoder_for(bool(example.messages)))
+        if not isinstance(documents, str):  # what a run has kept fits
+            rows.append(HeldOut(example, documents))
+    return rows
+
+
+def audited_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> Iterator[Any]:
+    """(example, tokens of its documents) of each held-out row that is kept."""
+    for name, rows in source_loading.validation(data, drawn, seed):
+        yield from audited(rows, data, audit, name)
+
+
+def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list[str]:
+    """Whether the held-out rows are fit to evaluate on: encoded, and each with a prompt (exit 2 if not).
+
+    Returns:
+        file:line of each document.
+    """
+    rows = list(audited_held_out(data, drawn, seed, audit))
+    audit.check_held_out(data)
+    if any(row.messages for row, _ in rows):
+        audit.encoder_for(True).prompt_texts([row for row, _ in rows])
+    return [row.where for row, documents in rows for _ in documents]
+
+
+def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
+    """What is trained on of one row, by `data.too_long`; or why nothing is."""
+    if len(encoded.ids) > data.max_length:
+        if data.too_long == "split" and not example.messages and example.prompt is None:
+            starts = range(0, len(encoded.ids), data.max_length)
+            pieces = [encoded.ids[start : start + data.max_length] for start in starts]
+            return [Encoded(ids, [(0, len(ids))]) for ids in pieces if len(ids) > 1]
+        cuts = data.too_long == "truncate_prompt"
+        shorter = encoder.shortened(example, encoded, data.max_length) if cuts else None
+        if shorter is None:
+            return "too_long"
+        encoded = shorter
+    trained = any(end > max(start, 1) for start, end in encoded.trained)  # the first token is never predicted
+    return [encoded] if trained else "nothing_trained"
+
+
+def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iterator[tuple[Any, Any]]:
+    """(example, tokens) or (bad row, None), in order; a chunk is rendered while the one before is tokenised.
+
+    Args:
+        found: examples and bad rows.
+        encoder_for: whether there are chats -> the encoder.
+    """
+
+    def render(chunk: list[Any]) -> tuple[Encoder, list[Example], Any]:
+        good = [item for item in chunk if isinstance(item, Example)]
+        encoder = encoder_for(any(example.messages for example in good))
+        return encoder, good, encoder.render(good)
+
+    def tokenise(job: Any) -> list[Any]:
+        encoder, good, texts = job.result()
+        return encoder.tokenise(good, texts)
+
+    found, under_way = iter(found), deque()
+    with ThreadPoolExecutor(2) as pool:
+        while (chunk := _chunk(found)) or under_way:
+            if chunk:
+                under_way.append((chunk, pool.submit(tokenise, pool.submit(render, chunk))))
+            if not chunk or len(under_way) > 2:
+                items, job = under_way.popleft()
+                encoded = iter(job.result())
+                yield from ((item, next(encoded) if isinstance(item, Example) else None) for item in items)
+
+
+def _chunk(found: Iterator[Any]) -> list[Any]:
+    """The next CHUNK items, or fewer long ones."""
+    chunk, characters = [], 0
+    for item in found:
+        chunk.append(item)
+        characters += item.characters() if isinstance(item, Example) else 0
+        if len(chunk) == CHUNK or characters > CHARACTERS:
+            break
+    return chunk
+
+
+def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
+    """(example, tokens of its documents) of each row that is kept; the audit counts every row."""
+    found = source_loading.examples(rows, data, name, audit.report.formats, audit.report.unused)
+    for example, encoded in encode(found, audit.encoder_for):
+        if isinstance(example, BadRow) or isinstance(encoded, BadRow):
+            audit.bad(example if isinstance(example, BadRow) else encoded, name)
+            continue
+        format = audit.report.formats[name]
+        audit.bad_rows.of_format(name, format, format, example.where)
+        documents = fit(encoded, example, data, audit.encoder_for(bool(example.messages)))
+        if isinstance(documents, str):
+            audit.left_out(documents, example.where, len(encoded.ids))
+        else:
+            audit.keep(example, documents)
+            yield example, documents
+
+
+def _build(
+    folder: Path,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+    declared: Collection[int],
+    sources: dict[str, str],
+) -> None:
+    """Write rows.arrow and report.json."""
+    started = time.perf_counter()
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    drawn = source_loading.draw_held_out(data, seed)
+    held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
+    held_places = audit_held_out(data, drawn, seed, held)
+    documents = Documents(folder)
+    times = []  # how often each document is used in an epoch
+    with contextlib.closing(documents):
+        for source in source_loading.sources(data):
+            first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
+            name = source_loading.title(source)
+            for example, found in audited(
+                source_loading.training(data, source, drawn, seed), data, audit, name
+            ):
+                for document in found:
+                    documents.add(document, example.where)
+            times.append(_times(source.weight, audit.digests[first:], seed))
+            shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
+            audit.report.mix[name] = {"weight": source.weight, **shares}
+    report = audit.finish(documents.place, held)
+    audit.check(data, held.report.kept)
+    report.sources = sources
+    order = np.repeat(np.arange(len(documents.lengths)), np.concatenate(times))
+    if not len(order):
+        raise UserError(Problem("no row is used", "data.name", fix="larger weights"))
+    counts = np.ones_like(order)
+    if data.packing:
+        lengths = np.frombuffer(documents.lengths, np.int32)[order]
+        rows = best_fit(lengths.tolist(), data.max_length)
+        counts, order = np.array([len(row) for row in rows]), order[np.concatenate(rows)]
+        fill = float(lengths.sum()) / (len(rows) * data.max_length)
+        report.packing = {"rows": len(rows), "budget": data.max_length, "fill": fill}
+    documents.write_rows(folder / "rows.arrow", order, counts, data.packing)
+    documents.remove()
+    report.seconds = time.perf_counter() - started
+    both = {"train": report.as_json(), "validation": held.finish(held_places.__getitem__).as_json()}
+    (folder / "report.json").write_text(json.dumps(both, indent=1))
+
+
+def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
+    """How often each document of a source is used: the whole part of the weight, and once more by lot."""
+    mixed = np.frombuffer(digests, dtype=np.uint64) ^ np.uint64(seed)
+    lots = mixed * np.uint64(0x9E3779B97F4A7C15)
+    once_more = lots / 2.0**64 < weight % 1
+    return int(weight) + once_more.astype(np.int64)
+
+
+def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[str, str]) -> str:
+    """What the prepared data depends on, as a name."""
+    random = data.validation_fraction is not None or any(s.weight % 1 for s in source_loading.sources(data))
+    here = Path(__file__).parent
+    modules = ("examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates")
+    modules += ("template_sandbox", "encoding", "packing", "preparation", "arrow_store", "audit")
+    modules += ("example_errors",)
+    files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
+    code = b"".join(path.read_bytes() for path in files)
+    parts = {
+        "data": data.model_dump(exclude={"cache"}),  # with its names, for rows are known by file and line
+        "mix": [_content(source, sources) for source in source_loading.sources(data)],
+        "sources": sorted(sources.values()),
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "special": tokenizer.special_tokens_map,
+        "template": tokenizer.chat_template,
+        "seed": seed if random else None,
+        "model": model,
+        "versions": [version("tokenizers"), version("transformers"), version("trl")],
+        "code": hashlib.sha256(code).hexdigest(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _content(source: Source, sources: dict[str, str]) -> list[Any]:
+    """A source by its content: its name does not matter, its weight and its place among the others do."""
+    paths = source_loading.files(source.name, "data.name")
+    found = (
+        [sources[str(path.resolve())] for path in paths]
+        if paths
+        else [sources[source_loading.hub_name(source)]]
+    )
+    return [source.weight, found]

@@ -1,0 +1,299 @@
+"""What will be trained on, token by token: on the terminal, and as a page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich.text import Text
+
+from finetune.core import html_pages
+from finetune.data.audit import DROPPED
+from finetune.data.encoding import IGNORED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.core.console import Console
+    from finetune.data.audit import Report
+    from finetune.data.preparation import Prepared
+
+PAGE_ROWS, PAGE_TOKENS = 20, 30_000  # on a page, unless a number of rows is asked for
+FILL_BARS = 48
+LEFT_OUT = ("unreadable", "malformed", "role_order", *DROPPED)  # the rest is only noticed
+TRAINED, SPECIAL = "【{}】", "‹{}›"  # noqa: RUF001 (where there are no colours)
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+STYLES = {
+    "trained": "green",
+    "masked": "dim",
+    "special-trained": "bold green underline",
+    "special-masked": "dim underline",
+}
+ACTING = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+SIGNS = {  # for what can't be seen, or would act on a terminal or on the order of the text
+    **{code: f"\\u{code:04x}" for code in ACTING},
+    **{ord("\n"): "↵\n", ord("\t"): "⇥\t"},
+}
+
+
+class Token(NamedTuple):
+    """What is shown as one: a token, or the several that make up one character."""
+
+    text: str
+    ids: list[int]
+    trained: int
+    """How many of them carry loss."""
+    special: bool
+
+    @property
+    def kind(self) -> str:
+        """trained | masked | special-trained | special-masked"""
+        return ("special-" if self.special else "") + ("trained" if self.trained else "masked")
+
+    @property
+    def title(self) -> str:
+        """Ids and loss, as the page says them."""
+        name = "token" if len(self.ids) == 1 else "tokens"
+        part = "" if self.trained in (0, len(self.ids)) else f" on {self.trained} of {len(self.ids)}"
+        return f"{name} {' '.join(map(str, self.ids))}, {'with' if self.trained else 'no'} loss{part}"
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of one kind."""
+
+    text: str
+    kind: str
+    tokens: list[Token]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a row, where it comes from and how many tokens of its prompts were cut."""
+
+    where: str
+    cut: int
+    pieces: list[Piece]
+    tokens: int
+    trained: int
+
+
+def documents(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[Document]:
+    """The documents of one row of `Prepared.train`, packed or not."""
+    found, start = [], 0
+    lengths = row.get("seq_lengths") or [len(row["input_ids"])]
+    where = row.get("where") or ["streamed"] * len(lengths)
+    cuts = row.get("cut") or [0] * len(lengths)
+    for length, place, cut in zip(lengths, where, cuts, strict=True):
+        ids, labels = (row[name][start : start + length] for name in ("input_ids", "labels"))
+        start += length
+        pieces = []
+        for kind, group in groupby(_tokens(tokenizer, ids, labels), key=lambda token: token.kind):
+            tokens = list(group)
+            pieces.append(Piece("".join(token.text for token in tokens), kind, tokens))
+        found.append(Document(place, cut, pieces, length, _trained(labels)))
+    return found
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], labels: list[int]) -> Iterator[Token]:
+    """Each token with its text.
+
+    That depends on the token before it (a leading space), and is none where a character goes on in the next
+    one. So what is shown is what a token adds to the text, once the text ends with a whole character.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    special = set(tokenizer.all_special_ids)
+    special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    context, begin, before = 0, 0, ""  # ids[context:begin] is the token shown last, `before` its text
+    for end, last in enumerate(ids, start=1):
+        text = backend.decode(ids[context:end], skip_special_tokens=False)
+        whole = len(text) > len(before) and not text.endswith(INCOMPLETE)
+        if whole or last in special or end == len(ids) or ids[end] in special:
+            trained = _trained(labels[begin:end])
+            yield Token(text[len(before) :], ids[begin:end], trained, last in special)
+            context, begin = begin, end
+            before = backend.decode(ids[context:begin], skip_special_tokens=False)
+
+
+def _trained(labels: list[int]) -> int:
+    return sum(label != IGNORED for label in labels)
+
+
+def visible(text: str) -> str:
+    """Text with a sign for each character that has no picture of its own."""
+    return text.translate(SIGNS)
+
+
+def chosen(prepared: Prepared, count: int) -> list[dict[str, Any]]:
+    """`count` rows, spread evenly over all of them; of a stream, which has no end, the first ones."""
+    if prepared.path is None:
+        return list(islice(prepared.train, count))
+    rows: Any = prepared.train
+    count = min(count, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]
+
+
+def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, count: int) -> None:
+    """Print `count` rows; where there are no colours, brackets stand for them."""
+    console, rows = screen.console, chosen(prepared, count)
+    coloured = console.color_system is not None and not console.no_color
+    if rows:
+        legend = [("with loss", "trained"), ("no loss", "masked"), ("special token", "special-masked")]
+        named = [_painted([Piece(name, kind, [])], coloured) for name, kind in legend]
+        line = Text("  ").join([Text(f"\n{_extent(prepared, len(rows))}:"), *named, Text("↵ line break")])
+        console.print(line, soft_wrap=True)
+    for number, row in enumerate(rows, start=1):
+        if "seq_lengths" in row:
+            size = f"{len(row['input_ids']):,} tokens, documents: {len(row['seq_lengths'])}"
+            console.print(Text(f"\nrow {number}: {size}", style="bold"), soft_wrap=True)
+        for document in documents(tokenizer, row):
+            counts = f"{document.tokens:,} tokens, {document.trained:,} with loss"
+            rule = f"── {visible(document.where)}: {counts} ".ljust(console.width, "─")
+            console.print(Text(f"\n{rule}", style="cyan"), soft_wrap=True)
+            if document.cut:
+                console.print(Text(cut(document.cut), style="yellow"), soft_wrap=True)
+            text = _painted(document.pieces, coloured)
+            console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
+
+
+def _extent(prepared: Prepared, shown: int) -> str:
+    if prepared.path is None:
+        return f"rows of the stream, the first {shown:,}"
+    rows: Any = prepared.train
+    return f"{shown:,} of {len(rows):,} rows" + (", spread evenly" if shown < len(rows) else "")
+
+
+def _painted(pieces: list[Piece], coloured: bool) -> Text:
+    """Pieces in colour, or with loss and special tokens each in brackets."""
+    if coloured:
+        return Text.assemble(*((visible(piece.text), STYLES[piece.kind]) for piece in pieces))
+    line = ""
+    for trained, run in groupby(pieces, key=lambda piece: piece.kind.endswith("trained")):
+        texts = ((visible(piece.text), piece.kind.startswith("special")) for piece in run)
+        shown = "".join(SPECIAL.format(text) if special else text for text, special in texts)
+        line += TRAINED.format(shown) if trained else shown
+    return Text(line)
+
+
+def cut(tokens: int) -> str:
+    """What is said where a prompt lost its beginning."""
+    return f"... {tokens:,} token{'s' * (tokens > 1)} of the prompt {'were' if tokens > 1 else 'was'} cut"
+
+
+def summary(screen: Console, prepared: Prepared) -> None:
+    """The audit as a table, and a line for each thing that happened to some rows."""
+    screen.table("data", ("what", "value", ""), facts(prepared))
+    remarked = remarks(prepared.report)
+    screen.say("", *(f"{'left out' if left_out else 'note'}: {said}" for left_out, said in remarked))
+    if not remarked:
+        screen.say("fine: every row is trained on as it is")
+
+
+def remarks(reports: dict[str, Report]) -> list[tuple[bool, str]]:
+    """Whether rows are left out, and what is said of them; those that are come first."""
+    found = [
+        (kind in LEFT_OUT, remark if split == "train" else f"held out: {remark}")
+        for split, report in reports.items()
+        for kind, remark in report.noted()
+    ]
+    return sorted(found, key=lambda remark: not remark[0])
+
+
+def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
+    """What, how much, and more about it; and how it was prepared."""
+    report, found = prepared.report["train"], described(prepared.report)
+    if prepared.path is None:
+        seen = f"the first {report.seen:,}" if report.seen else "all"
+        return [*found, ("prepared", "while training", f"{seen} rows were looked at")]
+    when = "found in the cache, made in" if prepared.cached else "just now, in"
+    return [*found, ("prepared", f"{when} {report.seconds:.1f} s", str(prepared.path))]
+
+
+def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
+    """What the audit found: what, how much, and more about it."""
+    report, held_out = reports["train"], reports["validation"]
+    by = ", ".join(f"{who} {tokens:,}" for who, tokens in report.trained_by.items())
+    found = [
+        ("rows", f"{report.kept:,} of {report.rows:,}", f"{report.dropped:,} left out"),
+        ("tokens", f"{report.tokens:,}", ""),
+        ("with loss", f"{report.trained_tokens:,} ({share(report)})", by),
+    ]
+    if report.lengths:
+        named = zip(("1 %", "25 %", "50 %", "75 %", "99 %"), report.lengths["percentiles"], strict=True)
+        low, *_, high = report.lengths["edges"]
+        histogram = f"{low:,.0f} {_histogram(report.lengths['counts'])} {high:,.0f}"
+        found.append(("lengths", histogram, ", ".join(f"{name} {value:,.0f}" for name, value in named)))
+    if report.cut_tokens:
+        found.append(("cut", f"{report.cut_tokens:,} tokens of prompts", ""))
+    if packed := report.packing:
+        rows = f"{packed['rows']:,.0f} rows of {packed['budget']:,.0f} tokens"
+        found.append(("packing", rows, f"{packed['fill']:.1%} full"))
+    for name, part, source in mix(report):
+        rows = f"{source['rows']:,} rows, weight {source['weight']:g}"
+        found.append(("source", name, f"{part:.1%} of the tokens: {rows}"))
+    found += [("format", name, source) for source, name in report.formats.items()]
+    more = f"{held_out.tokens:,} tokens, {held_out.trained_tokens:,} with loss ({share(held_out)})"
+    more = more if held_out.rows else "nothing to evaluate on"
+    return [*found, ("held out", f"{held_out.kept:,} of {held_out.rows:,} rows", more)]
+
+
+def mix(report: Report) -> list[tuple[str, float, dict[str, float]]]:
+    """Each of several sources, its share of the tokens that are used, and what is known of it."""
+    used = {name: source["tokens"] * source["weight"] for name, source in report.mix.items()}
+    total = sum(used.values()) or 1
+    return [(name, used[name] / total, report.mix[name]) for name in used] if len(used) > 1 else []
+
+
+def share(report: Report) -> str:
+    """Tokens with loss of all."""
+    return f"{report.trained_tokens / max(1, report.tokens):.1%}"
+
+
+def _histogram(counts: list[float]) -> str:
+    return "".join("\N{NO-BREAK SPACE}▁▂▃▄▅▆▇█"[math.ceil(8 * count / max(counts))] for count in counts)
+
+
+def write_html(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prepared: Prepared,
+    recipe_name: str,
+    max_length: int,
+    count: int | None = None,
+) -> None:
+    """One self-contained page: what is trained on, what was left out and why, and some rows.
+
+    Args:
+        max_length: the most tokens a row may have.
+        count: rows to show; `None`: PAGE_ROWS, or fewer where they are so long that a page would be slow.
+    """
+    report = prepared.report["train"]
+    if count is None:
+        packed = report.packing.get("budget", 0) * report.packing.get("fill", 0)
+        count = min(PAGE_ROWS, math.ceil(PAGE_TOKENS / (packed or report.tokens / max(1, report.kept) or 1)))
+    rows = [documents(tokenizer, row) for row in chosen(prepared, count)]
+    page = html_pages.templates(Path(__file__).parent)
+    page.filters |= {"visible": visible, "cut": cut, "share": share}
+    given = {"title": Path(recipe_name).stem, "recipe": recipe_name, "max_length": max_length}
+    given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared.report)}
+    given |= {"mix": mix(report), "fills": _fills(prepared)}
+    given |= {"rows": rows, "extent": _extent(prepared, len(rows))}
+    path.write_text(page.get_template("preview.html.jinja").render(given), encoding="utf-8")
+
+
+def _fills(prepared: Prepared) -> list[float]:
+    """How full packed rows are, in percent: the fullest first, each figure standing for as many rows."""
+    packing = prepared.report["train"].packing
+    if not packing:
+        return []
+    import pyarrow.compute
+
+    rows: Any = prepared.train
+    lengths: Any = pyarrow.compute.call_function("list_value_length", [rows.data.column("input_ids")])
+    places = np.linspace(1, 0, min(FILL_BARS, len(lengths)))
+    return (100 * np.quantile(lengths.to_numpy(), places) / packing["budget"]).tolist()

@@ -1,0 +1,299 @@
+"""Which rows: the sources of a recipe, the files and data sets they name, and the rows that are held out."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.paths import local_path, similar_files
+from finetune.data import hints
+from finetune.data.examples import BadRow, Row
+from finetune.data.formats import convert, detect, digest, of_another_format, unused
+from finetune.data.readers import READERS, without_nulls
+from finetune.hub import client
+from finetune.recipe.schema import Data, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from finetune.data.examples import Example
+    from finetune.data.readers import Rows
+
+MAX_SHOWN = 5
+RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
+BOOKKEEPING = ("dataset_info.json", "state.json")  # of a folder that `datasets` saved
+
+
+def sources(data: Data) -> list[Source]:
+    """What `data.name` names, each with the revision, subset and split that hold for it."""
+    named = [data.name] if isinstance(data.name, str) else data.name
+    found = [Source(name=item) if isinstance(item, str) else item for item in named]
+    defaults = {"revision": data.revision, "subset": data.subset, "split": data.split}
+    return [
+        source.model_copy(update={key: getattr(source, key) or value for key, value in defaults.items()})
+        for source in found
+    ]
+
+
+def named(data: Data) -> list[tuple[Source, str]]:
+    """What is trained on and held out, each with the key that names it."""
+    named = [(source, "data.name") for source in sources(data)]
+    return named + (
+        [(Source(name=data.validation), "data.validation")] if data.validation is not None else []
+    )
+
+
+def check_of_the_hub(data: Data) -> None:
+    """Revision, subset and split choose rows of a Hub data set only; files have none (exit 2)."""
+    split = data.split if data.split != Data.model_fields["split"].default else None
+    asked = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
+    items = data.name if isinstance(data.name, list) else [data.name]
+    files_only = [files(source.name, "data.name") is not None for source in sources(data)]
+    wrong = [(key, value) for key, value in asked.items() if value and all(files_only)]
+    for item, is_file in zip(items, files_only, strict=True):
+        if isinstance(item, Source) and is_file:
+            more = {"revision": item.revision, "subset": item.subset, "split": item.split}
+            wrong += [("data.name", f"{key}: {value} of {item.name}") for key, value in more.items() if value]
+    if wrong:
+        what = "is for a Hub data set: files have no such parts"
+        raise UserError(*(Problem(what, key, found=found, fix="drop it") for key, found in wrong))
+
+
+def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
+    """The rows of one source, less those that are held out.
+
+    Raises:
+        UserError: a file that is missing, empty or of a kind that is not read (exit 2).
+    """
+    rows = read(source, "data.name")
+    if not held_out:
+        return rows
+    return (row for row in rows if isinstance(row, BadRow) or digest(row, seed, data) not in held_out)
+
+
+def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Rows]]:
+    """The held-out rows by source: a file of their own, or a share of the training data."""
+    if data.validation is not None:
+        check_disjoint(data)
+        return [(data.validation, read(Source(name=data.validation), "data.validation"))]
+
+    def chosen(source: Source) -> Rows:
+        rows = read(source, "data.name")
+        return (row for row in rows if isinstance(row, Row) and digest(row, seed, data) in held_out)
+
+    return [(title(source), chosen(source)) for source in sources(data)] if held_out else []
+
+
+def draw_held_out(data: Data, seed: int) -> set[int]:
+    """Digests of the rows that `data.validation_fraction` holds out; rows of equal content go together."""
+    if data.validation_fraction is None:
+        return set()
+    rows = chain.from_iterable(read(source, "data.name") for source in sources(data))
+    digests = sorted(digest(row, seed, data) for row in rows if isinstance(row, Row))
+    drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
+    if digests and digests[-1] in drawn:
+        # Rows without a column that is read are all alike: that is said first, of a named format too
+        by_columns = data.model_copy(update={"format": "auto"})
+        for source in sources(data):
+            for row in islice((row for row in read(source, "data.name") if isinstance(row, Row)), 1):
+                detect(row, by_columns)
+        what, number = "no row would be left to train on", len(set(digests))
+        found = f"{number} different row{'s' * (number != 1)}"
+        raise UserError(Problem(what, "data.validation_fraction", found=found, fix=_one_text(data)))
+    return drawn
+
+
+def _one_text(data: Data) -> str:
+    """What to do about a single text file, which has no share to hold out; else the empty string."""
+    paths = [path for source in sources(data) for path in files(source.name, "data.name") or ()]
+    if [path.suffix for path in paths] != [".txt"]:
+        return ""
+    instead = "data.validation: another file, or the text in several files"
+    return f"a .txt file is one row, which is held out whole or not at all: {instead}"
+
+
+def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
+    """Each file -> the sha256 of its content; each Hub data set -> the commit that was asked for.
+
+    Args:
+        held_out: only of the files that the held-out rows are read from.
+    """
+    found, read_from = {}, named(data)
+    if held_out and (data.validation is not None or data.validation_fraction is None):
+        read_from = [(source, key) for source, key in read_from if key == "data.validation"]
+    for source, key in read_from:
+        paths = files(source.name, key)
+        if paths is None:
+            found[hub_name(source)] = _commit(source)
+        for path in paths or ():
+            found[str(path.resolve())] = client.sha256(path)
+    return found
+
+
+def check_disjoint(data: Data) -> None:
+    """Held-out rows must not be trained on: no file may be both (exit 2)."""
+    if data.validation is None:
+        return
+    held_out = files(data.validation, "data.validation")
+    if held_out is None:
+        what, fix = "held-out rows come from a file", "a file, or data.validation_fraction"
+        raise UserError(Problem(what, "data.validation", found=data.validation, fix=fix))
+    trained = set()
+    for source in sources(data):
+        with contextlib.suppress(UserError):  # who reads them says what is missing; a moved run needs none
+            trained |= {path.resolve() for path in files(source.name, "data.name") or ()}
+    both = trained & {path.resolve() for path in held_out}
+    if both:
+        what, found = "a file is both trained on and held out", ", ".join(map(str, sorted(both)))
+        fix = "name the training files one by one"
+        raise UserError(Problem(what, "data.validation", found=found, fix=fix))
+
+
+def files(name: str, key: str) -> list[Path] | None:
+    """The local files that a name means; `None` for a Hub id.
+
+    Raises:
+        UserError: a path where nothing is, or a kind of file that is not read (exit 2).
+    """
+    path = Path(os.path.expanduser(name))
+    in_a_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()  # data/trian, where there is a data/
+    if not (local_path(name) or in_a_folder):
+        return None
+    if any(mark in name for mark in "*?[") and not path.exists():  # notes[1].jsonl is a file's name too
+        paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+    elif path.is_dir():
+        entries = sorted(entry for entry in path.iterdir() if entry.name not in BOOKKEEPING)
+        paths = [
+            entry for entry in entries if entry.suffix.lower() in READERS
+        ]  # .JSONL is refused, not passed by
+    else:
+        paths = [path]
+    missing = [entry for entry in paths if not entry.exists()]
+    if missing or not paths:
+        found = f"looked in {Path.cwd()} and beside the recipe"
+        what = f"no {', '.join(READERS)} file in {name}" if path.is_dir() else f"no such file: {name}"
+        raise UserError(Problem(what, key, found=found, fix="" if path.is_dir() else similar_files(path)))
+    for entry in paths:
+        if entry.suffix not in READERS:
+            runs_code = "; such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
+            expected, what = ", ".join(READERS), f"can't read {entry.name}{runs_code}"
+            fix = hints.file(entry.suffix)
+            raise UserError(Problem(what, key, found=entry.suffix, expected=expected, fix=fix))
+    return paths
+
+
+def passed_by(data: Data) -> dict[str, list[str]]:
+    """Each folder that is named -> what in it is no data by its name, and is not read."""
+    found = {}
+    for name in filter(None, [*(source.name for source in sources(data)), data.validation]):
+        path = Path(os.path.expanduser(name))
+        entries = sorted(path.iterdir()) if path.is_dir() and files(name, "data.name") else []
+        others = [
+            entry.name + "/" * entry.is_dir()
+            for entry in entries
+            if entry.suffix not in (*READERS, ".md")
+            and entry.name not in BOOKKEEPING
+            and entry.name[0] != "."
+        ]
+        if others:
+            found[name] = others
+    return found
+
+
+def read(source: Source, key: str) -> Rows:
+    """Every row of a source, in order."""
+    paths = files(source.name, key)
+    if paths is None:
+        yield from _hub(source)
+        return
+    empty = True
+    for path in paths:
+        for row in READERS[path.suffix](path):
+            empty = False
+            yield row
+    if empty:
+        header = any(path.suffix == ".csv" and path.stat().st_size for path in paths)
+        found = "of a csv file the first line names the columns" if header else ""
+        raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key, found=found))
+
+
+def examples(
+    rows: Iterable[Row | BadRow], data: Data, name: str, formats: dict[str, str], left: dict[str, list[str]]
+) -> Iterator[Example | BadRow]:
+    """Each row as an example, or as what is wrong with it.
+
+    Args:
+        name: of the source, whose first row decides on the format.
+        formats: its format by its name, noted here.
+        left: columns of the first row that are not read, noted here.
+    """
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        if name not in formats:
+            formats[name] = detect(row, data)
+            left[name] = unused(row, data, formats[name])
+        try:
+            yield convert(row, data, formats[name])
+        except BadRow as bad:
+            yield of_another_format(bad, row, data, formats[name])
+
+
+def hub_name(source: Source) -> str:
+    """A Hub data set with its subset and split."""
+    return " ".join(filter(None, (source.name, source.subset, source.split)))
+
+
+def title(source: Source) -> str:
+    """What a source is called: files by their name, a Hub data set also by what two of one may differ by."""
+    return hub_name(source) if files(source.name, "data.name") is None else source.name
+
+
+def _commit(source: Source) -> str:
+    """The commit a Hub data set is at; without a network, what the recipe says of it."""
+    from huggingface_hub import HfApi
+
+    asked = source.revision or "main"
+    if client.COMMIT.fullmatch(asked):
+        return asked
+    try:
+        return HfApi().dataset_info(source.name, revision=asked).sha or asked
+    except (
+        Exception
+    ):  # whatever keeps the Hub from answering (no network, offline, gated): loading says which
+        return asked
+
+
+def _hub(source: Source) -> Rows:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    options: dict[str, Any] = {"revision": _commit(source), "split": source.split}
+    try:
+        dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise _not_loaded(source, error) from error
+    for index, value in enumerate(dataset):
+        yield Row(without_nulls(value), f"{source.name}[{index}]")
+
+
+def _not_loaded(source: Source, error: Exception) -> UserError:
+    """What keeps a Hub data set from being loaded: the network (exit 3), or what was asked for (exit 2)."""
+    # `datasets` says of a row that it can't read only that there is one
+    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+    said = " ".join(str(cause).split())[:300]  # the choices stand on the lines after the first
+    if isinstance(cause, OSError) or "Couldn't find cache" in said:
+        code, fix = Exit.ENVIRONMENT, "check name, revision and network; without one: pin data.revision to a"
+        fix += " commit, and prepare it elsewhere with finetune data RECIPE --prepare DIR"
+    else:
+        code, fix = Exit.INPUT, "subset and split as the data set has them, or files of it"
+        if "scripts" in said:
+            fix = "revision: refs/convert/parquet, where the Hub has made one; or files of it"
+    what = "the data set can't be loaded from the Hub"
+    return UserError(Problem(what, "data.name", found=f"{hub_name(source)}: {said}", fix=fix), code=code)

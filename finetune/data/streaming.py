@@ -1,0 +1,252 @@
+"""Rows read while training, for data that does not fit on disk a second time.
+
+Files are cut into shards (ranges of lines of a JSONL file, whole files otherwise). Every shard is read by one
+rank and one of its loader's workers, so every row is used once. Rows are shuffled and packed a block at a
+time, by a seed that belongs to the block: the order depends on nothing else, and `state_dict` of the data set
+resumes it exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from functools import cache, partial
+from itertools import groupby, islice, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+from finetune.data import readers, source_loading
+from finetune.data.audit import Audit
+from finetune.data.encoding import IGNORED, make_encoder
+from finetune.data.examples import BadRow, Row
+from finetune.data.packing import best_fit
+from finetune.data.preparation import Prepared, audit_held_out, audited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from datasets import IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.encoding import Encoded
+    from finetune.recipe.schema import Data
+
+RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
+WORKERS = 64  # of a loader that count what they read apart from each other
+BLOCK = 2**20  # bytes at each end of a file that are hashed
+RAW = ["value", "bad", "source"]  # columns that encoding takes away
+AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
+
+Shard = tuple[str, int, int]  # path, first and last byte (JSONL)
+
+
+def stream(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+    declared: Collection[int] = (),
+    passes: int | None = None,
+) -> Prepared:
+    """The training data as an iterable data set, and an audit of its first rows and of the held-out ones.
+
+    Args:
+        declared: ids that the model itself says to end an answer.
+        passes: how often each rank reads its rows; `None`: without end. Ranks have different numbers of rows,
+            and one that came to an end before the others would keep them waiting for ever.
+
+    Raises:
+        UserError: a setting that needs to see all rows, or rows that can't be trained on (exit 2).
+    """
+    import torch
+    from datasets import IterableDataset
+
+    check(data)
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
+    held_places = audit_held_out(data, set(), seed, held)
+    shards = _shards(data, seed)
+    places = []
+    for shard in dict.fromkeys(shards):
+        if audit.report.rows >= AUDITED:
+            break
+        rows = islice(_read(shard), AUDITED - audit.report.rows)
+        for row, documents in audited(rows, data, audit, shard[0]):
+            places += [row.where] * len(documents)
+    report = audit.finish(places.__getitem__, held)
+    audit.check(data, held.report.kept)
+    report.sources = source_loading.fingerprints(data, held_out=True)
+    paths = {path: Path(path) for path, _, _ in shards}
+    report.sources |= {
+        name: f"streamed, {path.stat().st_size:,} bytes, {_ends(path)}" for name, path in paths.items()
+    }
+    report.passed_by = source_loading.passed_by(data)
+    report.seen = AUDITED if report.rows == AUDITED else 0
+
+    rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
+    read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
+    how = {"data": data, "tokenizer": tokenizer, "seed": seed, "vocabulary": vocabulary, "declared": declared}
+    block = partial(encode_block, read=read, **how)
+    options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": RAW}
+    check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
+    read.zero_()
+    train: Any = rows.map(block, batched=True, **options).repeat(passes)
+    content = [shards, sorted(report.sources.items())]  # of a file: its name, size and ends
+    reports = {"train": report, "validation": held.finish(held_places.__getitem__)}
+    return Prepared(train, reports, None, False, content, read)
+
+
+def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -> None:
+    """Whether each rank has a row to train on: one without ends at once, and the others wait for it.
+
+    Args:
+        rows: all shards, not encoded; ranks share them as Accelerate does.
+        block: what encodes them.
+
+    Raises:
+        UserError: it has not (exit 2).
+    """
+    for index in range(ranks if rows.n_shards >= ranks > 1 else 0):  # fewer shards: all ranks read all rows
+        own = rows.shard(ranks, index)
+        encoded = own.map(block, batched=True, batch_size=1, remove_columns=RAW)
+        if next(iter(encoded), None) is None:
+            what = f"rank {index} of {ranks} gets no row to train on"
+            fix = "data.streaming: false, more rows, or fewer processes"
+            raise UserError(Problem(what, "data.name", fix=fix))
+
+
+def check(data: Data) -> None:
+    """What streaming can't do, said before anything is read (exit 2)."""
+    problems = []
+    if data.validation_fraction is not None:
+        what, fix = "a share of the rows can't be drawn while streaming", "data.validation: <a file>"
+        problems.append(Problem(what, "data.validation_fraction", fix=fix))
+    for source in source_loading.sources(data):
+        if source.weight % 1:
+            what, fix = "streaming uses a row a whole number of times", "a whole number"
+            problems.append(Problem(what, "data.name", found=f"weight {source.weight:g}", fix=fix))
+        if source_loading.files(source.name, "data.name") is None:
+            what = "a Hub data set is not streamed in this version"
+            fix = "data.streaming: false, or its files"
+            problems.append(Problem(what, "data.name", found=source.name, fix=fix))
+    if problems:
+        raise UserError(*problems)
+
+
+def encode_block(
+    batch: dict[str, list[Any]],
+    read: Any,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int | None,
+    declared: Collection[int],
+) -> dict[str, list[Any]]:
+    """Rows to token ids: shuffled within their block, packed if asked for.
+
+    Rows that are too long or have nothing to train on are dropped, as the audit of the first rows said.
+
+    Args:
+        read: [workers, 2], to which the number of rows is added, and of those that are left out.
+
+    Raises:
+        UserError: a row that can't be read or trained on, where `data.expect` allows none (exit 2).
+    """
+    from torch.utils.data import get_worker_info
+
+    if worker := get_worker_info():
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of before the fork are not there any more
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    audit = Audit(encoder_for, data.train_on, vocabulary)
+    documents: list[tuple[str, Encoded]] = []
+    given = zip(batch["source"], batch["value"], batch["bad"], batch["where"], strict=True)
+    for source, rows in groupby(given, key=itemgetter(0)):
+        for row, found in audited((_row(*row) for _, *row in rows), data, audit, source):
+            documents += [(row.where, document) for document in found]
+    audit.check_rows(data)
+    own = read[worker.id % WORKERS if worker else 0]
+    own += own.new_tensor([audit.report.rows, audit.report.dropped])
+    random.Random(f"{seed} {batch['where'][0]}").shuffle(documents)
+    groups = [[index] for index in range(len(documents))]
+    if data.packing:
+        groups = best_fit([len(document.ids) for _, document in documents], data.max_length)
+        random.Random(f"{seed} {batch['where'][0]}").shuffle(groups)
+    packed = [[documents[index] for index in group] for group in groups]
+    columns: dict[str, list[Any]] = {
+        "input_ids": [[i for _, one in group for i in one.ids] for group in packed],
+        "labels": [[i for _, one in group for i in [IGNORED, *one.labels()[1:]]] for group in packed],
+        "where": [[where for where, _ in group] for group in packed],
+        "cut": [[one.cut for _, one in group] for group in packed],
+    }
+    if data.packing:
+        columns["seq_lengths"] = [[len(one.ids) for _, one in group] for group in packed]
+    return columns
+
+
+def _shards(data: Data, seed: int) -> list[Shard]:
+    """All shards of all sources, each as often as its source's weight, shuffled."""
+    found: list[Shard] = []
+    for source in source_loading.sources(data):
+        for path in source_loading.files(source.name, "data.name") or ():
+            size = path.stat().st_size
+            cuts = [size * i // RANGES for i in range(RANGES + 1)] if path.suffix == ".jsonl" else [0, size]
+            ranges = [(a, b) for a, b in pairwise(cuts) if a < b]
+            found += [(str(path), a, b) for a, b in ranges] * int(source.weight)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def _ends(path: Path) -> str:
+    """What a file that is not read before training is known by, beside its name and size."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(BLOCK))
+        file.seek(max(0, path.stat().st_size - BLOCK))
+        digest.update(file.read(BLOCK))
+    return f"sha256 of the first and last MiB {digest.hexdigest()[:16]}"
+
+
+def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        for row in _read(shard):
+            if isinstance(row, BadRow):
+                said = row.problem
+                value, bad, where = {}, [said.what, said.found, said.fix], said.where
+            else:
+                value, bad, where = row.value, [], row.where
+            yield {"value": value, "bad": bad, "where": where, "source": shard[0]}
+
+
+def _row(value: dict[str, Any], bad: list[str], where: str) -> Row | BadRow:
+    """As `_generate` took it apart."""
+    if not bad:
+        return Row(value, where)
+    what, found, fix = bad
+    return BadRow("unreadable", what, where, found, fix=fix)
+
+
+def _read(shard: Shard) -> Iterator[Row | BadRow]:
+    name, start, end = shard
+    path = Path(name)
+    if path.suffix == ".jsonl":
+        yield from _lines(path, start, end)
+    else:
+        yield from readers.READERS[path.suffix](path)
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
+    """Rows of the lines that begin in the bytes [start, end)."""
+    with path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()  # the line that reaches in belongs to the range before
+        while (position := file.tell()) < end and (line := file.readline()):
+            for row in readers.json_lines([line], path, first=1 if position == 0 else 2):
+                where = f"{path}, byte {position}"
+                yield (
+                    Row(row.value, where)
+                    if isinstance(row, Row)
+                    else BadRow(row.kind, row.problem.what, where, row.problem.found, fix=row.problem.fix)
+                )

@@ -1,0 +1,259 @@
+"""Talk to base and tuned side by side in the terminal: `finetune chat RUN`.
+
+The prompt is made as in training and evaluation: by the chat template that was saved with the tokenizer, or,
+where the run was trained on plain text, of what is typed alone. Each model has its own history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from transformers import GenerationConfig
+
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.data import encoding
+from finetune.data.examples import Example
+from finetune.evaluation import reopen, scoring
+from finetune.models import tokenizer_setup
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from finetune.data.encoding import Encoder
+
+MAX_NEW_TOKENS = 512
+HELP = "/reset forgets the talk  /system TEXT  /base /tuned /both who answers  /quit or Ctrl-D ends"
+# Two models, where the base is not the tuned one with its adapter off, or a long talk
+LESS_MEMORY = "on the CPU: ACCELERATE_USE_CPU=true finetune chat ..., or a smaller --max-new-tokens"
+CHATS = {"assistant", "every role"}  # who speaks in training data that is chats (`data_report.json`)
+
+
+@dataclass
+class Voice:
+    """One of the two models, and what it was told and said so far."""
+
+    name: str
+    weights: Any
+    off: bool = False
+    """The tuned model with its adapter off is the base."""
+    history: list[dict[str, str]] = field(default_factory=list)
+
+    def adapter(self) -> contextlib.AbstractContextManager[Any]:
+        return self.weights.disable_adapter() if self.off else contextlib.nullcontext()
+
+
+@dataclass
+class Talk:
+    """Both voices, how prompts are made and how answers are drawn."""
+
+    voices: list[Voice]
+    encoder: Encoder
+    chats: bool
+    """Trained on chats; else what is typed is the whole prompt."""
+    max_new_tokens: int
+    temperature: float
+    console: Console
+    asked: tuple[str, ...] = ("base", "tuned")
+    """Who answers."""
+    system: str = ""
+
+
+def run(
+    path: str | Path,
+    console: Console,
+    overrides: list[str] | tuple[str, ...] = (),
+    *,
+    prompt: str | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    temperature: float = 0.0,
+) -> None:
+    """Answer `prompt`, or each line that is typed or piped in, until the end.
+
+    Args:
+        overrides: of the run's recipe: `model.name=...` where the base lies elsewhere.
+
+    Raises:
+        UserError: no finished run (exit 2), or no memory for it (exit 3).
+    """
+    folder = run_folder.open_run(path)
+    recipe = run_folder.recipe_of(folder, overrides, files=False)
+    speakers = folder.read("data_report.json")["train"]["trained_by"]
+    chats = bool(CHATS & set(speakers))
+    with scoring.memory_errors(LESS_MEMORY, Exit.ENVIRONMENT):
+        tuned: Any = reopen.reopen(folder, recipe)
+        stands = reopen.base_stands(tuned)
+        base = tuned if stands else reopen.open_base(recipe)
+        tokenizer = reopen.tokenizer_of(folder)
+        encoder = encoding.make_encoder(tokenizer, recipe.data, chats)
+        voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]
+        talk = Talk(voices, encoder, chats, max_new_tokens, temperature, console)
+        if prompt is not None:
+            answer(talk, prompt)
+            return
+        for note in (
+            *reopen.storage_note(recipe),
+            *tokenizer_setup.foreign_template(recipe.model, tokenizer),
+        ):
+            console.print(f"note: {note}", markup=False)
+        if sys.stdin.isatty():
+            drawn = "greedy" if not temperature else f"drawn at temperature {temperature:g}"
+            console.print(f"{recipe.model.name} and {folder.path}; answers are {drawn}", markup=False)
+            if not chats:
+                console.print(
+                    "trained on plain text: what you type is the whole prompt, and nothing before it"
+                )
+            console.print(HELP, style="dim", markup=False)
+        for line in lines():
+            if line in ("/quit", "/exit"):
+                break
+            if line and (said := reply(talk, line)):
+                console.print(said, markup=False, soft_wrap=True)
+
+
+def lines() -> Iterator[str]:
+    """What is typed, or each line of what is piped in; Ctrl-C and Ctrl-D at the prompt end it."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (arrow keys in `input`)
+    while True:
+        try:
+            yield input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def reply(talk: Talk, line: str) -> str:
+    """Do what a line asks for; returns what is left to say of it. An error does not end the talk."""
+    try:
+        if line.startswith("/"):
+            return command(talk, line)
+        answer(talk, line)
+    except KeyboardInterrupt:
+        return "stopped; this answer is not kept"
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def command(talk: Talk, line: str) -> str:
+    """Do what a line that begins with a slash asks for; returns what to say of it."""
+    name, _, text = line.partition(" ")
+    if name == "/reset":
+        for voice in talk.voices:
+            voice.history.clear()
+        return "forgotten"
+    if name in ("/base", "/tuned", "/both"):
+        talk.asked = ("base", "tuned") if name == "/both" else (name[1:],)
+        return f"{' and '.join(talk.asked)} will answer"
+    if name == "/system":
+        if not talk.chats or "system" in talk.encoder.leaves_out:
+            return "this model has no place for a system message"
+        talk.system = text.strip()
+        return f"system message: {talk.system}" if talk.system else "no system message"
+    return HELP
+
+
+def answer(talk: Talk, text: str) -> None:
+    """Let each voice that is asked answer, as it goes; all that is said is shown already.
+
+    Raises:
+        UserError: as of `respond`; nothing of it is kept.
+    """
+    voices = [voice for voice in talk.voices if voice.name in talk.asked]
+    said = {voice.name: "" for voice in voices}
+    asked = {"role": "user", "content": text}
+    given = [{"role": "system", "content": talk.system}] if talk.system else []
+    live = Live(console=talk.console, refresh_per_second=8) if talk.console.is_terminal else None
+    with live or contextlib.nullcontext():
+        for voice in voices:
+
+            def heard(so_far: str, name: str = voice.name) -> None:
+                said[name] = so_far
+                if live:
+                    live.update(side_by_side(said))
+
+            said[voice.name] = respond(talk, voice, [*given, *voice.history, asked], heard)
+            if not live:
+                talk.console.print(f"{voice.name}: {said[voice.name]}", markup=False, soft_wrap=True)
+    for voice in voices:
+        voice.history += [asked, {"role": "assistant", "content": said[voice.name]}]
+
+
+def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Callable[[str], None]) -> str:
+    """One model's answer to a talk that ends with the user; `heard` is called with the text so far.
+
+    Raises:
+        UserError: the template can't render it, or it leaves no room for an answer (exit 2).
+    """
+    tokenizer = talk.encoder.tokenizer
+    row = Example("the talk", [*messages, {"role": "assistant", "content": ""}])
+    row = row if talk.chats else Example("the prompt", prompt=messages[-1]["content"])
+    (ids,) = talk.encoder.prompts([row])
+    longest = voice.weights.config.get_text_config().max_position_embeddings
+    if len(ids) >= longest:
+        found = f"{len(ids)} tokens of at most {longest}"
+        fix = "/reset" if voice.history else "a shorter text"
+        raise UserError(Problem("the talk has become too long for the model", found=found, fix=fix))
+    drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
+    config = GenerationConfig(
+        **drawn,
+        max_new_tokens=min(talk.max_new_tokens, longest - len(ids)),
+        **scoring.PLAIN,
+        eos_token_id=scoring.stop_ids(voice.weights, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    listener = Listener(tokenizer, heard)
+    prompt = torch.tensor([ids], device=voice.weights.device)
+    with voice.adapter(), scoring.inference(voice.weights):
+        voice.weights.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            streamer=listener,
+        )
+    return listener.text
+
+
+class Listener:
+    """What `generate` tells each new token to (transformers' streamer)."""
+
+    def __init__(self, tokenizer: Any, heard: Callable[[str], None]) -> None:
+        self.tokenizer, self.heard = tokenizer, heard
+        self.ids: list[int] | None = None  # the first call brings the prompt
+
+    @property
+    def text(self) -> str:
+        return str(self.tokenizer.decode(self.ids or [], skip_special_tokens=True)).strip()
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self.ids is None:
+            self.ids = []
+        else:
+            self.ids += tokens.flatten().tolist()
+            self.heard(self.text)
+
+    def end(self) -> None:
+        """All is said."""
+
+
+def side_by_side(said: dict[str, str]) -> Table:
+    """A column for each voice."""
+    table = Table(box=None, expand=True, pad_edge=False)
+    for name in said:
+        table.add_column(name, ratio=1, overflow="fold", header_style="bold")
+    table.add_row(*(Text(text) for text in said.values()))
+    return table

@@ -1,0 +1,197 @@
+"""Base against tuned from the run folder alone: `finetune evaluate RUN`.
+
+Held-out rows (loss and greedy answers), a general text (what was forgotten?) and `eval.tasks` by lm-eval, for
+base and tuned on the same rows; each difference with its 95 % interval, and one verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
+from accelerate.utils.memory import clear_device_cache
+
+from finetune.core import shipped_files, strict_json
+from finetune.core.errors import Problem, UserError
+from finetune.distributed import collectives
+from finetune.evaluation import lm_eval_harness, reopen, results, scoring, tasks, validation_loss
+from finetune.evaluation.results import Measured
+from finetune.hardware import detection
+from finetune.models import generation_config, tokenizer_setup
+from finetune.run_folder import comparability, run_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.core.console import Console
+    from finetune.data.preparation import HeldOut
+    from finetune.recipe.schema import Eval, Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+OTHER = "eval.other.json"  # of rows that the run did not hold out, or of another base
+
+
+def run(
+    path: str | Path,
+    overrides: list[str] | tuple[str, ...] = (),
+    *,
+    inspect: Callable[[Any], None] | None = None,
+    screen: Console | None = None,
+) -> dict[str, Any]:
+    """Reopen a run folder cold, evaluate base and tuned, and write eval.json.
+
+    Args:
+        path: the run folder.
+        overrides: of its recipe: `eval.tasks=[arc_easy]`, `model.name=...` where the base lies elsewhere.
+        inspect: called with the reopened model before it is evaluated; may raise.
+        screen: says what is asked of a model when that begins, for each may take minutes.
+
+    Returns:
+        The content of eval.json; without held-out rows `base` and `tuned` are empty.
+
+    Raises:
+        UserError: no finished run, or a folder that can't be written (exit 2).
+    """
+    folder = run_folder.open_run(path)
+    if not os.access(folder.path, os.W_OK):
+        fix = "a copy of it elsewhere: its scores are kept in it"
+        raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
+    recipe = run_folder.recipe_of(folder, overrides)
+    collectives.joined(detection.detect().device)
+    lm_eval_harness.check(recipe.eval, recipe.model)
+    texts = general_texts(recipe.eval)
+    tuned: Any = reopen.reopen(folder, recipe)
+    if inspect:
+        inspect(tuned)
+    tokenizer = reopen.tokenizer_of(folder)
+    declared = sorted(generation_config.declared_stops(tuned.generation_config))
+    stops = {"answers": scoring.stop_ids(tuned, tokenizer), "model": declared}
+    rows, notes = validation_loss.held_out(folder, recipe, tokenizer)
+    notes += [
+        *reopen.storage_note(recipe),
+        *tokenizer_setup.foreign_template(recipe.model, tokenizer),
+    ]
+
+    def say(what: str) -> None:
+        if screen and PartialState().is_main_process:
+            screen.say(f"{what} ...")
+
+    def measured(asked: Any, which: str) -> Measured:
+        return measure(asked, tokenizer, rows, texts, recipe, lambda what: say(f"{which}: {what}"))
+
+    after, before = measured(tuned, "tuned"), None
+    if reopen.base_stands(tuned):
+        with tuned.disable_adapter():
+            before = measured(tuned, "base")
+    tuned = None
+    clear_device_cache(garbage_collection=True)
+    if not before:
+        before = measured(reopen.open_base(recipe), "base")
+    if recipe.eval.engine == "vllm" and recipe.eval.tasks:
+        say(f"tuned and base: tasks {', '.join(recipe.eval.tasks)}")
+        before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
+    result = results.content(rows, before, after, recipe.eval, notes)
+    result["settings"]["stops"] = stops
+    result["settings"]["model"] = comparability.named(recipe.model.name, recipe.model.revision)
+    result["settings"]["storage"] = reopen.setup_of(recipe).storage.value
+    apart = others(folder, recipe, result)
+    result["settings"]["notes"] += apart
+    name = (
+        OTHER if apart or validation_loss.overridden(recipe) else "eval.json"
+    )  # which stays the run's own result
+    result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}
+    result["verdict"] = results.verdict(result)
+    if PartialState().is_main_process:
+        folder.write(name, result)
+    return result
+
+
+def measure(
+    asked: Any,
+    tokenizer: Any,
+    rows: list[HeldOut],
+    texts: list[str],
+    recipe: Recipe,
+    say: Callable[[str], None],
+) -> Measured:
+    """Everything one model is asked."""
+    started, settings = time.perf_counter(), recipe.eval
+    score, general, found = None, None, {}
+    with scoring.memory_errors():
+        if rows:
+            say(f"loss{' and answers' * settings.answers} of {len(rows):,} held-out rows")
+            score = scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=settings.answers)
+        if texts:
+            say(f"loss of {len(texts):,} general texts")
+            general = scoring.score_texts(asked, tokenizer, texts, settings)
+        if settings.tasks and settings.engine == "hf":
+            say(f"tasks {', '.join(settings.tasks)}")
+            found = lm_eval_harness.run(asked, tokenizer, settings)
+    return Measured(score, general, found, time.perf_counter() - started)
+
+
+def by_vllm(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`eval.tasks` of base and tuned by vLLM, which serves the adapter as it was saved."""
+    rank = getattr(recipe.adapter, "r", None)
+    plain = recipe.adapter.type in ("lora", "rslora") and recipe.speed.base in ("auto", "bf16")
+    if folder.weights != folder.adapter or not plain:
+        fix = "eval.engine: hf; or merge it first"
+        what = f"vLLM serves LoRA on a base in bf16, not {recipe.adapter.type} on {recipe.speed.base}"
+        raise UserError(Problem(what, "eval.engine", fix=fix))
+    engine = lm_eval_harness.vllm(recipe.model.name, recipe.model.revision, str(folder.adapter), rank or 8)
+    after = lm_eval_harness.run(engine, tokenizer, recipe.eval)
+    engine.lora_request = None
+    return lm_eval_harness.run(engine, tokenizer, recipe.eval), after
+
+
+def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
+    """Why this is no evaluation of the run's own weights: its base is stored otherwise than while it trained,
+    or, by the held-out loss, another one was named."""
+    origin, now = recipe.origin.set_by, result["settings"]["storage"]
+    own = comparability.resolved(folder).get("speed.storage", ("", ""))[0].strip('"')
+    if origin.get("speed.base") == "override" and now != own:
+        return [f"the base is in {now}; the run's was in {own or 'what it does not say'}"]
+    asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
+    earlier = folder.found("eval.json")
+    if validation_loss.overridden(recipe) or not asked or _same_base(earlier, result) is not False:
+        return []
+    losses = [one["base"]["loss"] for one in (result, earlier)]
+    return ["the base is not the run's, by its held-out loss: {:.4f}, where it was {:.4f}".format(*losses)]
+
+
+def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:
+    """Whether two evaluations are of one base, by its loss on as many held-out rows; None: not to be told."""
+    losses = [one.get("base", {}).get("loss") for one in (earlier, now)]
+    rows = [one.get("settings", {}).get("rows") for one in (earlier, now)]
+    return None if None in losses or rows[0] != rows[1] else comparability.near(*losses)
+
+
+def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+    """Tasks of an earlier evaluation on the same base that were not asked again. Of another base than the
+    run's the name is not enough."""
+    try:
+        earlier = strict_json.scores(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+    was, same, strict = earlier.get("settings", {}), _same_base(earlier, now), path.name == OTHER
+    keys = ("model", "storage") if strict else ("model",)
+    alike = all(was.get(key) == now["settings"][key] for key in keys)
+    if not alike or not (same if strict else same is not False):
+        return {}
+    gone = {*now["tasks"], results.GENERAL}  # the general text is asked each time, or not wanted
+    return {name: task for name, task in earlier["tasks"].items() if name not in gone}
+
+
+def general_texts(settings: Eval) -> list[str]:
+    """The texts on which forgetting is measured: `eval.general`."""
+    if settings.general is False:
+        return []
+    path = shipped_files.folder("examples") / "general" / "text.jsonl"
+    name = str(path) if settings.general is True else settings.general
+    rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
+    source = tasks.Task(task=results.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
+    return [row["prompt"] for row in tasks.documents(source, name)]

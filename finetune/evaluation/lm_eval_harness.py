@@ -1,0 +1,403 @@
+"""lm-eval as the engine of `eval.tasks`: base and tuned on the same prompts, and how each row differs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import re
+import statistics
+import sys
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
+
+from finetune.autoconfig import mixed_precision
+from finetune.autoconfig.memory_estimate import LARGEST_BATCH
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.data.template_sandbox import render
+from finetune.evaluation import bootstrap, lm_eval_tasks, scoring, tasks
+from finetune.hardware import detection
+from finetune.models import model_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from finetune.recipe.schema import Eval, Model
+
+HERE = "WHERE_THE_TURN_GOES_ON "  # with a space that a template may take off
+SEED = 1234  # lm-eval's own, of few-shot examples
+# What lm-eval warns of that is as it should be here: we hand it a loaded model and our own rows
+EXPECTED = re.compile(
+    r"`pretrained` model kwarg|Passed an already-initialized|Custom kwargs can be passed|"
+    r"\[Task: .*\] (metric|has_)|Overwriting default num_fewshot|generation_kwargs"
+)
+
+# metric -> (what is compared, from the mean of (log-likelihood, weight) over rows)
+PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
+    "word_perplexity": tasks.perplexity,
+    "byte_perplexity": tasks.perplexity,
+    "bits_per_byte": lambda mean: -mean / math.log(2),
+    "perplexity": tasks.perplexity,
+}
+
+
+def check(settings: Eval, asked: Model | None = None) -> None:
+    """Find every task and its rows before any weight is loaded; `asked`: the model, for its length.
+
+    Raises:
+        UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
+            data (3).
+    """
+    config = model_files.read_config(asked).get_text_config() if asked and settings.tasks else None
+    tasks.check(settings, getattr(config, "max_position_embeddings", None))
+    ranks = PartialState().num_processes
+    local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
+    counts: dict[str, int] = {}
+    if ranks > 1:  # one process can share out any number
+        counts |= {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
+    theirs = [_theirs(name) for name in settings.tasks if not local.get(name)]
+    if theirs:
+        from lm_eval.tasks import TaskManager
+
+        known = any(isinstance(spec, str) for spec in theirs)
+        with heard():
+            loaded = _loaded(TaskManager(include_defaults=known), theirs)
+        for name, task in loaded.items():
+            if getattr(task, "UNSAFE_CODE", False):
+                fix = "lm-eval's own command, with --confirm_run_unsafe_code, where that is safe"
+                raise UserError(Problem(f"{name} runs code that the model wrote", "eval.tasks", fix=fix))
+            counts[name] = len(task.eval_docs)
+    few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
+    if few:
+        what = f"fewer rows than the {ranks} processes"
+        fix = "one process: CUDA_VISIBLE_DEVICES=0, or more rows"
+        raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
+
+
+def _theirs(name: str) -> str | dict[str, Any]:
+    """lm-eval's own task by its name; a file in its form as what is safe of it."""
+    return lm_eval_tasks.config(tasks.file(name)) if tasks.is_file(name) else name
+
+
+def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
+    """lm-eval's tasks by name, its errors as ours."""
+    named = [name for name in specs if isinstance(name, str)]
+    if problems := tasks.unknown(named, set(manager.all_tasks)):
+        raise UserError(*problems)
+    try:
+        return manager.load(specs)["tasks"]
+    except (ConnectionError, OSError) as error:
+        said = str(error).splitlines()[0]
+        fix = "check the network, or use a local task file"
+        problem = Problem("a task's data can't be loaded", "eval.tasks", found=said, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(Problem("lm-eval refuses a task", "eval.tasks", found=str(error))) from error
+
+
+def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> dict[str, Any]:
+    """`eval.tasks` of one model: lm-eval's results, with every row's values.
+
+    Args:
+        model: with its adapter, or an engine of lm-eval's.
+        seeded: set all random generators, as lm-eval does; `False` in training, whose own must go on.
+
+    Returns:
+        name -> {"metrics", "higher_is_better", "main", "rows", "settings"}; the same on every process.
+    """
+    results: dict[str, Any] = {}
+    several = PartialState().num_processes > 1  # ranks that don't all run out of memory would wait for ever
+    size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
+    for chat, specs in grouped(model, tokenizer, settings).items():
+        asked = partial(_evaluate, model, tokenizer, settings, specs, chat, seeded=seeded)
+        results |= scoring.fitting(asked, size)
+    return results
+
+
+def grouped(model: Any, tokenizer: Any, settings: Eval) -> dict[bool, list[Any]]:
+    """lm-eval's specifications of the tasks, by whether they go through the chat template."""
+    options = {}  # of vLLM's none: it reads no generation_config where it is given its parameters
+    if settings.engine == "hf":
+        options = {**scoring.PLAIN, "eos_token_id": scoring.stop_ids(model, tokenizer)}
+    found: dict[bool, list[Any]] = {}
+    for name in settings.tasks:
+        task = tasks.read(name) if tasks.is_file(name) else None
+        chat = task.chat if task else settings.apply_chat_template
+        spec = tasks.config(task, tasks.documents(task, name), options) if task else _theirs(name)
+        found.setdefault(chat, []).append(spec)
+    return found
+
+
+def _evaluate(
+    model: Any, tokenizer: Any, settings: Eval, specs: list[Any], chat: bool, batch_size: int, seeded: bool
+) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    simple_evaluate: Any = lm_eval.simple_evaluate  # decorated: its type is lost
+
+    own = all(isinstance(spec, dict) for spec in specs)
+    with heard():
+        engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size)
+        engine.add_bos_token = False if chat else None  # a chat has the BOS that its template writes, or none
+        random = SEED if seeded else None
+        with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
+            try:
+                found = simple_evaluate(
+                    engine,
+                    tasks=specs,
+                    task_manager=TaskManager(include_defaults=not own),  # its 14,000 tasks take 6 s to list
+                    num_fewshot=settings.num_fewshot,
+                    limit=settings.limit,
+                    apply_chat_template=chat,
+                    bootstrap_iters=0,  # it would fork a process for each core, beside a GPU; see `_stderr`
+                    random_seed=0 if seeded else None,
+                    numpy_random_seed=random,
+                    torch_random_seed=random,
+                    fewshot_random_seed=SEED,
+                )
+            except (OverflowError, AssertionError) as error:  # perplexity; max_gen_toks beyond the context
+                what, said = "lm-eval fails in a task", str(error) or type(error).__name__
+                raise UserError(Problem(what, "eval.tasks", found=said)) from error
+    box = [_collected(found, settings, chat, batch_size) if found else None]
+    if PartialState().num_processes > 1:
+        broadcast_object_list(box)
+    return box[0] or {}
+
+
+def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
+    """lm-eval's wrapper round a loaded model, spread over the processes of this launch."""
+    from lm_eval.models import huggingface
+
+    HFLM: Any = huggingface.HFLM
+
+    class Limited(HFLM):
+        """Its chats are rendered where those of data are."""
+
+        def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
+            options = self.chat_template_args
+            return chat_text(self.tokenizer, chat_history, options, goes_on=not add_generation_prompt)
+
+    precision = mixed_precision.launch(detection.detect()).precision
+    wrapped: Any = Limited(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        mixed_precision_dtype=None
+        if precision == "no"
+        else getattr(torch, mixed_precision.DTYPES[precision]),
+    )
+    state = PartialState()
+    if state.num_processes > 1:  # it takes a loaded model for one process's; what it shares out by is this
+        wrapped.accelerator = Accelerator()
+        wrapped._rank, wrapped._world_size = state.process_index, state.num_processes
+    return wrapped
+
+
+def chat_text(tokenizer: Any, turns: list[Any], options: dict[str, Any], *, goes_on: bool) -> str:
+    """A chat by the tokenizer's template, in the process and under the limits of `data.render`; as lm-eval
+    and transformers make it, which would render it here.
+
+    Args:
+        goes_on: end within the last turn, which the model is to continue, not where it is to begin one.
+
+    Raises:
+        UserError: the template fails, also without system turns (2).
+    """
+    if goes_on:
+        turns = [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + HERE}]
+    given = tokenizer.get_chat_template(), {**tokenizer.special_tokens_map, **options}, "none"
+    (made,) = render(*given, [(turns, None)], prompt=not goes_on)
+    asked = [turn for turn in turns if turn["role"] != "system"]
+    if made.error and len(asked) < len(turns):
+        logging.getLogger("lm_eval").warning(f"chats are rendered without system turns: {made.error}")
+        (made,) = render(*given, [(asked, None)], prompt=not goes_on)
+    text, mark, rest = made.text.rpartition(HERE.strip())
+    if made.error or (goes_on and not mark):
+        found = made.error or "the last turn is not in its text"
+        raise UserError(Problem("the tokenizer's chat template fails in an evaluation", found=found))
+    kept = rest.startswith(" ")  # else it takes spaces off the ends of turns
+    return (text if kept else text.rstrip()) if goes_on else made.text
+
+
+def vllm(base: str, revision: str | None, adapter: str, rank: int) -> Any:
+    """vLLM as the engine, by lm-eval; the adapter is switched by its `lora_request`. Not run by our tests."""
+    from lm_eval.api.registry import get_model
+
+    engine: Any = get_model("vllm")
+    return engine(
+        pretrained=base,
+        revision=revision,
+        tokenizer=adapter,
+        lora_local_path=adapter,
+        max_lora_rank=max(8, 2 ** math.ceil(math.log2(rank))),
+        batch_size="auto",
+    )
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """lm-eval's warnings, each kind said once with its count; its progress bars only on a terminal."""
+    logger, said = logging.getLogger("lm_eval"), Counter[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.update([re.sub(r"\d+", "N", record.getMessage().strip())])
+    before, propagates = logger.handlers[:], logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    try:
+        with quiet:
+            yield
+    finally:
+        logger.handlers, logger.propagate = before, propagates
+    for message, times in said.items():
+        if PartialState().is_main_process and not EXPECTED.search(message):
+            print(f"note: lm-eval, {times} times: {message}", file=sys.stderr)
+
+
+def of_task(settings: Eval, task: str) -> Eval:
+    """The settings with that task alone; with all, if it is part of a group."""
+    named = {name: tasks.read(name) if tasks.is_file(name) else None for name in settings.tasks}
+    chosen = [name for name, local in named.items() if task in (name, local.task if local else "")]
+    return settings.model_copy(update={"tasks": chosen or settings.tasks})
+
+
+def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
+    """One metric of one task, and whether more of it is better.
+
+    Raises:
+        UserError: no such task or metric (exit 2).
+    """
+    names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
+    if f"{task}/{metric}" not in names:
+        expected = ", ".join(["loss", "exact_match", *names])
+        raise UserError(Problem("no such metric", "eval.best", found=f"{task}/{metric}", expected=expected))
+    return float(results[task]["metrics"][metric]), results[task]["higher_is_better"][metric] is not False
+
+
+def _collected(found: Any, settings: Eval, chat: bool, batch_size: int) -> dict[str, Any]:
+    """lm-eval's results by task, with what its rows hold of scores and of what was asked."""
+    collected = {}
+    for name, results in found["results"].items():
+        samples = sorted(
+            found["samples"].get(name, []), key=lambda sample: (sample["filter"], sample["doc_id"])
+        )
+        metrics = {
+            _metric(key): value
+            for key, value in results.items()
+            if "," in key and isinstance(value, (int, float))
+        }
+        better = found["higher_is_better"].get(name, {})
+        collected[name] = {
+            "metrics": metrics,
+            "higher_is_better": {
+                key: better.get(key.partition(",")[0]) for key in metrics if "stderr" not in key
+            },
+            "rows": samples,
+            "subtasks": found["group_subtasks"].get(name, []),
+            "settings": {
+                "limit": settings.limit,
+                "num_fewshot": found["n-shot"].get(name),
+                "apply_chat_template": chat,
+                "engine": settings.engine,
+                "batch_size": batch_size,
+            },
+        }
+    return collected
+
+
+def _metric(key: str) -> str:
+    """`acc,none` -> `acc`; `exact_match_stderr,strict` -> `exact_match,strict_stderr`."""
+    name, _, filter_name = key.partition(",")
+    name, stderr, _ = name.partition("_stderr")
+    return (name if filter_name == "none" else f"{name},{filter_name}") + stderr
+
+
+def compare(base: dict[str, Any], tuned: dict[str, Any], forgetting: set[str]) -> dict[str, Any]:
+    """Each task's base, tuned and difference, as eval.json has it.
+
+    Raises:
+        UserError: base and tuned did not see the same prompts (exit 4).
+    """
+    return {name: _compared(name, base, tuned, name in forgetting) for name in tuned}
+
+
+def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting: bool) -> dict[str, Any]:
+    before, after = base[name], tuned[name]
+    pair = _rows(base, name), _rows(tuned, name)
+    asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pair]
+    if asked[0] != asked[1]:
+        what = f"task {name}: base and tuned were not asked the same"
+        raise UserError(
+            Problem(what, found=f"{len(asked[0])} and {len(asked[1])} prompts"), code=Exit.ARTEFACT
+        )
+    better = after["higher_is_better"]
+    sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}
+    differences = {}
+    for metric in better:
+        found = _difference(metric, *pair, better[metric] is not False)
+        change = after["metrics"][metric] - before["metrics"][metric]
+        mean = found and math.isclose(found["value"], change, rel_tol=1e-6, abs_tol=1e-9)  # over rows
+        if mean:
+            differences[metric] = found
+            for side, rows in zip(("base", "tuned"), pair, strict=True):
+                sides[side][f"{metric}_stderr"] = _stderr(metric, rows)
+    documents = {(row["task"], row["doc_id"]) for row in pair[1]}
+    return {
+        **sides,
+        "difference": differences,
+        "rows": len(documents),
+        "higher_is_better": better,
+        "main": next(iter(better), None),
+        "asked": not any(name in other["subtasks"] for other in tuned.values()),
+        "forgetting": forgetting,
+        "settings": after["settings"],
+    }
+
+
+def _rows(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Every row of a task, or of all a group's tasks."""
+    own = [{**row, "task": name} for row in results[name]["rows"]]
+    return own + [row for part in results[name]["subtasks"] for row in _rows(results, part)]
+
+
+def _values(metric: str, rows: Any) -> tuple[list[float], list[float] | None] | None:
+    """A metric's value of each row, and what each counts; `None`: it is not a mean over rows."""
+    name, _, wanted = metric.partition(",")
+    values = [row[name] for row in rows if name in row and row["filter"] == (wanted or "none")]
+    if name in PERPLEXITIES:
+        pairs = [value if isinstance(value, (tuple, list)) else (value, 1) for value in values]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    if values and all(isinstance(value, (int, float)) for value in values):
+        return values, None
+    return None
+
+
+def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> dict[str, Any] | None:
+    """The paired difference of a mean over rows, or of a perplexity; `None`: a metric of another kind."""
+    before, after = _values(metric, base), _values(metric, tuned)
+    if not before or not after or len(before[0]) != len(after[0]):
+        return None
+    of = PERPLEXITIES.get(metric.partition(",")[0])
+    if of:
+        weights = before[1]
+        return bootstrap.difference(before[0], after[0], higher_is_better=False, weights=weights, of=of)
+    return bootstrap.difference(before[0], after[0], higher_is_better=higher_is_better)
+
+
+def _stderr(metric: str, rows: Any) -> float | None:
+    """The standard error of a metric, of a mean by its formula, of a perplexity by bootstrap."""
+    values, weights = _values(metric, rows) or ([], None)
+    of = PERPLEXITIES.get(metric.partition(",")[0])
+    if len(values) < 2:
+        return None
+    return (
+        bootstrap.standard_error(values, weights, of)
+        if of
+        else statistics.stdev(values) / math.sqrt(len(values))
+    )

@@ -1,0 +1,118 @@
+"""Open the base model and the fine-tuned model of a run again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
+from accelerate.utils import disable_fsdp_ram_efficient_loading
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from finetune.adapters import init_from
+from finetune.autoconfig import attention_choice, machine_setup, memory_estimate
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.launch.launcher import Start
+from finetune.models import architecture, checkpoint_headers, loading, model_files, tokenizer_setup
+from finetune.quantization import qat
+from finetune.recipe.schema import Model
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.hardware.detection import Hardware
+    from finetune.recipe.schema import Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+
+def base_stands(tuned: Any) -> bool:
+    """Whether the base is the tuned model with its adapter off; PEFT trains biases in place."""
+    config = getattr(tuned, "peft_config", {}).get("default")
+    return config is not None and getattr(config, "bias", "none") in (None, "none")
+
+
+def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
+    """How this machine opens what a run trained: the base stored as it was then, attention that takes masks
+    and a cache."""
+    setup = machine_setup.choose(
+        attention=recipe.model.attention,
+        base=recipe.speed.base,
+        adapter_type=recipe.adapter.type,
+        attends=attention_choice.read(model_files.read_config(section or recipe.model)),
+    )
+    return replace(setup, launch=replace(setup.launch, sharded=""))  # each process opens it whole
+
+
+def storage_note(recipe: Recipe) -> list[str]:
+    """A note where an fp8 base is opened without fp8 GEMMs."""
+    value, reason = setup_of(recipe).storage
+    return [f"the base is in {value}, {reason}"] if value == "fp8" and reason != "asked for" else []
+
+
+def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
+    """The base of a recipe, loaded afresh as training loads it (`name`: other weights in the same way)."""
+    section = (
+        recipe.model
+        if name is None
+        else recipe.model.model_copy(update={"name": name, "revision": None, "add_tokens": []})
+    )
+    setup = setup_of(recipe, section)
+    state, device = PartialState(cpu=setup.hardware.device == "cpu"), "auto"
+    if not too_large(section, setup):
+        device = str(state.device)
+    elif state.num_processes > 1:
+        what = "the base does not fit on one GPU"
+        fix = "evaluate without a launcher: one process takes all GPUs"
+        raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
+    disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
+    unset_hf_deepspeed_config()  # with it, ZeRO-3 would split a model that no engine runs
+    return qat.prepare(loading.load(section, setup, device).eval(), recipe.speed.qat).eval()
+
+
+def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
+    """The shipped config that shares the rows among all GPUs, none where one process needs them all."""
+    recipe = run_folder.recipe_of(run, overrides)
+    if too_large(recipe.model, setup_of(recipe)):
+        reason = f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
+        return Start("", reason, 1)
+    if recipe.eval.engine == "vllm" and recipe.eval.tasks:
+        return Start("", "vLLM is one process", 1)
+    reason = f"{machine.count} GPUs: each has the whole base and its share of the rows"
+    return Start("ddp_8", reason, machine.count)
+
+
+def too_large(section: Model, setup: Setup) -> bool:
+    """Whether no single GPU of this machine holds the base, and several together may."""
+    machine = setup.hardware
+    if machine.device == "cpu" or machine.count < 2:
+        return False
+    base = architecture.weights(architecture.read(section), setup.storage.value, setup.launch.precision)
+    return base / memory_estimate.GIB > 0.85 * machine.memory_gib
+
+
+def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
+    """What was trained, cold from disk: the base as it was loaded, the adapter by plain PEFT.
+
+    Raises:
+        UserError: what was saved does not open (exit 4).
+    """
+    says = {"key": "", "where": str(folder.weights), "fix": "a copy of it, or train again"}
+    refused = init_from.refusals("what was saved does not open", Exit.ARTEFACT, **says)
+    if folder.weights == folder.model:
+        with refused:
+            return open_base(recipe, str(folder.model))
+    from peft import PeftModel
+
+    base: Any = open_base(recipe)
+    with refused:
+        tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
+    held = checkpoint_headers.tensors(folder.adapter)
+    init_from.check_whole(tuned, list(held), str(folder.adapter))
+    return qat.follow(tuned).eval()
+
+
+def tokenizer_of(folder: RunFolder) -> PreTrainedTokenizerBase:
+    """The tokenizer that was saved with the weights."""
+    return tokenizer_setup.load_tokenizer(Model(name=str(folder.weights)))

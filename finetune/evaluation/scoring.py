@@ -1,0 +1,320 @@
+"""What a model makes of held-out rows: the loss of their tokens, and greedy answers compared with theirs.
+
+Loss is the sum of token negative log-likelihoods over the number of tokens with loss, on unpacked rows.
+Exact match generates greedily from all but the last turn and compares the text with the last turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig
+
+from finetune.autoconfig import mixed_precision
+from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, LARGEST_BATCH
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.data import encoding
+from finetune.data.encoding import Encoded
+from finetune.data.preparation import HeldOut
+from finetune.hardware import detection
+from finetune.models.generation_config import declared_stops
+from finetune.speed import packing_isolation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.encoding import Encoder
+    from finetune.data.examples import Example
+    from finetune.recipe.schema import Data, Eval
+
+ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
+PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Of `generate`: the likeliest tokens as they are, whatever the model's own generation_config holds."""
+LESS_MEMORY = (
+    "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
+)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model did on each row, in the rows' order."""
+
+    losses: list[float]
+    """Sum of the negative log-likelihoods of a row's tokens, nats."""
+    tokens: list[int]
+    answers: list[str]
+    hits: list[bool | None] | None = None
+    """Whether the answer is the reference; `None` for plain text, which asks nothing."""
+    ends: list[bool | None] | None = None
+    """Whether the answer ends by itself, not at `eval.max_new_tokens`."""
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return sum(self.losses) / max(sum(self.tokens), 1)
+
+    def as_json(self) -> dict[str, float | None]:
+        """The metrics, with the standard errors that come of these rows being a sample."""
+        asked = [[one for one in of or () if one is not None] for of in (self.hits, self.ends)]
+        shares = [sum(of) / len(of) if of else None for of in asked]
+        found = {"loss": self.loss, "exact_match": shares[0], "ended": shares[1]}
+        rows = len(self.losses)
+        if rows > 1:  # of a ratio of sums: Cochran, Sampling Techniques, 1977, equation 2.45
+            beside = sum(
+                (loss - self.loss * n) ** 2 for loss, n in zip(self.losses, self.tokens, strict=True)
+            )
+            found["loss_stderr"] = math.sqrt(beside * rows / (rows - 1)) / max(sum(self.tokens), 1)
+        if len(asked[0]) > 1 and shares[0] is not None:
+            found["exact_match_stderr"] = math.sqrt(shares[0] * (1 - shares[0]) / (len(asked[0]) - 1))
+        return found
+
+    def part(self, indices: list[int]) -> Score:
+        """The score of some of the rows."""
+
+        def taken(values: Any) -> Any:
+            return None if values is None else [values[index] for index in indices]
+
+        return Score(*map(taken, (self.losses, self.tokens, self.answers, self.hits, self.ends)))
+
+
+def score(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[HeldOut],
+    data: Data,
+    settings: Eval,
+    *,
+    answers: bool = True,
+) -> Score:
+    """Losses and greedy answers of a model on `rows`, the rows spread over all processes.
+
+    Args:
+        answers: `False`: losses alone.
+    """
+    encoder = encoding.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
+    asked = [index for index, row in enumerate(rows) if answers and asks(row)]
+    wanted = dict(zip(asked, references([rows[index] for index in asked], tokenizer, data), strict=True))
+    mine, own = _own(range(len(rows))), _own(asked)
+    with inference(model):
+        losses = row_losses(
+            model, [rows[index].documents for index in mine], tokenizer.pad_token_id, settings
+        )
+        said: list[tuple[str, bool]] = []
+        if asked:
+            longest = max(len(tokens) for _, tokens in wanted.values())
+            said = generate(model, encoder, [rows[index].example for index in own], longest, settings)
+    found, answered = _of_all(mine, losses), _of_all(own, said)
+    order = range(len(rows))
+    texts = [answered[index][0] if index in answered else "" for index in order]
+    hits = [texts[index] == wanted[index][0] if index in answered else None for index in order]
+    ends = [answered[index][1] if index in answered else None for index in order]
+    sums, counts = [loss for loss, _ in found.values()], [count for _, count in found.values()]
+    return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
+
+
+def asks(row: HeldOut) -> bool:
+    """Whether there is something to answer; plain text asks nothing."""
+    return bool(row.example.messages) or row.example.prompt is not None
+
+
+def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
+    """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
+    mine = _own(range(len(texts)))
+    longest = getattr(model.config, "max_position_embeddings", None)
+    ids = [tokenizer(texts[index])["input_ids"][:longest] for index in mine]
+    documents = [[Encoded(row, [(0, len(row))])] for row in ids]
+    with inference(model):
+        losses = row_losses(model, documents, tokenizer.pad_token_id, settings)
+    found = _of_all(mine, losses).values()
+    return Score([loss for loss, _ in found], [count for _, count in found], [""] * len(texts))
+
+
+def _own(indices: Sequence[int]) -> Sequence[int]:
+    """This process's share of some rows."""
+    state = PartialState()
+    return indices[state.process_index :: state.num_processes]
+
+
+def _of_all(own: Sequence[int], found: list[Result]) -> dict[int, Result]:
+    """What all processes found of their rows, in the rows' order."""
+    return dict(sorted(gather_object(list(zip(own, found, strict=True)))))
+
+
+def references(
+    rows: list[HeldOut], tokenizer: PreTrainedTokenizerBase, data: Data
+) -> list[tuple[str, list[int]]]:
+    """What should be answered to each row, as it is compared with what was, and its tokens.
+
+    It is what the row's last turn trains, decoded as an answer is: what a template writes there is in both.
+    """
+    found = [row.last_turn() for row in rows]
+    # all tokens of a row may be trained, or its last turn not: then the turn is looked for by itself
+    other = [i for i, row in enumerate(rows) if data.train_on == "all" or not all(row.example.trained[-1:])]
+    if other:
+        examples = [rows[index].example for index in other]
+        examples = [replace(example, trained=(True,) * len(example.trained)) for example in examples]
+        chats, last = any(e.messages for e in examples), data.model_copy(update={"train_on": "last_turn"})
+        turns = encoding.make_encoder(tokenizer, last, chats)(examples)
+        for index, turn in zip(other, turns, strict=True):
+            if isinstance(turn, Encoded) and turn.trained:
+                found[index] = HeldOut(rows[index].example, [turn]).last_turn()
+            else:  # a template whose turns can't be told apart: the text as it was given
+                found[index] = tokenizer(rows[index].example.answer, add_special_tokens=False)["input_ids"]
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+    return list(zip(map(encoding.without_thinking, texts), found, strict=True))
+
+
+@contextlib.contextmanager
+def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterator[None]:
+    """Out of GPU memory is the user's to mend: say how."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = Problem("out of GPU memory", found=first_line(error), fix=fix)
+        raise UserError(problem, code=code) from error
+
+
+@contextlib.contextmanager
+def inference(model: Any) -> Any:
+    """Evaluation mode, no gradients, attention that takes a mask, and the launch's precision where the
+    weights are not already in it."""
+    precision = mixed_precision.launch(detection.detect()).precision
+    dtype = getattr(torch, mixed_precision.DTYPES[precision])
+    model.eval()
+    with (
+        torch.no_grad(),  # and no inference mode: torchao's fp8 layers can't be cast in it (0.18)
+        torch.autocast(model.device.type, dtype, enabled=precision != "no"),
+        packing_isolation.masked(model),
+    ):
+        yield
+
+
+def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
+    """`run(batch_size)`; `auto`: LARGEST_BATCH, halved as long as memory has no room for it."""
+    if isinstance(batch_size, int):
+        return run(batch_size)
+    size = LARGEST_BATCH
+    while True:
+        try:
+            return run(size)
+        except RuntimeError as error:  # torch.OutOfMemoryError, and what older kernels raise in its place
+            if size == 1 or not should_reduce_batch_size(error):
+                raise
+        clear_device_cache(garbage_collection=True)
+        size //= 2
+
+
+def row_losses(model: Any, rows: list[list[Encoded]], pad: Any, settings: Eval) -> list[tuple[float, int]]:
+    """For each row, the sum of negative log-likelihoods (fp32, summed in fp64) and the tokens with loss."""
+    documents = [document for row in rows for document in row]
+    run = partial(token_losses, model, documents, pad)
+    losses = iter(fitting(run, settings.batch_size) if documents else [])
+    pairs = [[next(losses) for _ in row] for row in rows]
+    return [(sum(loss for loss, _ in row), sum(count for _, count in row)) for row in pairs]
+
+
+def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int) -> list[tuple[float, int]]:
+    """For each document, the sum of negative log-likelihoods and the number of tokens with loss."""
+    found = [(0.0, 0)] * len(documents)
+    encoded = [(document.ids, document.labels()) for document in documents]
+    for indices in batches([len(ids) for ids, _ in encoded], batch_size):
+        batch = [encoded[index] for index in indices]
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=model.device)
+        labels = torch.tensor([row + [-100] * (width - len(row)) for _, row in batch], device=model.device)
+        mask = torch.tensor(
+            [[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=model.device
+        )
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = logits[:, -width:-1]  # without those of trained prompt vectors, which stand before the row
+        targets = labels[:, 1:]
+        chosen = targets != -100
+        losses = torch.zeros(targets.shape, dtype=torch.float64, device=model.device)
+        losses[chosen] = cross_entropy(logits[chosen].float(), targets[chosen], reduction="none").double()
+        sums, counts = losses.sum(dim=1).tolist(), chosen.sum(dim=1).tolist()
+        for index, pair in zip(indices, zip(sums, counts, strict=True), strict=True):
+            found[index] = pair
+    return found
+
+
+def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
+    """Indices of rows of similar length together: at most `batch_size`, of EVALUATED_TOKENS tokens."""
+    order = sorted(
+        range(len(lengths)), key=lambda index: -lengths[index]
+    )  # the longest first: it fits or it fails
+    while order:
+        size = max(1, min(batch_size, EVALUATED_TOKENS // max(1, lengths[order[0]])))
+        yield order[:size]
+        order = order[size:]
+
+
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end an answer: those it was trained to end with, and what else the model declares."""
+    return sorted(encoding.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
+
+
+def generate(
+    model: Any, encoder: Encoder, rows: list[Example], longest: int, settings: Eval
+) -> list[tuple[str, bool]]:
+    """The greedy answer to each row, stripped, and whether it ended by itself."""
+    prompts = encoder.prompts(rows)
+    room = settings.max_new_tokens or longest + ANSWER_MARGIN
+    run = partial(greedy_answers, model, encoder.tokenizer, prompts, room)
+    return fitting(run, settings.batch_size) if prompts else []
+
+
+def greedy_answers(
+    model: Any, tokenizer: Any, prompts: list[list[int]], room: int, batch_size: int
+) -> list[tuple[str, bool]]:
+    """At most `room` tokens after each prompt, as text, stripped, and whether they end by themselves.
+
+    Prompts are padded on the left.
+    """
+    pad: Any = tokenizer.pad_token_id
+    stops = stop_ids(model, tokenizer)
+    greedy = GenerationConfig(
+        max_new_tokens=room,
+        do_sample=False,
+        **PLAIN,
+        eos_token_id=stops,
+        pad_token_id=pad,
+    )
+    answers = [("", False)] * len(prompts)
+    for batch in batches([len(prompt) for prompt in prompts], batch_size):
+        width = max(len(prompts[index]) for index in batch)
+        ids = torch.full((len(batch), width), pad)
+        mask = torch.zeros_like(ids)
+        for position, index in enumerate(batch):
+            ids[position, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[position, width - len(prompts[index]) :] = 1
+        output = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=greedy,
+        )
+        for position, index in enumerate(batch):
+            new = output[position, width:]
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            answers[index] = encoding.without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
+    return answers
+
+
+def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of each row of ids alone, (length, vocabulary) on the CPU: what a saved model must reproduce."""
+    with inference(model):
+        return [
+            model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float().cpu() for ids in rows
+        ]

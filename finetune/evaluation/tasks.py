@@ -1,0 +1,414 @@
+"""Local tasks: a small YAML file beside its rows, evaluated by lm-eval with no network.
+
+    task: arc_easy                    # its name in eval.json; default: the file's
+    data: test.jsonl                  # beside this file: json, jsonl, csv, parquet
+    kind: multiple_choice
+    prompt: "Question: {{ question }}\\nAnswer:"
+    choices: "{{ choices }}"
+    answer: "{{ gold }}"
+
+`eval.tasks` takes such files, lm-eval's own YAML files, the names of lm-eval's tasks, and one that ships,
+`general_knowledge`. No torch here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from finetune.core import paths, shipped_files, strict_yaml
+from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.data import source_loading, template_sandbox
+from finetune.data.encoding import without_thinking
+from finetune.data.examples import BadRow
+from finetune.evaluation import lm_eval_tasks
+from finetune.recipe import recipe_errors
+from finetune.recipe.schema import Section, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from finetune.recipe.schema import Eval
+
+SUFFIXES = (".yaml", ".yml")
+SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
+
+
+class Task(Section):
+    """A local task."""
+
+    task: str = Field(min_length=1)
+    data: str = Field(min_length=1)
+    """File with a row for each question."""
+    kind: Literal["multiple_choice", "exact_match", "regex_match", "json_match", "perplexity"]
+    """The choice of highest likelihood; a greedy answer that equals `answer` as text, in what `pattern`
+    finds first, or as JSON; how likely the text of `prompt` is."""
+    prompt: str
+    """Jinja over a row's columns."""
+    answer: str | None = None
+    """What is right: of multiple_choice the choice or its index from 0."""
+    choices: str | list[str] | None = None
+    """One Jinja text that gives a list, or a list of Jinja texts."""
+    pattern: str | None = None
+    """Regular expression; what its first match (or that match's first group) gives is the answer."""
+    delimiter: str = " "
+    """Between prompt and choice; with `chat` nothing."""
+    chat: bool = False
+    """The prompt is what a user says, in the model's chat template."""
+    max_new_tokens: int = Field(default=32, ge=1)
+    stop: list[str] = Field(default=[])
+    """Texts that end an answer."""
+    forgetting: bool = False
+    """Of general abilities, not of what was trained: a worse score is said to be forgotten."""
+
+
+NEEDS = {  # beside `prompt`
+    "multiple_choice": ("choices", "answer"),
+    "exact_match": ("answer",),
+    "regex_match": ("pattern", "answer"),
+    "json_match": ("answer",),
+    "perplexity": (),
+}
+GENERATED = ("exact_match", "regex_match", "json_match")
+READ_BY = {  # by no other kind
+    "choices": ("multiple_choice",),
+    "delimiter": ("multiple_choice",),
+    "pattern": ("regex_match",),
+    "stop": GENERATED,
+    "max_new_tokens": GENERATED,
+    "answer": (*GENERATED, "multiple_choice"),
+}
+
+
+def check(settings: Eval, longest: int | None = None) -> None:
+    """Look at the task files of `eval.tasks`, at each row of theirs, and at the packages they need.
+
+    Args:
+        longest: tokens that the model takes, prompt and answer.
+
+    Raises:
+        UserError: everything that is wrong with them (exit 2), or a package is missing (3).
+    """
+    problems, held = [], {name: [name] for name in settings.tasks if not is_file(name)}
+    for name in filter(is_file, dict.fromkeys(settings.tasks)):
+        try:
+            task = read(name)
+            if task:
+                documents(task, name)
+                problems += _too_long(task, name, longest)
+            held.setdefault(task.task if task else lm_eval_tasks.config(file(name))["task"], []).append(name)
+        except UserError as error:
+            problems += error.problems
+    for name, named in held.items():
+        if len({file(one).resolve() for one in named}) > 1:
+            fix = "another `task:` in one of their files"
+            problems.append(Problem("two tasks of one name", "eval.tasks", found=name, fix=fix))
+        elif len(named) > 1:
+            what = "one file, named in several ways"
+            problems.append(Problem(what, "eval.tasks", found=", ".join(named), fix=f"{named[0]} alone"))
+    if problems:
+        raise UserError(*problems)
+    lacking = None
+    if settings.tasks and find_spec("lm_eval") is None:
+        lacking = Problem("needs lm-eval", "eval.tasks", fix="pip install 'finetune-toolkit[eval]'")
+    elif settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
+        lacking = Problem("needs vLLM", "eval.engine", fix="pip install vllm, or eval.engine: hf")
+    if lacking:
+        raise UserError(lacking, code=Exit.ENVIRONMENT)
+
+
+def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
+    """Where an answer may take all the tokens of a model: lm-eval would stop at its first prompt."""
+    if not isinstance(longest, int) or task.kind not in GENERATED or task.max_new_tokens < longest:
+        return []
+    what = f"leaves no room for a prompt: the model takes {longest:,} tokens in all"
+    return [Problem(what, "max_new_tokens", str(file(name)), str(task.max_new_tokens))]
+
+
+def check_names(settings: Eval) -> None:
+    """Look for lm-eval's own tasks in its files; for those that no file is called after it lists them all,
+    which takes seconds.
+
+    Raises:
+        UserError: there is no such task (exit 2).
+    """
+    package = find_spec("lm_eval")
+    places = (package.submodule_search_locations if package else None) or ()
+    asked = [name for name in settings.tasks if not is_file(name)]
+    if unseen := [name for name in asked if not any(_has_file(Path(at, "tasks"), name) for at in places)]:
+        from lm_eval.tasks import TaskManager
+
+        if problems := unknown(unseen, TaskManager().all_tasks):
+            raise UserError(*problems)
+
+
+def _has_file(root: Path, name: str) -> bool:
+    """Whether a file that is called after a task, or is in a folder that is, states its name."""
+    states = re.compile(rf"^(task|group|tag):\s*['\"]?{re.escape(name)}['\"]?\s*$", re.MULTILINE)
+    plain = re.fullmatch(r"[\w-]+", name) is not None
+    files = itertools.chain(root.rglob(f"{name}.yaml"), root.rglob(f"{name}/**/*.yaml")) if plain else ()
+    return any(states.search(path.read_text(encoding="utf-8")) for path in files)
+
+
+def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:
+    """What is wrong with names of tasks that lm-eval has not."""
+    other = "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
+    missing = [name for name in names if name not in known]
+    return [
+        Problem("no such task", "eval.tasks", found=name, fix=nearest(name, known) or other)
+        for name in missing
+    ]
+
+
+def is_file(name: str) -> bool:
+    """Whether an entry of `eval.tasks` is a file, not a name that lm-eval knows."""
+    return name.endswith(SUFFIXES) or name in SHIPPED
+
+
+def file(name: str) -> Path:
+    """The file of an entry that is one."""
+    return SHIPPED.get(name, Path(name))
+
+
+def rows_file(task: Task, name: str) -> Path:
+    """The rows of a task: beside its file, or from the working directory."""
+    beside = file(name).parent / task.data
+    return (beside if beside.exists() or not Path(task.data).exists() else Path(task.data)).absolute()
+
+
+def read(path: str) -> Task | None:
+    """The local task of a YAML file; `None`: it is one of lm-eval's own kind.
+
+    Raises:
+        UserError: no such file, or what is wrong in it, located (exit 2).
+    """
+    path = str(file(path))
+    try:
+        text = strict_yaml.text_of(Path(path), "the task")
+    except OSError as error:
+        fix = paths.similar_files(Path(path)) or "a task file; examples/general has one"
+        what = f"cannot read the task: {error.strerror}"
+        raise UserError(Problem(what, "eval.tasks", path, fix=fix)) from None
+    if re.search(r"^(dataset_path|output_type|include|group|custom_dataset)\s*:", text, re.MULTILINE):
+        return None
+    document = strict_yaml.parse(text, path)
+    raw, problems = document.value, list(document.problems)
+    if not isinstance(raw, dict):
+        raise UserError(
+            Problem("a task is a mapping of keys", where=path, expected="task, data, kind, prompt")
+        )
+    raw.setdefault("task", Path(path).stem)
+    known = {"task": frozenset(Task.model_fields)}
+    try:
+        task = Task.model_validate(raw)
+    except ValidationError as error:
+        where = {("task", *key): place for key, place in document.where.items()}
+        problems += recipe_errors.explain(error, {"task": raw}, where, known, under=("task",))
+        raise UserError(*problems) from None
+    needed = [key for key in NEEDS[task.kind] if getattr(task, key) is None]
+    problems += [Problem(f"is required for {task.kind}", key, path) for key in needed]
+    problems += [
+        Problem(f"is not read by {task.kind}", key, path, fix=f"drop it, or kind: {' or '.join(kinds)}")
+        for key, kinds in READ_BY.items()
+        if key in task.model_fields_set and getattr(task, key) is not None and task.kind not in kinds
+    ]
+    if task.pattern is not None:
+        try:
+            re.compile(task.pattern)
+        except re.error as error:
+            problems.append(
+                Problem("not a regular expression", "pattern", path, task.pattern, expected=str(error))
+            )
+    if problems:
+        raise UserError(*problems)
+    return task
+
+
+def documents(task: Task, path: str) -> list[dict[str, Any]]:
+    """The rows of a task, rendered: {"prompt", "choices", "answer"}.
+
+    Raises:
+        UserError: unreadable rows, columns that are not there, answers that are none of the choices (exit 2).
+    """
+    name = str(rows_file(task, path))
+    found, problems = [], []
+    for row in source_loading.read(Source(name=name), f"task {task.task}"):
+        if isinstance(row, BadRow):
+            problems.append(row.problem)
+            continue
+        try:
+            found.append(_document(task, row.value))
+        except (ValueError, TypeError) as error:
+            columns = ", ".join(f"{key} (null)" if value is None else key for key, value in row.value.items())
+            problems.append(
+                Problem(f"task {task.task}: {error}", where=row.where, found=f"columns {columns}")
+            )
+            if str(error).startswith(template_sandbox.BROKEN):
+                break  # it is of no row
+    if not found and not problems:
+        problems.append(Problem(f"task {task.task} has no rows", where=name))
+    if problems:
+        more = len(problems) - 5
+        raise UserError(*problems[:5], *([Problem(f"{more} more rows like these")] if more > 0 else []))
+    return found
+
+
+def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
+    prompt = _rendered(task.prompt, row)
+    if prompt is None:
+        raise ValueError("the prompt is null")
+    document: dict[str, Any] = {"prompt": str(prompt)}
+    if len(document["prompt"]) > lm_eval_tasks.LONGEST:
+        raise ValueError(f"the prompt has more than {lm_eval_tasks.LONGEST:,} characters")
+    answer = _rendered(task.answer, row) if task.answer is not None else ""
+    if answer is None:
+        raise ValueError("the answer is null")
+    if task.kind == "json_match":
+        try:
+            wanted = json.loads(answer) if isinstance(answer, str) else answer
+        except ValueError:
+            wanted = answer
+        if not isinstance(wanted, (dict, list)):
+            raise ValueError(f"the answer is {wanted!r}, not a JSON object or list")
+        document["answer"] = json.dumps(wanted)
+    elif task.answer is not None:
+        document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
+    if task.kind == "multiple_choice":
+        asked: Any = task.choices
+        listed = _rendered(asked, row) if isinstance(asked, str) else [_rendered(text, row) for text in asked]
+        if not isinstance(listed, list) or len(listed) < 2:
+            raise ValueError(f"choices give {listed!r}, not a list of two or more")
+        if None in listed:
+            raise ValueError("a choice is null")
+        document["choices"] = [str(choice) for choice in listed]
+        document["answer"] = _index(answer, document["choices"])
+    return document
+
+
+def _index(answer: Any, choices: list[str]) -> int:
+    """The right choice's index: a number is the index itself, a text is the choice or its index."""
+    if type(answer) is int and 0 <= answer < len(choices):
+        if str(answer) in choices and choices[answer] != str(answer):  # a .csv has it as text: the choice
+            fix = "write the right choice as text"
+            raise ValueError(f"answer {answer} is an index and also another choice: {fix}")
+        return answer
+    if isinstance(answer, str) and answer in choices:
+        return choices.index(answer)
+    if isinstance(answer, str) and answer.isdecimal() and int(answer) < len(choices):
+        return int(answer)
+    raise ValueError(f"answer {answer!r} is none of the choices, nor an index of them")
+
+
+def _rendered(template: str, row: dict[str, Any]) -> Any:
+    """A template over a row; one that is a single `{{ expression }}` gives its value as it is.
+
+    Raises:
+        ValueError: it is broken, names what is not there, or takes too long or too much memory.
+    """
+    whole = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", template, re.DOTALL)
+    way = "expression" if whole else "without nulls"
+    found = template_sandbox.render_row(whole[1] if whole else template, row, way=way)
+    if found.error:
+        raise ValueError(found.error)
+    return json.loads(found.text) if whole else found.text
+
+
+def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
+    """lm-eval's configuration of a local task.
+
+    Args:
+        options: of the engine's `generate`, for a greedy answer.
+    """
+    from datasets import Dataset
+
+    common = {
+        "task": task.task,
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+        "test_split": "test",
+        "num_fewshot": 0,
+        "doc_to_text": lambda row: row["prompt"],
+        "doc_to_target": lambda row: row.get("answer", row["prompt"]),
+    }
+    if task.kind == "perplexity":
+        metrics = {
+            "word_perplexity": _weighted,
+            "byte_perplexity": _weighted,
+            "bits_per_byte": "bits_per_byte",
+        }
+        return {
+            **common,
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": lambda row: row["prompt"],
+            "metric_list": [
+                {"metric": name, "aggregation": how, "higher_is_better": False}
+                for name, how in metrics.items()
+            ],
+        }
+    if task.kind == "multiple_choice":
+        return {
+            **common,
+            "output_type": "multiple_choice",
+            "doc_to_choice": lambda row: row["choices"],
+            "target_delimiter": "" if task.chat else task.delimiter,
+            "metric_list": [
+                {"metric": name, "aggregation": "mean", "higher_is_better": True}
+                for name in ("acc", "acc_norm")
+            ],
+        }
+    return {
+        **common,
+        "output_type": "generate_until",
+        "generation_kwargs": {
+            "until": task.stop,
+            "max_gen_toks": task.max_new_tokens,
+            "do_sample": False,
+            "temperature": 0.0,
+            **options,
+        },
+        "process_results": lambda row, answers: {"exact_match": right(task, answers[0], row["answer"])},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def perplexity(mean: Any) -> Any:
+    """Of a mean log-likelihood; infinite where it is too large for a number: a text without spaces, of a
+    language or in base64, is one word to lm-eval, whose own `math.exp` ends in an OverflowError."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        return np.exp(-mean)
+
+
+def _weighted(rows: list[tuple[float, int]]) -> float:
+    """lm-eval's weighted perplexity of (log-likelihood, weight) of each row."""
+    likelihoods, weights = zip(*rows, strict=True)
+    return float(perplexity(sum(likelihoods) / sum(weights)))
+
+
+def right(task: Task, said: str, wanted: str) -> float:
+    """Whether a generated answer is the wanted one: 1.0 or 0.0."""
+    said = without_thinking(said)
+    if task.kind == "json_match":
+        return float(_first_json(said) == json.loads(wanted))
+    if task.kind == "regex_match":
+        found = re.search(str(task.pattern), said)
+        said = (found[1] if found.groups() else found[0]) if found else ""
+    return float((said or "").strip() == wanted.strip())
+
+
+def _first_json(text: str) -> Any:
+    """The first JSON object or list in a text; `None` without any."""
+    decoder = json.JSONDecoder()
+    for start in (match.start() for match in re.finditer(r"[\[{]", text)):
+        try:
+            return decoder.raw_decode(text, start)[0]
+        except (ValueError, RecursionError):  # so deep that it is no answer
+            continue
+    return None

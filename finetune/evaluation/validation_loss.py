@@ -1,0 +1,66 @@
+"""Read a run's validation set and check that it has not changed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
+
+from finetune.core.errors import Problem, UserError
+from finetune.data import preparation, source_loading
+from finetune.data.examples import Example
+from finetune.models import tokenizer_setup
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from finetune.data.preparation import HeldOut
+    from finetune.recipe.schema import Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+CHOSEN = "these rows also chose the weights (eval.every): the held-out figures flatter them a little"
+
+
+def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[HeldOut], list[str]]:
+    """The held-out rows: from the run's folder; from the data the first time, or where it is overridden.
+
+    Returns:
+        The rows, and what is worth knowing of them.
+    """
+    kept, other = folder.path / run_folder.HELD_OUT, overridden(recipe)
+    ends = tokenizer_setup.declared_ends(recipe.model)
+    chosen = recipe.eval.every and recipe.eval.keep_best and "/" not in recipe.eval.best
+    notes = [CHOSEN] if chosen and not other else []
+    if kept.exists() and not other:
+        with kept.open(
+            encoding="utf-8"
+        ) as lines:  # str.splitlines ends one at U+2028 too, which a text may hold
+            kept_rows = [json.loads(line) for line in lines]
+        examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept_rows]
+        return preparation.encode_held_out(examples, recipe.data, tokenizer, ends), notes
+    notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
+    rows = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends)
+    if PartialState().is_main_process and not other:
+        lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
+        folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))
+    return rows, notes
+
+
+def overridden(recipe: Recipe) -> bool:
+    """Whether other data was asked for than the run's own."""
+    return any(who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items())
+
+
+def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool) -> list[str]:
+    """Held-out rows must be those of the run; a changed file may mix them with rows that were trained on.
+
+    Returns:
+        A note on rows that the recipe of the run did not name.
+    """
+    recorded = folder.read("data_report.json")["train"]["sources"]
+    other = [path for path, digest in hashes.items() if digest not in recorded.values()]
+    if other and not overridden:
+        fix = "put the file back as it was, or name another: data.validation=..."
+        raise UserError(*(Problem("the data changed since the run", where=path, fix=fix) for path in other))
+    return [f"{path} is not what the run held out" for path in other]

@@ -1,0 +1,1 @@
+"""Many runs of one recipe: comparison, ablation and sweep on a shared runner."""

@@ -1,0 +1,198 @@
+"""What a ladder found: the table on the screen and in markdown, the picture, the page, the best recipe."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.autoconfig import mixed_precision
+from finetune.core import html_pages, shipped_files
+from finetune.experiments.runner import measured_run
+from finetune.reporting import plots
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from finetune.core.console import Console
+    from finetune.hardware.detection import Hardware
+    from finetune.recipe.schema import Recipe
+
+PAGE = Path(__file__).with_name("ablation.html.jinja")
+LAUNCH = "launch.yaml"  # beside best.yaml
+NOTES = (
+    "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those "
+    "of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
+    "figure is the median of its steps after the warm-up, a rung's the median of its runs, or of one that "
+    "says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is the mean "
+    "of the last two steps. A gain counts if it is more than twice its standard error, from the spread of "
+    "repeats pooled over all variants; a curve may be as far from the baseline's as the band says. On a "
+    "CPU that is busy with other work, gains are of tokens a CPU second: what the steps cost, not how "
+    "long they took."
+)
+
+
+def header(found: dict[str, Any]) -> list[str]:
+    unit = measured_run.UNITS[found["rate"]]
+    figures = ("alone", unit, "stacked", unit, "GiB", "MFU", "loss", "held-out", "first step, s")
+    return ["rung", *figures, "verdict"]
+
+
+def cells(found: dict[str, Any]) -> list[list[str]]:
+    """Rows of the table: the baseline, the rungs that ran, the whole stack, the recipe as it is."""
+    rate, base = found["rate"], found["baseline"]
+    rows = [["baseline", "1.00", f"{base[rate]:,.0f}", "", "", *_rest(base), ""]]
+    for row in found["rungs"]:
+        alone, stacked = row.get("alone", {}), row.get("stacked", {})
+        shown = stacked if "speedup" in stacked else alone
+        if "speedup" in shown:
+            gains = [*_gain(alone, rate), *_gain(stacked, rate)]
+            rows.append([row["name"], *gains, *_rest(shown), row["status"]])
+    for name, whole in (("the stack", found["stack"]), ("the recipe as it is", found["as_is"])):
+        if whole:
+            figures = [f"{whole[rate] / base[rate]:.2f}", f"{whole[rate]:,.0f}"]
+            rows.append([name, *figures, "", "", *_rest(whole), ""])
+    return rows
+
+
+def _gain(found: dict[str, Any], rate: str) -> list[str]:
+    if "speedup" not in found:
+        return ["-", "-"]
+    return [f"{found['speedup']:.2f} ±{found['noise']:.2f}", f"{found[rate]:,.0f}"]
+
+
+def _rest(found: dict[str, Any]) -> list[str]:
+    mfu, held_out = found["mfu"], found["held_out"]
+    return [
+        f"{found['memory_gib']:.2f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        f"{found['loss']:.4f}",
+        "-" if held_out is None else f"{held_out:.4f}",
+        f"{found['first_step_seconds']:.1f}",
+    ]
+
+
+def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Every rung with what became of it, and why."""
+    return [(row["name"], row["status"], row["why"]) for row in found["rungs"]]
+
+
+def headline(found: dict[str, Any]) -> str:
+    """The whole ladder in a sentence."""
+    stack, base, rate = found["stack"], found["baseline"], found["rate"]
+    rungs = " + ".join(stack["rungs"]) or "nothing"
+    return (
+        f"{rungs}: {found['speedup']:.2f} times the baseline's {measured_run.UNITS[rate]} "
+        f"({base[rate]:,.0f} to {stack[rate]:,.0f}), "
+        f"{base['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB"
+    )
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """ladder.md."""
+    table = [header(found), ["---"] * len(header(found)), *cells(found)]
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    units = {**measured_run.UNITS, "memory_gib": "memory"}
+    known = {units[figure]: noise for figure, noise in found["noise"].items() if noise is not None}
+    noise = ", ".join(f"{value:.1%} of {unit}" for unit, value in known.items()) or "not known"
+    hardware, measure = found["machine"]["hardware"], found["measure"]
+    said = (
+        f"`{found['command']}`, {found['date']}: {hardware}, OMP_NUM_THREADS {found['machine']['threads']}, "
+        f"torch {found['machine']['torch']}. {measure['steps']} steps a run, the first {measure['warm_up']} "
+        f"not counted, {measure['repeats']} runs a variant; one run's noise: {noise}; "
+        f"{found['seconds']:.0f} s in all."
+    )
+    why = "\n".join(f"- {name} {status}: {text}" for name, status, text in reasons(found))
+    parts = [f"# The ladder of {Path(found['recipe']).name}", f"{headline(found)}.", said, "\n".join(lines)]
+    return "\n\n".join([*parts, "![The ladder](ladder.svg)", why, NOTES]) + "\n"
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Each rung's gain alone, and the stack as it grows, both in times the baseline's tokens/s."""
+    rate = found["rate"]
+    base = found["baseline"][rate]
+    bars = [plots.Bar("baseline", [1.0, 1.0], [0.0, 0.0])]
+    for row in found["rungs"]:
+        alone, stacked = row.get("alone", {}), row.get("stacked", {})
+        if "speedup" in alone:
+            ratios = [one[rate] / base if "speedup" in one else None for one in (alone, stacked)]
+            spread = [alone["noise"], stacked.get("noise", 0.0) * (ratios[1] or 0.0)]
+            name = row["name"] if row["status"] == "kept" else f"{row['name']} ({row['status']})"
+            bars.append(plots.Bar(name, ratios, spread))
+    return plots.bars(
+        bars, ("alone", "on the stack so far"), f"times the baseline's {measured_run.UNITS[rate]}"
+    )
+
+
+def page(found: dict[str, Any]) -> str:
+    """One self-contained HTML file."""
+    stack, base = found["stack"], found["baseline"]
+    figures = [
+        ("times the baseline", f"{found['speedup']:.2f}"),
+        (measured_run.UNITS[found["rate"]], f"{stack[found['rate']]:,.0f}"),
+        ("GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
+        ("loss", f"{base['loss']:.4f} → {stack['loss']:.4f}"),
+    ]
+    machine = ", ".join(
+        f"{name} {found['machine'][name]}" for name in ("hardware", "threads", "torch", "transformers")
+    )
+    given = {"title": f"The ladder of {Path(found['recipe']).name}", "machine": machine, "headlines": figures}
+    given |= {
+        "picture": picture(found),
+        "header": header(found),
+        "rows": cells(found),
+        "reasons": reasons(found),
+    }
+    return (
+        html_pages.templates(PAGE.parent)
+        .get_template(PAGE.name)
+        .render(**given, notes=NOTES, command=found["command"])
+    )
+
+
+def write(place: Path, found: dict[str, Any], machine: Hardware) -> None:
+    """ladder.md, ladder.svg and ladder.html beside ladder.json; best.yaml's launch, if it has one."""
+    (place / LAUNCH).unlink(missing_ok=True)
+    if launched := launch_config(found, machine):
+        (place / LAUNCH).write_text(launched, encoding="utf-8")
+    for name, text in (("md", markdown(found)), ("svg", picture(found)), ("html", page(found))):
+        (place / f"ladder.{name}").write_text(text, encoding="utf-8")
+
+
+def launch_config(found: dict[str, Any], machine: Hardware) -> str:
+    """An accelerate config with the precision of the best recipe, which no recipe holds; empty where it is
+    what a plain `finetune train` has."""
+    precision = found["stack"]["mixed_precision"]
+    if not precision or precision == mixed_precision.default_precision(machine).value:
+        return ""
+    name = "cpu" if machine.device == "cpu" else "single_gpu"
+    shelf = shipped_files.folder("accelerate_configs") / f"{name}.yaml"
+    line = f'mixed_precision: "{precision}" # as it was measured'
+    return re.sub(r"(?m)^mixed_precision:.*$", line, shelf.read_text(encoding="utf-8"))
+
+
+def show(screen: Console, found: dict[str, Any], place: Path) -> None:
+    screen.table(f"the ladder of {found['recipe']}", header(found), cells(found))
+    screen.table("what became of each rung", ("rung", "", "why"), reasons(found))
+    screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
+    given = ["--accelerate", str(place / LAUNCH)] if (place / LAUNCH).exists() else []
+    screen.say(f"next: {shlex.join(['finetune', 'train', str(place / 'best.yaml'), *given])}")
+
+
+def best(recipe: Recipe, found: dict[str, Any]) -> str:
+    """The recipe with what helped, each value with where it came from. It loads as a recipe."""
+    chosen = {k: (path, "of this machine") for k, path in run_folder.local_paths(recipe).items()}
+    chosen["train.output_dir"] = (None, "default")
+    for key, why in found["sources"].items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(recipe, section), name, None)
+        who = recipe.origin.set_by.get(key, "default")
+        chosen[key] = (value, f"ladder: {why}" if who == "override" else f"{who}; ladder: {why}")
+    precision = found["stack"]["mixed_precision"]
+    top = f"# {headline(found)}.\n# {found['command']}, {found['date']}, {found['machine']['hardware']}.\n"
+    top += (
+        f"# The launch decides on precision: mixed_precision: {precision} was measured.\n"
+        if precision
+        else ""
+    )
+    return top + run_folder.resolved_yaml(recipe, chosen)

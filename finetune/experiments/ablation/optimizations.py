@@ -1,0 +1,340 @@
+"""A ladder of optimisations, as data: `recipes/ladder.yaml`. What each rung sets, needs and costs.
+
+`measure:` how runs are made and judged; `baseline:` what the recipe runs without every rung; `rungs:` in the
+order in which they are stacked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pydantic import Field, PrivateAttr, ValidationError
+
+from finetune.core import paths, strict_yaml
+from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.packages import installed
+from finetune.experiments.runner import variable_keys
+from finetune.recipe import build, recipe_errors
+from finetune.recipe.schema import Section
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.hardware.detection import Hardware
+
+OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
+BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
+PRECISION = Literal["no", "bf16", "fp16"]
+MEASURED = {  # and those by which a ladder measures
+    "data.name": "runs are of the same rows",
+    "train.max_steps": "all runs have measure.steps",
+    "train.num_train_epochs": "all runs have measure.steps",
+    "train.warmup_steps": "all runs have measure.warm_up",
+    "train.logging_steps": "each step is logged",
+    "train.save_strategy": "no run saves checkpoints",
+    "train.report_to": "no run reports",
+}
+TAKEN = ("baseline", "aside", "ab", "recipe")  # folders of results that are no rung's
+
+
+class Measure(Section):
+    """How runs are made and judged."""
+
+    steps: int = Field(default=6, ge=2)
+    """Optimizer steps of each run."""
+    warm_up: int = Field(default=2, ge=1)
+    """First steps that do not count."""
+    repeats: int = Field(default=2, ge=1)
+    """Runs of each variant, interleaved with those of the others."""
+    min_gain: float = Field(default=0.01, ge=0)
+    """A smaller gain is none, however quiet the machine."""
+    loss_band: float = Field(default=0.02, gt=0)
+    """How far a curve may be from the baseline's: mean distance over mean loss."""
+    held_out_band: float = Field(default=0.05, gt=0)
+    """How much worse the held-out loss may be, relative, of a rung by which other rows meet in a batch."""
+    held_out_rows: int = Field(default=16, ge=0)
+    """Rows of `data.validation` that the first run of a variant is evaluated on."""
+
+
+class Needs(Section):
+    """What the machine must have."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    capability: float | None = None
+    """Of a GPU: 8.9 is Ada."""
+    instructions: list[str] = Field(default_factory=list)
+    """Of a CPU, any of these, as torch.cpu.get_capabilities() names them."""
+    package: str | None = None
+    why: str = ""
+    """Said after what is missing."""
+
+
+class Gpu(Section):
+    """Rows of benchmarks/gpu.json between which this optimisation is the only difference."""
+
+    on: str
+    off: str
+
+
+class Full(Section):
+    """What of a rung is otherwise where every weight trains (`adapter.type: full`)."""
+
+    what: str = ""
+    cost: str = ""
+    off: str = ""
+    set: dict[str, Any] = Field(default_factory=dict)
+    needs: Needs = Needs()
+    noop: str = ""
+    elsewhere: str = ""
+
+
+class Rung(Section):
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    kind: str = Field(pattern=r"^[a-z]+$")
+    """The folder of its runs: results/<kind>/<name>_rank<r>."""
+    what: str
+    """What it does, in a sentence."""
+    cost: str = ""
+    off: str = ""
+    """How to switch it off."""
+    source: str = ""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Recipe keys; `default`: what the baseline set is taken away."""
+    mixed_precision: PRECISION | None = None
+    """The launch's."""
+    same_tokens: bool = False
+    """The batch sizes become what gives a step the baseline's tokens in full rows."""
+    on: list[str] = Field(default_factory=list)
+    """Rungs it stands on: alone it is measured against these."""
+    needs: Needs = Needs()
+    gain: Literal["speed", "memory"] = "speed"
+    """What it is for; one for memory is kept if the peak falls and tokens/s do not, beyond noise."""
+    gate: Literal["curve", "held_out"] = "curve"
+    """What is held against the baseline: losses step by step, or, where other rows meet in a batch, the
+    held-out loss."""
+    noop: str = ""
+    """Why it changes nothing today, or can't be had: named, not measured."""
+    elsewhere: str = ""
+    """Why it is no rung though there is a switch, and where it is measured."""
+    full: Full | None = None
+    gpu: Gpu | None = None
+
+    @property
+    def unmeasured(self) -> tuple[str, str]:
+        """As what it is named rather than measured, and why; empty: it is measured."""
+        named = (("no-op", self.noop), ("elsewhere", self.elsewhere))
+        return next((one for one in named if one[1]), ("", ""))
+
+
+class Baseline(Section):
+    mixed_precision: PRECISION | None = None
+    set: dict[str, Any] = Field(default_factory=dict)
+
+
+class Ladder(Section):
+    measure: Measure = Measure()
+    baseline: Baseline
+    rungs: list[Rung]
+    _where: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+
+    def place(self, *path: str) -> str:
+        """Where in the file something stands."""
+        return recipe_errors.place_of(path, self._where)
+
+    def rung(self, name: str) -> Rung:
+        return next(rung for rung in self.rungs if rung.name == name)
+
+
+class Variant(NamedTuple):
+    """A recipe with some rungs."""
+
+    mixed_precision: str | None
+    values: dict[str, Any]
+    """By dotted key."""
+
+    @property
+    def overrides(self) -> list[str]:
+        return variable_keys.overrides(self.values)
+
+
+def read(path: Path) -> Ladder:
+    """A ladder file.
+
+    Raises:
+        UserError: it can't be read, or what is wrong in it, with its place (exit 2).
+    """
+    try:
+        text = strict_yaml.text_of(path, "the ladder")
+    except OSError as error:
+        fix = paths.similar_files(path)
+        what, found = "no such ladder", error.strerror or ""
+        raise UserError(Problem(what, where=str(path), found=found, fix=fix)) from None
+    document = strict_yaml.parse(text, str(path))
+    if not isinstance(document.value, dict) or document.problems:
+        wrong = document.problems or [Problem("a ladder is a mapping with `rungs`", where=str(path))]
+        raise UserError(*wrong)
+    try:
+        ladder = Ladder.model_validate(document.value)
+    except ValidationError as error:
+        known = _known_keys(document.value.get("rungs"))
+        raise UserError(*recipe_errors.explain(error, document.value, document.where, known)) from None
+    ladder._where = document.where
+    problems = _measure_problems(ladder) + _set_problems(ladder) + _order_problems(ladder)
+    if problems:
+        raise UserError(*problems)
+    return ladder
+
+
+def _known_keys(rungs: Any) -> dict[str, frozenset[str]]:
+    """A ladder's own keys, by where they stand."""
+    kinds: dict[str, type[Section]] = {"measure": Measure, "baseline": Baseline, "rungs": Rung}
+    for index in range(len(rungs) if isinstance(rungs, list) else 0):
+        here = f"rungs.{index}"
+        kinds |= {here: Rung, f"{here}.needs": Needs, f"{here}.gpu": Gpu, f"{here}.full": Full}
+    return {name: frozenset(kind.model_fields) for name, kind in kinds.items()}
+
+
+def _measure_problems(ladder: Ladder) -> list[Problem]:
+    one = ladder.measure
+    if one.warm_up < one.steps:
+        return []
+    at = ladder.place("measure", "warm_up" if "warm_up" in one.model_fields_set else "steps")
+    found, expected = f"{one.warm_up} of {one.steps} steps", f"warm_up below steps: {one.steps}"
+    return [Problem("no step would count", "measure.warm_up", at, found, expected)]
+
+
+def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
+    """Every recipe's key under `set`, its value, and where it stands."""
+    places: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("baseline", "set"), ladder.baseline.set)]
+    for index, rung in enumerate(ladder.rungs):
+        places.append((("rungs", str(index), "set"), rung.set))
+        places.append((("rungs", str(index), "full", "set"), rung.full.set if rung.full else {}))
+    return [
+        (key, value, ladder.place(*path, key)) for path, values in places for key, value in values.items()
+    ]
+
+
+def _set_problems(ladder: Ladder) -> list[Problem]:
+    """Keys under `set` that no recipe has, or that all runs have in common."""
+    problems = list(filter(None, (variable_keys.key_problem(*each) for each in _sets(ladder))))
+    for key, _, at in _sets(ladder):
+        if why := variable_keys.FIXED.get(key.partition(".")[0]) or {
+            **variable_keys.FIXED,
+            **MEASURED,
+        }.get(key):
+            problems.append(Problem(f"is no optimisation: {why}", key, at))
+    return problems
+
+
+def check_values(ladder: Ladder, kind: str) -> None:
+    """Refuse values that no recipe of an adapter type can have, whatever else it says; what only does not go
+    with the rest of a recipe is said of its rung.
+
+    Raises:
+        UserError: all of them, each with its place in the ladder (exit 2).
+    """
+    found, models = list[Problem](), build.sections(kind)
+    for key, value, at in _sets(ladder):
+        section, *names = path = key.split(".")
+        of_another = section == "adapter" and names[0] not in models["adapter"].model_fields
+        if value == OURS or of_another or key == "adapter.type":
+            continue
+        raw = variable_keys.under(path, value)
+        try:
+            models["recipe"].model_validate(raw)
+        except ValidationError as error:
+            said = recipe_errors.explain(error, raw, {tuple(path): at}, build.known_keys())
+            found += [one for one in said if f"{one.key}.".startswith(f"{key}.")]
+    if found:
+        raise UserError(*found)
+
+
+def _order_problems(ladder: Ladder) -> list[Problem]:
+    """Names that are taken, and rungs that stand on none before them."""
+    known, problems = set[str](), list[Problem]()
+    for index, rung in enumerate(ladder.rungs):
+        here = ("rungs", str(index))
+        for number, below in enumerate(rung.on):
+            if below not in known:
+                fix = nearest(below, known) or "a rung that stands before it"
+                what = f"rung {rung.name}: `on` names no earlier rung"
+                at = ladder.place(*here, "on", str(number))
+                problems.append(Problem(what, where=at, found=below, fix=fix))
+        if rung.name in known:
+            at = ladder.place(*here, "name")
+            problems.append(Problem("two rungs have one name", where=at, found=rung.name))
+        if rung.kind in TAKEN:
+            at = ladder.place(*here, "kind")
+            problems.append(Problem("a folder of other results", "kind", at, rung.kind, "another word"))
+        known.add(rung.name)
+    return problems
+
+
+def of_type(ladder: Ladder, kind: str) -> Ladder:
+    """The ladder for recipes of an adapter type: under `full`, each rung with what its `full` says."""
+    if kind != "full":
+        return ladder
+    rungs = []
+    for rung in ladder.rungs:
+        other = rung.full
+        changed = {name: getattr(other, name) for name in other.model_fields_set} if other else {}
+        rungs.append(rung.model_copy(update=changed))
+    return ladder.model_copy(update={"rungs": rungs})
+
+
+def baseline(ladder: Ladder) -> Variant:
+    """Everything off."""
+    return Variant(ladder.baseline.mixed_precision, dict(ladder.baseline.set))
+
+
+def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
+    """A variant with one more rung; `rows` of a step are for a rung with `same_tokens`, and what the recipe
+    has in a forward pass may not divide them."""
+    same = dict(zip(BATCH, (rows, None), strict=True)) if rung.same_tokens and rows else {}
+    values = {**variant.values, **same, **rung.set}
+    values = {key: value for key, value in values.items() if value != OURS}
+    return Variant(rung.mixed_precision or variant.mixed_precision, values)
+
+
+def keys(rung: Rung) -> list[str]:
+    """All that a rung sets."""
+    return [*rung.set, *(BATCH if rung.same_tokens else ())]
+
+
+def below(ladder: Ladder, rung: Rung, rows: int | None = None) -> Variant:
+    """What a rung is measured against alone: the baseline, with the rungs it stands on (rows: see `add`)."""
+    variant = baseline(ladder)
+    for one in stands_on(ladder, rung):
+        variant = add(variant, one, rows)
+    return variant
+
+
+def stands_on(ladder: Ladder, rung: Rung) -> list[Rung]:
+    """The rungs that a rung stands on, and those that these do."""
+    names = set(rung.on)
+    for one in reversed(ladder.rungs):  # it stands on earlier ones alone
+        names |= set(one.on) if one.name in names else set()
+    return [one for one in ladder.rungs if one.name in names]
+
+
+def missing(needs: Needs, machine: Hardware) -> str:
+    """What the machine lacks for a rung; the empty string if nothing."""
+    found, (major, minor) = "", machine.capability
+    if needs.device == "cuda" and machine.device == "cpu":
+        found = "no GPU here"
+    elif needs.device == "cpu" and machine.device != "cpu":
+        found = "only on a CPU"
+    elif needs.capability and machine.device == "cuda" and major + minor / 10 < needs.capability:
+        found = f"compute capability {needs.capability:g}; {machine.name} has {major}.{minor}"
+    elif needs.instructions and machine.device == "cpu" and not any(map(_cpu().get, needs.instructions)):
+        found = f"this CPU has none of {', '.join(needs.instructions)}"
+    elif needs.package and not installed(needs.package):
+        found = f"{needs.package} is not installed"
+    return f"{found}: {needs.why}" if found and needs.why else found
+
+
+def _cpu() -> Mapping[str, Any]:
+    import torch
+
+    return torch.cpu.get_capabilities()

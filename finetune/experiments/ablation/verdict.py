@@ -1,0 +1,116 @@
+"""What becomes of a rung of a ladder, by the figures of its runs and of those beside them (`ablate.py`)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.experiments.runner import measured_run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.experiments.ablation.optimizations import Measure, Rung
+
+    Runs = list[dict[str, Any]]  # figures, by `measured.figures`
+
+CLEAR = 0.2  # faster or slower by this, and by four times the noise, is no chance: one run says it
+
+
+class Scale(NamedTuple):
+    """What gains are of, and what noise explains of them."""
+
+    limits: Measure
+    rate: str
+    noise: dict[str, float | None]
+    """One run's, relative, of each figure; `None`: not known."""
+
+    def sure(self, figure: str, runs: Runs, before: Runs) -> float:
+        """The least change of a figure that is one: twice its standard error."""
+        noise, least = self.noise[figure], self.limits.min_gain
+        if noise is None:
+            return least
+        return max(least, 2 * noise * math.sqrt(1 / len(runs) + 1 / len(before)))
+
+
+def clear(scale: Scale, one: dict[str, Any], beside: dict[str, Any]) -> bool:
+    """Whether a run is so much faster, or slower, than the one beside it that a second is not needed."""
+    apart = []
+    for rate in measured_run.UNITS:
+        if one[rate] and beside[rate]:
+            enough = max(CLEAR, 4 * (scale.noise[rate] or 0.0))
+            ratio = one[rate] / beside[rate] - 1
+            apart.append(0 if abs(ratio) < enough else math.copysign(1, ratio))
+    return abs(sum(apart)) == len(apart)
+
+
+def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) -> bool:
+    """Whether a run has anything of what its rung is for over the one beside it."""
+    if rung.gain == "memory":
+        return one["memory_gib"] < beside["memory_gib"]
+    return one[scale.rate] > beside[scale.rate]
+
+
+def judge(
+    scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs, rows: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """What a rung gained over what it stands on, whether its losses hold, and the verdict.
+
+    Args:
+        before: runs of what it stands on, taking turns with its own.
+        gate: whose losses are the measure.
+        rows: of the ladder's rungs. What neither gains nor costs is kept for one that stands on it and
+            made more, alone, than all that is stacked so far: without it that one could not be stacked.
+    """
+    failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
+    if failed:
+        return {"verdict": "error", "why": failed}
+    found = measured_run.summary(runs) | {"against": measured_run.summary(before)}
+    ratio, memory = (found[key] / found["against"][key] for key in (scale.rate, "memory_gib"))
+    sure, less = (scale.sure(key, runs, before) for key in (scale.rate, "memory_gib"))
+    found |= {"speedup": ratio, "noise": sure, "memory_ratio": memory, "worse": ratio < 1 - sure}
+    lost = outside(scale.limits, rung, runs, gate, found)
+    if lost:
+        return found | {"verdict": "failed", "why": lost}
+    said = f"{ratio - 1:+.1%} {measured_run.UNITS[scale.rate]} (noise {sure:.1%})"
+    if rung.gain == "memory":
+        helps = memory < 1 - less and ratio >= 1 - sure
+        why = f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}"
+        return found | {"verdict": "kept" if helps else "dropped", "why": why}
+    if ratio > 1 + sure:
+        return found | {"verdict": "kept", "why": said}
+    stacked = found["against"][scale.rate] * (1 + sure)
+    open_yet = [row for row in rows if rung.name in row["on"] and not row["status"]]
+    above = [row["name"] for row in open_yet if _rate(scale, row) > stacked]
+    if above and not found["worse"]:
+        return found | {"verdict": "kept", "why": f"{said}, but {', '.join(above)} on it made more alone"}
+    return found | {"verdict": "dropped", "why": said}
+
+
+def _rate(scale: Scale, row: dict[str, Any]) -> float:
+    """What a rung made alone; 0: it was not measured, or is not to be had."""
+    alone = row.get("alone", {"verdict": "error"})
+    return 0.0 if alone["verdict"] in ("error", "failed") else alone[scale.rate]
+
+
+def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str, Any]) -> str:
+    """Why the loss gate is not passed; the empty string if it is. Leaves the measured distance in `found`."""
+    base = measured_run.summary(gate)
+    if rung.gate == "curve":
+        found["apart"] = measured_run.distance(runs[0]["losses"], base["losses"])
+        if found["apart"] > limits.loss_band:
+            return (
+                f"its losses are {found['apart']:.1%} from the baseline's, more than {limits.loss_band:.1%}"
+            )
+        return ""
+    if found["held_out"] is None or base["held_out"] is None:
+        half = len(base["losses"]) // 2
+        worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
+        name = "training loss over its second half (no held-out rows: data.validation)"
+    else:
+        worse, name = found["held_out"] / base["held_out"] - 1, "held-out loss"
+    found["worse_held_out"] = worse
+    if not worse <= limits.held_out_band:
+        return f"its {name} is {worse:.1%} higher, more than {limits.held_out_band:.1%}"
+    return ""

@@ -1,0 +1,12 @@
+"""`finetune compare`: adapter types against each other, or two runs against each other."""
+
+from typing import TYPE_CHECKING
+
+from finetune.core.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from finetune.experiments.comparison.comparison import run as compare
+
+__all__ = ["compare"]
+
+__getattr__ = lazy_imports(__name__, {"compare": "comparison.run"})

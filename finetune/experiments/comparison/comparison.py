@@ -1,0 +1,407 @@
+"""Adapter types against each other, on the same data, with the same seeds and steps or time:
+`finetune compare RECIPE --adapters lora,dora`.
+
+DIR/<type>-seed<N>/   each run, an ordinary run folder
+DIR/compare.json, compare.md, compare.svg    the table and the picture (`compare_table.py`)
+DIR/winner.yaml       the recipe that won
+DIR/aside/            what stood in a run's place: unfinished, or of another recipe
+
+Started again, it goes on: a finished run of the same recipe on the same data is kept.
+
+A run that fails is a row of the table, and the next one is made. With several processes only
+if all of them say the same of it: otherwise some may wait for others in the middle of training, and the
+comparison ends.
+
+Each run reads the base again, which costs little: 8 billion parameters whose file is in the page cache take
+3.3 s onto an H100. A copy of a model in host memory takes 2.5 s there, and 13 s and 16 GB to keep.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+from accelerate import PartialState
+from accelerate.utils.memory import clear_device_cache
+
+from finetune.core.console import Console
+from finetune.core.errors import Exit, Problem, UserError, first_line, nearest
+from finetune.data import source_loading
+from finetune.distributed import collectives
+from finetune.evaluation import scoring
+from finetune.experiments.comparison import comparison_report
+from finetune.experiments.comparison.comparison_report import MARK
+from finetune.experiments.runner import measured_run
+from finetune.hardware import detection
+from finetune.preflight import checker
+from finetune.recipe import adapter_types
+from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training import pipeline
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+
+PILOT_STEPS, PILOT_TIMED = 8, 5  # steps of the short run that times a type, and how many of its last count
+NO_EVALUATION = [
+    "data.validation=null",
+    "data.validation_fraction=null",
+    "eval.tasks=[]",
+    "eval.general=false",
+]
+FEWEST_STEPS = 10  # of a run within a budget: fewer say nothing
+
+
+class Asked(NamedTuple):
+    """What a comparison was asked for."""
+
+    path: str
+    overrides: list[str]
+    adapters: list[str]
+    """`type` or `type@learning_rate`."""
+    seeds: int
+    budget: float | None
+    """Seconds for all of it."""
+    folder: Path
+
+
+class Entrant(NamedTuple):
+    type: str
+    rate: float
+    why: str
+    """Where the learning rate is from."""
+
+
+class Job(NamedTuple):
+    """One run of the comparison."""
+
+    entrant: Entrant
+    seed: int
+    recipe: Recipe
+    folder: RunFolder
+    identity: str
+    """Hash of the recipe and its data; a finished run with the same one is kept."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.name
+
+
+def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
+    """Train and evaluate each type with each seed; write the table, the picture and the winner's recipe.
+
+    Returns:
+        The content of compare.json.
+
+    Raises:
+        UserError: what is wrong with any of the recipes, before anything is trained; no run finished, or one
+            failed on some processes only (5).
+    """
+    jobs = plan(asked)
+    start(asked.folder)
+    state = collectives.joined(detection.detect().device)
+    collectives.failures()
+    screen = Console(quiet=quiet or not state.is_main_process)
+    introduce(jobs, asked, screen)
+    failed = {}
+    if asked.budget is not None:
+        jobs, failed = within(asked.budget, jobs, asked, screen)
+    settings = {
+        "recipe": asked.path,
+        "budget_seconds": asked.budget,
+        "entrants": {job.entrant.type: job.entrant._asdict() for job in jobs},
+        "runs": [job.name for job in jobs],
+    }
+    for number, job in enumerate(jobs, start=1):
+        head = f"{number}/{len(jobs)}  {job.name}:"
+        if job.name not in failed and make_way(job, screen, head):
+            screen.say(f"{head} running; its log is {job.folder.path}/log.txt")
+            reason = run_one(job)
+            failed |= {job.name: reason} if reason else {}
+            if state.is_main_process:
+                screen.say(
+                    f"{head} " + (f"FAILED: {reason}" if reason else comparison_report.line(job.folder))
+                )
+        if state.is_main_process:
+            comparison_report.write(asked.folder, settings, failed)
+        state.wait_for_everyone()
+    found = collectives.from_main(lambda: comparison_report.collect(asked.folder, settings, failed))
+    if not found["runs"]:
+        problems = [Problem(f"{name} failed", found=reason) for name, reason in failed.items()]
+        raise UserError(*problems, code=Exit.TRAINING)
+    if state.is_main_process:
+        comparison_report.show(asked.folder, found, {job.name: job.recipe for job in jobs}, screen)
+    return found
+
+
+def plan(asked: Asked, steps: dict[str, int] | None = None) -> list[Job]:
+    """The runs, seed by seed, so that a comparison that was stopped early is still one.
+
+    Args:
+        steps: optimizer steps of each type, in place of the recipe's.
+
+    Raises:
+        UserError: all that is wrong with any of them.
+    """
+    own = load_recipe(asked.path, asked.overrides)
+    data = sorted(set(source_loading.fingerprints(own.data).values()))
+    jobs, problems, codes = [], {}, []
+    for seed in range(own.train.seed, own.train.seed + asked.seeds):
+        for entrant in enter(own, asked.adapters):
+            folder = RunFolder(asked.folder / f"{entrant.type}-seed{seed}")
+            overrides = [*asked.overrides, *setting(entrant, seed, folder.path)]
+            if steps is not None:
+                overrides += limit(own, steps[entrant.type])
+            try:
+                recipe = load_recipe(asked.path, overrides)
+                if seed == own.train.seed:
+                    checker.run(recipe)
+            except UserError as error:
+                problems |= {str(problem): problem for problem in error.problems}
+                codes.append(error.code)
+            else:
+                jobs.append(Job(entrant, seed, recipe, folder, identity(recipe, data)))
+    if problems:
+        raise UserError(*problems.values(), code=min(codes))
+    return jobs
+
+
+def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
+    """The types and their learning rates.
+
+    The recipe's rate suits its own type. Another type gets the rate at the same place in its own usual range:
+    as far up, on a log scale, as the recipe's is in that of the recipe's type.
+    """
+    types = adapter_types.all_types()
+    offered = [name for name, kind in types.items() if not kind.refused]
+    found, problems = [], []
+    for text in adapters:
+        name, at, stated = text.partition("@")
+        if name not in offered:
+            what = "no such type"
+            if name in types:
+                what = f"PEFT's {name} is not for supervised fine-tuning: {types[name].refused}"
+            problems.append(
+                Problem(what, where="--adapters", found=repr(name), fix=nearest(name, offered) or "lora,dora")
+            )
+        elif name in [entrant.type for entrant in found]:
+            problems.append(Problem("is named twice", where="--adapters", found=name))
+        elif at:
+            try:
+                found.append(Entrant(name, float(stated), "--adapters"))
+            except ValueError:
+                expected = f"a learning rate: {name}@1e-3"
+                problems.append(Problem("not a number", where="--adapters", found=text, expected=expected))
+        else:
+            found.append(
+                Entrant(name, *adapter_types.rate_for(name, own.adapter.type, own.train.learning_rate))
+            )
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def setting(entrant: Entrant, seed: int, folder: Path) -> list[str]:
+    """The overrides that make a recipe this run's."""
+    return [
+        f"adapter.type={entrant.type}",
+        f"train.learning_rate={entrant.rate!r}",
+        f"train.seed={seed}",
+        f"train.output_dir={folder}",
+    ]
+
+
+def limit(own: Recipe, steps: int) -> list[str]:
+    """Overrides for a run of so many steps: the whole schedule, with a warm-up of a tenth at most."""
+    warm_up = own.train.passed_on().get("warmup_steps") or 0
+    capped = [f"train.warmup_steps={steps // 10}"] if warm_up > max(1, steps // 10) else []
+    return [f"train.max_steps={steps}", *capped]
+
+
+def identity(recipe: Recipe, data: list[str]) -> str:
+    """A hash of all that decides a run's outcome, but for the machine."""
+    values = recipe.model_dump(mode="json", exclude_none=True, exclude={"publish": True})
+    del values["train"]["output_dir"]
+    return hashlib.sha256(json.dumps([values, data], sort_keys=True).encode()).hexdigest()
+
+
+def start(folder: Path) -> None:
+    """Make DIR; a run folder or a file is none (exit 2)."""
+    problem = ""
+    if (folder / "recipe.resolved.yaml").exists():
+        problem = "is a run folder"
+    else:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = error.strerror or str(error)
+    if problem:
+        what, fix = "a comparison needs a folder of its own", "--output runs/my-comparison"
+        raise UserError(Problem(what, where=str(folder), found=problem, fix=fix))
+
+
+def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
+    """What will be run, and what is to be known of it."""
+    first = [job for job in jobs if job.seed == jobs[0].seed]
+    rows = [(job.entrant.type, f"{job.entrant.rate:g}", job.entrant.why) for job in first]
+    screen.table(f"{len(jobs)} runs in {asked.folder}", ("type", "learning rate", "from"), rows)
+    notes = [note for job in first for note in (*job.recipe.origin.notices, *checker.advice(job.recipe))]
+    if asked.seeds > 1 and jobs[0].recipe.data.validation_fraction:
+        notes.append("data.validation_fraction: each seed holds out other rows, which adds to the spread")
+    if asked.seeds == 1:
+        notes.append("one seed says nothing of the noise: --seeds 3")
+    if asked.budget and jobs[0].recipe.eval.every:
+        notes.append("eval.every: its evaluations come on top of --budget, which counts the final one")
+    screen.say(*[f"note: {note}" for note in dict.fromkeys(notes)], "")
+
+
+def make_way(job: Job, screen: Console, head: str) -> bool:
+    """Whether the run is still to be made; what stands in its place and is not it goes aside."""
+    path, todo = job.folder.path, True
+    if PartialState().is_main_process and path.exists() and any(path.iterdir()):
+        finished = (path / MARK).exists()
+        if finished and job.folder.read(MARK)["identity"] == job.identity:
+            screen.say(f"{head} kept: {comparison_report.line(job.folder)}")
+            todo = False
+        else:
+            aside = measured_run.set_aside(path)
+            why = "is of another recipe or other data" if finished else "was not finished"
+            screen.say(f"{head} what is there {why}; moved to {aside}")
+    return collectives.from_main(lambda: todo)
+
+
+def run_one(job: Job) -> str:
+    """Train and evaluate; why it failed, or the empty string.
+
+    Raises:
+        UserError: it failed, and not on all processes in the same way (exit 5).
+    """
+    before, started = clear_memory(), time.monotonic()
+    try:
+        with scoring.memory_errors():
+            pipeline.run(job.recipe, quiet=True)
+    except Exception as error:  # a library's, or a bug of ours: the other runs are worth having all the same
+        reason = why(error)
+        if not collectives.shared(kind(error)):
+            who = f"process {PartialState().process_index}"
+            what = f"{job.name} failed on {who}, and not on all in the same way: the comparison ends"
+            fix = "the same command again, which keeps finished runs, or --adapters without this type"
+            raise UserError(Problem(what, found=reason, fix=fix), code=Exit.TRAINING) from error
+        return reason
+    if PartialState().is_main_process:
+        seconds = time.monotonic() - started
+        mark = {"identity": job.identity, "seconds": seconds, "host_memory_before_gib": before}
+        job.folder.write(MARK, mark)
+    PartialState().wait_for_everyone()
+    return ""
+
+
+def kind(error: Exception) -> str:
+    """What an error has in common with the same one of another process, whose GPU holds other numbers."""
+    if isinstance(error, UserError):
+        return "; ".join(": ".join(filter(None, (p.key, p.what))) for p in error.problems)
+    return type(error).__name__
+
+
+def why(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, UserError):
+        return "; ".join(": ".join(filter(None, (p.key, p.what, p.found))) for p in error.problems)
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def clear(place: Path) -> None:
+    """Delete a folder that no process reads any more."""
+    PartialState().wait_for_everyone()
+    if PartialState().is_main_process:
+        shutil.rmtree(place, ignore_errors=True)
+    PartialState().wait_for_everyone()
+
+
+def clear_memory() -> float:
+    """Free what earlier runs left, and count peaks anew; returns what this process still holds, GiB."""
+    clear_device_cache(garbage_collection=True)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def within(budget: float, jobs: list[Job], asked: Asked, screen: Console) -> tuple[list[Job], dict[str, str]]:
+    """The runs with as many steps as fit into equal shares of the budget, and why runs can't be made."""
+    place = RunFolder(asked.folder)
+    question = {"budget_seconds": budget, "runs": [job.identity for job in jobs]}
+    kept = asked.folder / "budget.json"
+    known = collectives.from_main(lambda: place.read(kept.name) if kept.exists() else {})
+    if any(known.get(key) != value for key, value in question.items()):
+        known = {}
+    if not known or known["failed"]:  # what made a type fail may be gone
+        known = question | measure(budget, jobs, asked, screen, known)
+        if PartialState().is_main_process:
+            place.write("budget.json", known)
+    steps, failed = known["steps"], known["failed"]
+    rows = [(kind, n, f"{known['step_seconds'][kind]:.3g}") for kind, n in steps.items()]
+    screen.table("steps that fit", ("type", "steps", "seconds a step"), rows)
+    runs = plan(asked, {**{job.entrant.type: FEWEST_STEPS for job in jobs}, **steps})
+    return runs, {job.name: failed[job.entrant.type] for job in runs if job.entrant.type in failed}
+
+
+def measure(
+    budget: float, jobs: list[Job], asked: Asked, screen: Console, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Steps of each type, from a few of its steps; what a run takes besides is taken from the first such run.
+
+    Args:
+        known: what was found before. Types that failed then are timed anew, and have the others' time: the
+            steps of those stay, and their runs.
+
+    Raises:
+        UserError: there is no time for FEWEST_STEPS of each type (exit 2).
+    """
+    started, known, failed = time.monotonic(), known or {}, {}
+    kept, seconds = known.get("steps", {}), dict(known.get("step_seconds", {}))
+    besides, place = known.get("besides_seconds"), asked.folder / ".pilot"
+    for job in [job for job in jobs if job.seed == jobs[0].seed and job.entrant.type not in kept]:
+        screen.say(f"timing {PILOT_STEPS} steps of {job.entrant.type}")
+        clear(place)
+        overrides = [*asked.overrides, *setting(job.entrant, job.seed, place), "train.warmup_steps=0"]
+        overrides += [f"train.max_steps={PILOT_STEPS}", "train.logging_steps=1"]
+        overrides += ["eval.every=null", "eval.patience=null", "eval.best=loss"]
+        overrides += NO_EVALUATION if besides is not None else []
+        pilot = job._replace(recipe=load_recipe(asked.path, overrides), folder=RunFolder(place))
+        reason = run_one(pilot)
+        if reason:
+            failed[job.entrant.type] = reason
+            continue
+        steps = collectives.from_main(pilot.folder.steps)
+        seconds[job.entrant.type] = statistics.median(line["step_seconds"] for line in steps[-PILOT_TIMED:])
+        if besides is None:
+            whole = collectives.from_main(lambda folder=pilot.folder: folder.read(MARK)["seconds"])
+            besides = whole - sum(line["step_seconds"] for line in steps)
+    clear(place)
+    spent = collectives.from_main(lambda: time.monotonic() - started)
+    runs = sum(job.entrant.type in seconds for job in jobs)
+    slowest = max(seconds.values(), default=0.0)
+    share = (budget - spent) / max(runs, 1) - (besides or 0.0)
+    share = max((count * seconds[kind] for kind, count in kept.items()), default=share)
+    if runs and share < FEWEST_STEPS * slowest:
+        least = spent + runs * ((besides or 0.0) + FEWEST_STEPS * slowest)
+        what = f"too short for {runs} runs of {FEWEST_STEPS} steps, each with its evaluation"
+        raise UserError(
+            Problem(
+                what, where="--budget", found=f"{budget:.0f}s", expected=f"{math.ceil(least / 60)}m or more"
+            )
+        )
+    steps = {kind: kept.get(kind) or int(share / each) for kind, each in seconds.items()}
+    return {"steps": steps, "step_seconds": seconds, "besides_seconds": besides, "failed": failed}

@@ -1,0 +1,345 @@
+"""What a comparison found, read from its run folders: a row for each type, the winner, the picture."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.reporting import plots
+from finetune.run_folder import comparability, run_folder
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.core.console import Console
+    from finetune.recipe.schema import Recipe
+
+MARK = "compare.json"  # in the folder of a finished run: what the rest of it does not say
+RULE = (
+    "the best mean of {metric}; of the types that are no further from it than the seeds' standard deviations "
+    "(root of the sum of both squares), the one with the {cost}"
+)
+NOTES = (
+    "± is the standard deviation over seeds. Training is the number of steps times the median step. Memory "
+    "is the peak that PyTorch allocated on the GPU; on a CPU it is what this process held after a step, less "
+    "what it held before the run. Forgetting is the change of the loss on general text, nats a token. "
+    "Unbeaten in: no other type is better both in quality and in that."
+)
+NOTHING = "Nothing to rank by: no held-out rows were evaluated, or no figure of theirs is finite."
+
+
+class Measure(NamedTuple):
+    key: str
+    label: str
+    form: str
+    spread: str
+    """Form of the standard deviation; empty: compare.json alone has it."""
+    unit: float = 1.0
+    """What a value is divided by before it is shown."""
+
+
+MEASURES = (
+    Measure("quality", "", "{:.3f}", "{:.3f}"),
+    Measure("loss", "held-out loss", "{:.4f}", "{:.4f}"),
+    Measure("step_seconds", "s a step", "{:.3g}", ""),
+    Measure("tokens_per_second", "tokens/s", "{:,.0f}", ""),
+    Measure("train_seconds", "training, s", "{:,.1f}", "{:.1f}"),
+    Measure("memory_gib", "GiB", "{:.2f}", ""),
+    Measure("bytes", "saved, MB", "{:,.2f}", "", 1e6),
+    Measure("forgetting", "forgetting", "{:+.4f}", "{:.4f}"),
+)
+GAP = 14  # between plots, units of the SVG
+COSTS = {"train_seconds": "time", "memory_gib": "memory", "bytes": "size"}
+AXES = {"train_seconds": "training, seconds", "memory_gib": "peak memory, GiB", "bytes": "saved, MB"}
+
+
+def row(folder: RunFolder) -> dict[str, Any]:
+    """The figures of one finished run; `None` where it has none."""
+    lines, result, mark = folder.steps(), folder.found("eval.json"), folder.read(MARK)
+    steady = lines[1:] or lines  # the first one has the warm-up of kernels and loaders
+    medians = {
+        key: statistics.median(line[key] for line in steady) if steady else None
+        for key in ("step_seconds", "tokens_per_second")
+    }
+    gpu = [line["gpu_memory_gib"] for line in lines if line["gpu_memory_gib"] is not None]
+    host = max((line["host_memory_gib"] for line in lines), default=0.0) - mark["host_memory_before_gib"]
+    steps = comparability.last_step(folder)
+    kind, _, seed = folder.path.name.rpartition("-seed")
+    metric, value, higher = main_metric(result)
+    general = result.get("tasks", {}).get("general_text", {}).get("difference", {}).get("loss")
+    return {
+        "run": folder.path.name,
+        "type": kind,
+        "seed": int(seed),
+        "steps": steps,
+        "metric": metric,
+        "higher_is_better": higher,
+        "quality": value,
+        "loss": result.get("tuned", {}).get("loss"),
+        **medians,
+        "train_seconds": steps * (medians["step_seconds"] or 0.0),
+        "memory_gib": max(gpu) if gpu else max(host, 0.0),
+        "bytes": sum(file.stat().st_size for file in folder.weights.glob("*.safetensors")),
+        "forgetting": general and general["value"],
+        "whole_seconds": mark["seconds"],
+    }
+
+
+def main_metric(result: Mapping[str, Any]) -> tuple[str, float | None, bool]:
+    """What is ranked by: the first task asked for by name, but for forgetting; exact match; held-out loss."""
+    for name, task in result.get("tasks", {}).items():
+        if task.get("asked", True) and not task.get("forgetting"):  # a group's subtasks stand before it
+            main = task["main"]
+            return f"{name} {main}", task["tuned"].get(main), task["higher_is_better"][main]
+    tuned = result.get("tuned", {})
+    if tuned.get("exact_match") is not None:
+        return "exact match", tuned["exact_match"], True
+    return "held-out loss", tuned.get("loss"), False
+
+
+def line(folder: RunFolder) -> str:
+    """One run in a few words."""
+    found = row(folder)
+    said = [f"{found['metric']} {found['quality']:.3g}"] if found["quality"] is not None else []
+    return ", ".join([*said, f"{found['steps']} steps of {found['step_seconds'] or 0:.3g} s"])
+
+
+def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> dict[str, Any]:
+    """The content of compare.json, from the runs that are finished."""
+    timed = settings["budget_seconds"] is not None
+    folders = [RunFolder(place / name) for name in settings["runs"] if (place / name / MARK).exists()]
+    rows, strangers = [row(folder) for folder in folders], not_comparable(folders, not timed)
+    ranked = [found for found in rows if found["run"] not in strangers]
+    level = len(ranked) > 1 and len({found["quality"] for found in ranked}) == 1  # no run matched once, say
+    if level and all(found["loss"] is not None for found in ranked):
+        for found in ranked:
+            found |= {"metric": "held-out loss", "quality": found["loss"], "higher_is_better": False}
+    types = {
+        kind: entrant | averages([found for found in ranked if found["type"] == kind])
+        for kind, entrant in settings["entrants"].items()
+        if any(found["type"] == kind for found in ranked)
+    }
+    metric = ranked[0]["metric"] if ranked else ""
+    higher = ranked[0]["higher_is_better"] if ranked else True
+    return {
+        **{key: settings[key] for key in ("recipe", "budget_seconds")},
+        "metric": metric,
+        "higher_is_better": higher,
+        "types": types,
+        "fronts": {key: front(types, key, higher) for key in COSTS},
+        "winner": winner(types, ranked, metric, higher, timed),
+        "runs": rows,
+        "not_comparable": strangers,
+        "failed": failed,
+    }
+
+
+def averages(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and standard deviation over seeds of each measure; of one seed, the deviation is not known."""
+    found: dict[str, Any] = {"runs": len(rows), "steps": rows[0]["steps"]}
+    for measure in MEASURES:
+        values = [row[measure.key] for row in rows if row[measure.key] is not None]
+        spread = None
+        if len(values) > 1:  # which `statistics` can't take where one is not finite
+            spread = statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+        found[measure.key] = {"mean": statistics.mean(values), "sd": spread} if values else None
+    return found
+
+
+def not_comparable(folders: list[RunFolder], steps: bool) -> dict[str, list[str]]:
+    """Runs that differ from most of the others in what has to be equal, and in what."""
+    seen = [repr({k: v for k, v in comparability.facts(f).items() if steps or k != "steps"}) for f in folders]
+    usual = folders[seen.index(Counter(seen).most_common(1)[0][0])] if folders else None
+    found = {f.path.name: comparability.obstacles(f, usual, steps=steps) for f in folders if usual}
+    return {name: reasons for name, reasons in found.items() if reasons}
+
+
+def ranks(quality: dict[str, Any] | None) -> bool:
+    """Whether a type can be ranked by it: there is one, and it is a number."""
+    return quality is not None and math.isfinite(quality["mean"])
+
+
+def front(types: dict[str, Any], cost: str, higher: bool) -> list[str]:
+    """Types that no other one beats in both quality and cost: the Pareto front, by means."""
+    known = {
+        kind: (-found["quality"]["mean"] if higher else found["quality"]["mean"], found[cost]["mean"])
+        for kind, found in types.items()
+        if ranks(found["quality"]) and found[cost]
+    }
+
+    def beaten(kind: str) -> bool:
+        own = known[kind]
+        return any(other != own and other[0] <= own[0] and other[1] <= own[1] for other in known.values())
+
+    return [kind for kind in known if not beaten(kind)]
+
+
+def winner(
+    types: dict[str, Any], rows: list[dict[str, Any]], metric: str, higher: bool, same_time: bool
+) -> dict[str, Any] | None:
+    """The type that wins, its best run, and how sure that is."""
+    known = {kind: found["quality"] for kind, found in types.items() if ranks(found["quality"])}
+    if not known:
+        return None
+    sign = 1 if higher else -1
+    best = max(known, key=lambda kind: sign * known[kind]["mean"])
+
+    def within(kind: str) -> bool:
+        spread = math.hypot(known[best]["sd"] or 0.0, known[kind]["sd"] or 0.0)
+        return abs(known[best]["mean"] - known[kind]["mean"]) <= spread
+
+    tied = [kind for kind in known if within(kind)]
+    costs = ("memory_gib", "bytes") if same_time else ("train_seconds", "memory_gib")
+    chosen = min(tied, key=lambda kind: [types[kind][cost]["mean"] for cost in costs])
+    own = [row for row in rows if row["type"] == chosen and row["quality"] is not None]
+    run = max(own, key=lambda row: sign * row["quality"])
+    cost = "least memory" if same_time else "shortest training"
+    return {
+        "type": chosen,
+        "seed": run["seed"],
+        "run": run["run"],
+        "rule": RULE.format(metric=metric, cost=cost),
+        "within_noise": tied,
+        "why": verdict(known, best, chosen, tied, metric, cost),
+    }
+
+
+def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metric: str, cost: str) -> str:
+    """How the winner won, in one sentence that does not claim more than the seeds show."""
+
+    def of(kind: str) -> str:
+        return f"{kind} {plus_minus(known[kind], MEASURES[0]._replace(form='{:.4g}', spread='{:.2g}'))}"
+
+    def gap(kind: str) -> float:
+        return abs(known[kind]["mean"] - known[best]["mean"])
+
+    if len(known) == 1:
+        return f"{chosen} is the only type with a result: {metric} {of(best)}"
+    if any(found["sd"] is None for found in known.values()):
+        return f"{chosen} has the best {metric}, {of(best)}; from one run of a type, its noise is not known"
+    if len(tied) > 1 and chosen == best:
+        others = ", ".join(of(kind) for kind in tied if kind != best)
+        rest = f"it also has the {cost} of those that are no further from it than seeds differ: {others}"
+        return f"{chosen} has the best {metric}, {of(best)}, though not for certain; {rest}"
+    if len(tied) > 1:
+        others = ", ".join(of(kind) for kind in tied if kind != best)
+        near = f"no further from the best, {of(best)}, than seeds differ: {others}"
+        return f"{chosen} wins by its cost, the {cost}, and not by its {metric}; {near}"
+    following = of(min((kind for kind in known if kind != best), key=gap))
+    return f"{chosen} wins with {metric} {of(best)}; the next, {following}, is further away than seeds differ"
+
+
+def plus_minus(found: dict[str, Any] | None, measure: Measure) -> str:
+    """Mean and, where it is to be seen, standard deviation."""
+    if found is None:
+        return "-"
+    text, spread = measure.form.format(found["mean"] / measure.unit), found["sd"]
+    if spread is None or not measure.spread:
+        return text
+    return f"{text}±{measure.spread.format(spread / measure.unit)}"
+
+
+def cells(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table, the best type first; columns that nothing has are left out."""
+    metric, higher, types = found["metric"], found["higher_is_better"], found["types"]
+    quality = (MEASURES[0] if higher else MEASURES[1])._replace(key="quality", label=metric)
+    shown = [quality, *(m for m in MEASURES[1:] if m.label != metric)]
+    shown = [m for m in shown if any(values[m.key] for values in types.values())]
+
+    def order(kind: str) -> float:
+        mean = (types[kind]["quality"] or {"mean": math.nan})["mean"]
+        return math.inf if math.isnan(mean) else -mean if higher else mean
+
+    rows = []
+    for kind in sorted(types, key=order):
+        values = types[kind]
+        unbeaten = [name for key, name in COSTS.items() if kind in found["fronts"][key]]
+        rows.append([kind, f"{values['rate']:g}", f"{values['runs']} x {values['steps']}"])
+        rows[-1] += [*(plus_minus(values[m.key], m) for m in shown), " ".join(unbeaten)]
+    return ["type", "rate", "runs", *(m.label for m in shown), "unbeaten in"], rows
+
+
+def remarks(found: dict[str, Any]) -> list[str]:
+    """What the table does not show: the winner, and the runs that are not in it."""
+    won = found["winner"]
+    said = [f"{won['why']}."] if won else [NOTHING]
+    said += [f"{name} FAILED: {reason}" for name, reason in found["failed"].items()]
+    for name, reasons in found["not_comparable"].items():
+        said.append(f"{name} is NOT COMPARABLE, and not in the table: {'; '.join(reasons)}")
+    return said
+
+
+def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None:
+    """compare.json and compare.md of what is finished."""
+    found = collect(place, settings, failed)
+    RunFolder(place).write("compare.json", found)
+    header, rows = cells(found)
+    table = [header, ["---"] * len(header), *rows]
+    parts = [f"# {', '.join(found['types']) or 'no run is finished'}: {Path(found['recipe']).name}"]
+    parts += [*remarks(found), "\n".join(f"| {' | '.join(line)} |" for line in table), NOTES]
+    if found["winner"]:
+        picture = "![Quality against time, memory and size](compare.svg)"
+        parts += [picture, f"The rule of winning: {found['winner']['rule']}."]
+    (place / "compare.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], screen: Console) -> None:
+    """The table on the screen; compare.svg and winner.yaml beside the others."""
+    header, rows = cells(found)
+    screen.table(f"{len(found['runs'])} runs", header, rows)
+    screen.say("", *remarks(found), "")
+    won = found["winner"]
+    if won:
+        (place / "compare.svg").write_text(picture(found), encoding="utf-8")
+        (place / "winner.yaml").write_text(recipe_of(recipes[won["run"]], won["why"]), encoding="utf-8")
+        screen.say(
+            f"rule: {won['rule']}", f"the table and the picture: {place}/compare.md, {place}/compare.svg"
+        )
+        screen.say(f"next: finetune train {shlex.quote(str(place / 'winner.yaml'))}")
+
+
+def recipe_of(recipe: Recipe, why: str) -> str:
+    """A run's recipe as a file that can stand anywhere, and trains into a new folder."""
+    chosen = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
+    chosen["train.output_dir"] = (None, "default")
+    return f"# {why}.\n" + run_folder.resolved_yaml(recipe, chosen)
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Quality against time, memory and size: three plots side by side in one SVG."""
+    types = {kind: values for kind, values in found["types"].items() if ranks(values["quality"])}
+    drawn = []
+    for key, label in AXES.items():
+        unit = next(m.unit for m in MEASURES if m.key == key)
+        points = [
+            plots.Point(
+                kind, values[key]["mean"] / unit, (values[key]["sd"] or 0) / unit, q["mean"], q["sd"] or 0
+            )
+            for kind, values in types.items()
+            for q in [values["quality"]]
+        ]
+        drawn.append(plots.scatter(points, label, found["metric"], front=found["fronts"][key]))
+    return side_by_side(drawn)
+
+
+def side_by_side(drawn: list[str]) -> str:
+    """SVGs of one size in a row, in one."""
+    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn[0])
+    width, height = map(float, found.groups()) if found else (360.0, 223.2)
+    apart = width + GAP
+    inner = [
+        svg.replace(
+            "<svg ",
+            f'<svg x="{index * apart:g}" overflow="visible" width="{width:g}" height="{height:g}" ',
+            1,
+        )
+        for index, svg in enumerate(drawn)
+    ]
+    size = f'viewBox="-4 0 {apart * len(drawn):g} {height:g}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{"".join(inner)}</svg>\n'

@@ -1,0 +1,135 @@
+"""What two runs differ in: `finetune compare RUN_A RUN_B [--assert-equal]`, from the run folders alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.run_folder import comparability
+from finetune.run_folder.comparability import Found
+from finetune.run_folder.run_folder import RunFolder, open_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.core.console import Console
+
+
+def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Found]:
+    """Show what two runs differ in, part by part, and end with one sentence.
+
+    Raises:
+        UserError: no run (exit 2); `must_equal` and weights, losses or evaluation differ (exit 4).
+    """
+    left, right = open_run(a), open_run(b)
+    reasons = comparability.obstacles(left, right)
+    learnt = [curves(left, right), weights(left, right), results(left, right)]
+    parts = [
+        comparability.recipes(left, right),
+        environments(left, right),
+        comparability.data(left, right),
+        *learnt,
+    ]
+    for part in parts:
+        if part.rows:
+            more = (
+                [("...", f"{len(part.rows) - comparability.AT_MOST} more", "")]
+                if len(part.rows) > comparability.AT_MOST
+                else []
+            )
+            screen.table(
+                part.part,
+                ("", left.path.name, right.path.name),
+                [*part.rows[: comparability.AT_MOST], *more],
+            )
+        screen.say(*([f"{part.part}: {part.summary}"] if part.summary else []))
+    screen.say("", *(f"NOT COMPARABLE: {reason}" for reason in reasons))
+    unequal = [part for part in learnt if part.rows]
+    screen.say(sentence(unequal, [part.part for part in parts[:3] if part.rows], reasons))
+    if must_equal and unequal:
+        problems = [Problem(f"the runs have other {part.part}", found=part.summary) for part in unequal]
+        raise UserError(*problems, code=Exit.ARTEFACT)
+    return parts
+
+
+def sentence(unequal: list[Found], causes: list[str], reasons: list[str]) -> str:
+    """All of it in one."""
+    given = f"another {' and '.join(causes)}" if causes else "the same recipe, environment and data"
+    if not unequal:
+        return f"Both runs learnt the same, to the bit: losses, weights and evaluation; from {given}."
+    names = " and ".join(part.part for part in unequal)
+    sure = "; their figures can't be compared" if reasons else ""
+    return f"The runs differ in {names}, from {given}: {unequal[0].summary}{sure}."
+
+
+def environments(a: RunFolder, b: RunFolder) -> Found:
+    """Versions, git, hardware and launch; the Trainer's own settings follow from the recipe."""
+    left, right = (folder.read("environment.json") for folder in (a, b))
+    keys = [key for key in dict.fromkeys([*left, *right]) if key != "sft_config"]
+    rows = [row for key in keys for row in comparability.unequal(left.get(key), right.get(key), key)]
+    return Found("environment", rows)
+
+
+def curves(a: RunFolder, b: RunFolder) -> Found:
+    """Losses at the same steps."""
+    left, right = ({line["step"]: line["loss"] for line in folder.steps()} for folder in (a, b))
+    both = sorted(left.keys() & right.keys())
+    apart = [step for step in both if left[step] != right[step]]
+    rows = [(f"loss of step {step}", f"{left[step]}", f"{right[step]}") for step in apart]
+    rows += [
+        (
+            f"loss of step {step}",
+            str(left.get(step, comparability.MISSING)),
+            str(right.get(step, comparability.MISSING)),
+        )
+        for step in sorted(left.keys() ^ right.keys())
+    ]
+    if not rows:
+        return Found("losses", [], f"the same at {len(both)} steps")
+    gaps = [abs(float(left[step]) - float(right[step])) for step in both]
+    said = f"{len(apart)} of {len(both)} steps differ" + (f", first step {apart[0]}" if apart else "")
+    said += f", by {max(gaps):.3g} at most and {sum(gaps) / len(gaps):.3g} on average" if apart else ""
+    alone = len(left.keys() ^ right.keys())
+    return Found("losses", rows, said + (f"; {alone} steps are in one run only" if alone else ""))
+
+
+def weights(a: RunFolder, b: RunFolder) -> Found:
+    """What was trained: tensor by tensor."""
+    left, right = dict(tensors(a)), dict(tensors(b))
+    if left.keys() != right.keys():
+        alone = sorted(left.keys() ^ right.keys())
+        rows = [(name, shape(left.get(name)), shape(right.get(name))) for name in alone]
+        return Found("weights", rows, f"{len(alone)} of {len(left | right)} tensors are in one run only")
+    rows, largest, furthest = [], 0.0, ""
+    for name in left:
+        one, other = left[name], right[name]
+        if one.shape != other.shape:
+            rows.append((name, shape(one), shape(other)))
+        elif not one.equal(other) or one.dtype != other.dtype:
+            gap = float((one.double() - other.double()).abs().max())
+            largest, furthest = max((largest, furthest), (gap, name))
+            rows.append((name, f"norm {one.double().norm():.6g}", f"norm {other.double().norm():.6g}"))
+    if not rows:
+        return Found("weights", [], f"all {len(left)} tensors are the same, to the bit")
+    said = f"{len(rows)} of {len(left)} tensors differ"
+    return Found("weights", rows, said + (f", by {largest:.3g} at most ({furthest})" if furthest else ""))
+
+
+def tensors(folder: RunFolder) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for path in sorted(folder.weights.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
+
+
+def shape(tensor: Any) -> str:
+    return comparability.MISSING if tensor is None else " x ".join(map(str, tensor.shape))
+
+
+def results(a: RunFolder, b: RunFolder) -> Found:
+    """Every figure of the evaluation."""
+    left, right = ({k: f.found("eval.json").get(k, {}) for k in ("base", "tuned", "tasks")} for f in (a, b))
+    rows = comparability.unequal(left, right)
+    said = f"{rows[0][0]} is {rows[0][1]} against {rows[0][2]}" if rows else "the same"
+    return Found("evaluation", rows, said if any(left.values()) or rows else "there is none")

@@ -1,0 +1,13 @@
+"""One run in a fresh process and its figures: what the three experiments share."""
+
+from typing import TYPE_CHECKING
+
+from finetune.core.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from finetune.experiments.runner.measured_run import Job as Job
+    from finetune.experiments.runner.worker_process import Evaluation as Evaluation
+
+__all__ = ["Evaluation", "Job"]
+
+__getattr__ = lazy_imports(__name__, {"Job": "measured_run.Job", "Evaluation": "worker_process.Evaluation"})

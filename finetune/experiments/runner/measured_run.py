@@ -1,0 +1,395 @@
+"""A run that is measured: `finetune train` in a fresh process, an ordinary run folder, and its figures.
+
+Under an `ablate.json` that says what was run, a finished run is not made again. The process is forked from
+a server that has imported libraries and done nothing else, which saves five to ten seconds a run. On a GPU
+the server may not import all of them; there the next run's process does so while this one's runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core import signals
+from finetune.core.errors import Exit, Problem, Stopped, UserError
+from finetune.core.paths import writing
+from finetune.data import source_loading
+from finetune.experiments.runner import variable_keys, worker_process
+from finetune.hub import client
+from finetune.recipe.adapter_types import in_few_steps
+from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from finetune.core.console import Console
+    from finetune.recipe.schema import Adapter, Data, Model, Train
+
+MARK = "ablate.json"
+# What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no forked
+# process has one; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
+PRELOADED = [
+    "finetune.experiments.runner.exit_with_parent",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor",
+]
+PRELOADED += ["accelerate", "datasets"]
+CORES = 8  # from which on one more process that imports takes nothing from a run that is measured
+_waiting: list[tuple[Any, Any]] = []
+"""The process of the next run on a GPU, and the line on which it is told which."""
+UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
+# What is the same in all runs: no checkpoint, no evaluation but that of a few held-out rows
+ALIKE = {
+    "train.logging_steps": 1,
+    "train.save_strategy": "no",
+    "train.report_to": "none",
+    "eval.every": None,
+    "eval.patience": None,
+    "eval.best": "loss",
+    "eval.tasks": [],
+    "eval.general": False,
+    "eval.samples": 0,
+    "eval.answers": False,
+    "data.validation_fraction": None,
+    "publish.repo": None,
+}
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    recipe: str
+    overrides: list[str]
+    """All but where it goes."""
+    folder: Path
+    mixed_precision: str | None = None
+    """The launch's; `None`: what the machine's is without one."""
+    accelerate: str | None = None
+    """The file of an accelerate config, for several processes."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """A signal ends the run that is being made at its next step, and this command with exit 75."""
+
+    def heard(name: str) -> None:
+        raise Stopped(f"stopped by {name}; finished runs are kept: the same command again goes on")
+
+    try:
+        with signals.listening(heard):
+            yield
+    finally:
+        while _waiting:
+            process, line = _waiting.pop()
+            process.terminate()
+            process.join()
+            line.close()
+
+
+def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
+    """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
+    few = {"train.max_steps": steps, "train.warmup_steps": warm_up, **in_few_steps(adapter, steps)}
+    return variable_keys.overrides({**ALIKE, **few})
+
+
+def identity(job: Job) -> str:
+    """A hash of all that decides a run's figures, the content of its files among it, but for the machine."""
+    recipe = load_recipe(job.recipe, job.overrides)
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    values.pop("publish")
+    values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
+    values["train"].pop("output_dir", None)
+    config = client.sha256(Path(job.accelerate)) if job.accelerate else None
+    parts = [values, [job.mixed_precision, config], contents(recipe.data)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def contents(data: Data) -> list[str]:
+    """A hash of each local file that is trained on or held out."""
+    named = [(source.name, "data.name") for source in source_loading.sources(data)]
+    named += [(data.validation, "data.validation")] if data.validation else []
+    found = []
+    for path in [path for name, key in named for path in source_loading.files(name, key) or ()]:
+        now = path.stat()
+        found.append(_content(path, now.st_mtime_ns, now.st_size))
+    return found
+
+
+@functools.cache
+def _content(path: Path, changed: int, size: int) -> str:
+    return client.sha256(path)
+
+
+def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> str | None:
+    """The first held-out rows, as a file of their own; of files of lines only, which is said of others.
+
+    Raises:
+        UserError: `place` can't be made, or there is no such file (exit 2).
+    """
+    with writing(place):
+        place.mkdir(parents=True, exist_ok=True)
+    if name is None or not rows:
+        return None
+    paths = source_loading.files(name, "data.validation") or []
+    if not paths or any(path.suffix != ".jsonl" for path in paths):
+        screen.say(f"note: verdicts go by the training loss: data.validation is not .jsonl: {name}")
+        return None
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open(encoding="utf-8")) for path in paths]
+        lines = [line.rstrip("\n") for line in itertools.islice(itertools.chain(*files), rows)]
+    (place / "held_out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(place / "held_out.jsonl")
+
+
+def make(job: Job, *, cpu: bool) -> bool:
+    """Run it, unless it is there and did not fail; returns whether it was run now.
+
+    Raises:
+        UserError: it was told to stop (75): the same command goes on.
+    """
+    own, place = identity(job), RunFolder(job.folder)
+    if (job.folder / MARK).exists():
+        mark = place.read(MARK)
+        if mark["identity"] == own and not mark["failed"]:  # what made it fail may be gone
+            return False
+        set_aside(job.folder)
+    elif job.folder.exists():  # was not finished
+        set_aside(job.folder)
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    log = job.folder.with_name(f"{job.folder.name}.log")
+    words = ["train", job.recipe, *job.overrides, f"train.output_dir={job.folder}", "--quiet"]
+    words += ["--accelerate", job.accelerate] if job.accelerate else []
+    environment = {"ACCELERATE_MIXED_PRECISION": job.mixed_precision} if job.mixed_precision else {}
+    if not cpu and not job.accelerate:  # one process on one GPU, however many a scheduler has given
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    started = time.monotonic()
+    code = start(words, str(log), environment, cpu=cpu, more=True)
+    if code in (Exit.STOPPED, 130, -2, -15):
+        fix = "the same command again goes on; finished runs are kept"
+        raise UserError(Problem(f"{job.folder.name} was stopped", fix=fix), code=Exit.STOPPED)
+    job.folder.mkdir(exist_ok=True)
+    failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
+    mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}
+    mark["date"] = time.strftime("%Y-%m-%d")
+    place.write(MARK, mark)
+    return True
+
+
+def set_aside(folder: Path) -> Path:
+    """Move what stands in a run's place and is not it; returns where to."""
+    aside = folder.parent / "aside" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    aside.parent.mkdir(exist_ok=True)
+    return folder.rename(aside)
+
+
+def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool, more: bool = False) -> int:
+    """`python -m finetune WORDS` in a fresh process, which ends with this one; its exit code (negative: the
+    signal that ended it).
+
+    Args:
+        more: runs on this GPU will follow, until `stoppable` ends: the next one's process begins to import.
+    """
+    gpu = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
+    ready = bool(gpu and _waiting and _waiting[-1][0].is_alive())
+    process, line = _waiting.pop() if ready else _begin(log, gpu, cpu=cpu)
+    Path(log).touch()
+    try:
+        line.send((words, log, environment))
+        if more and gpu and cores() >= CORES:
+            _waiting.append(_begin(os.devnull, gpu, cpu=cpu))
+        process.join()
+    except KeyboardInterrupt:
+        if process.pid is not None:
+            worker_process.end(process)
+        raise
+    return process.exitcode
+
+
+def cores() -> int:
+    """That this process may run on, of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _begin(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[Any, Any]:
+    """A process that imports what a run needs, and waits to be told which: itself, and the line to it."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(worker_process.WARM if cpu else PRELOADED)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
+    theirs, ours = context.Pipe(duplex=False)
+    process = context.Process(target=_command, args=(theirs, log, environment))
+    kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 2)  # what libraries say while they are imported
+    try:
+        process.start()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(file)
+        theirs.close()
+    return process, ours
+
+
+def _command(line: Any, log: str, environment: dict[str, str]) -> None:
+    worker_process.begin(log)
+    os.environ.update(environment)
+    import torch
+
+    if not torch.cuda._is_in_bad_fork():
+        with contextlib.suppress(Exception):  # the run itself says what can't be imported
+            importlib.import_module("finetune.experiments.runner.preload_libraries")
+    words, log, environment = line.recv()
+    worker_process.write_to(log)
+    os.environ.update(environment)
+    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew, it takes longer
+        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
+    sys.argv = ["finetune", *words]
+    runpy.run_module("finetune", run_name="__main__", alter_sys=True)
+
+
+def why(log: str, code: int) -> str:
+    """Why a run failed, in a line."""
+    if code < 0:
+        return f"ended by signal {-code}" + (", which the system sends where memory is short" * (code == -9))
+    text = worker_process.said(log)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def figures(folder: Path, warm_up: int) -> dict[str, Any]:
+    """What a run measured: its steps after the warm-up.
+
+    Returns:
+        {"failed": why, "date", "seconds" (of the whole process)} or also tokens_per_second and step_seconds
+        (medians), first_step_seconds, memory_gib (the allocator's peak; on the CPU the process's size after a
+        step), mfu, losses, held_out, tokens (of a step), tokens_per_cpu_second (where the CPU trains),
+        machine.
+    """
+    place = RunFolder(folder)
+    mark = place.read(MARK)
+    lines = [] if mark["failed"] else place.steps()
+    steady = lines[warm_up:]
+    if not steady:
+        failed = mark["failed"] or "no step after the warm-up"
+        return {"run": str(folder), "failed": failed, "date": mark["date"], "seconds": mark["seconds"]}
+    middle = {
+        key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
+        for key in ("tokens_per_second", "step_seconds", "mfu")
+    }
+    each = itertools.pairwise(lines[max(0, warm_up - 1) :] if "cpu_seconds" in lines[0] else [])
+    rates = [
+        (b["tokens"] - a["tokens"]) / (b["cpu_seconds"] - a["cpu_seconds"])
+        for a, b in each
+        if b["cpu_seconds"] > a["cpu_seconds"]
+    ]
+    held = "gpu_memory_gib" if lines[0]["gpu_memory_gib"] is not None else "host_memory_gib"
+    return {
+        "run": str(folder),
+        "failed": "",
+        "date": mark["date"],
+        **middle,
+        "first_step_seconds": lines[0]["step_seconds"],
+        "memory_gib": max(line[held] for line in lines),
+        "losses": [float(line["loss"]) for line in lines],  # one that is not finite is written as text
+        "held_out": place.found("eval.json").get("tuned", {}).get("loss"),
+        "tokens": lines[-1]["tokens"] / len(lines),
+        "tokens_per_cpu_second": statistics.median(rates) if rates else None,
+        "seconds": mark["seconds"],
+        "machine": machine(place),
+    }
+
+
+def dates(runs: Sequence[dict[str, Any]]) -> str:
+    """When runs were made, some of them perhaps long before the others."""
+    days = sorted({run["date"] for run in runs})
+    return " to ".join(dict.fromkeys([days[0], days[-1]]))
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over repeats that did not fail; the losses of the first, which has the held-out rows."""
+    runs = [run for run in runs if not run["failed"]]
+    found = {
+        k: statistics.median(run[k] for run in runs)
+        for k in ("tokens_per_second", "step_seconds", "first_step_seconds", "memory_gib")
+    }
+    taken = [run["tokens_per_cpu_second"] for run in runs if run["tokens_per_cpu_second"]]
+    mfu = [run["mfu"] for run in runs if run["mfu"] is not None]
+    first = runs[0]
+    return found | {
+        "runs": len(runs),
+        "all": [run["tokens_per_second"] for run in runs],
+        "mfu": statistics.median(mfu) if mfu else None,
+        "tokens_per_cpu_second": statistics.median(taken) if taken else None,
+        "loss": statistics.mean(first["losses"][-2:]),
+        "held_out": first["held_out"],
+        "losses": first["losses"],
+    }
+
+
+def machine(place: RunFolder) -> dict[str, str]:
+    """What has to be equal for figures to be compared, and how often a run saved."""
+    found = place.read("environment.json")
+    here, launch = found["hardware"], found["launch"]
+    recipe = load_recipe(place.recipe)
+    held_out = {str(Path(recipe.data.validation).resolve())} if recipe.data.validation else set()
+    sources = place.read("data_report.json")["train"]["sources"]
+    files = sorted({digest for path, digest in sources.items() if path not in held_out})
+    size = f"{here['cpu_cores']} cores, {here['memory_gib']:.0f} GiB"
+    return {
+        "hardware": f"{here['count']} x {here['name']}, {size}",
+        "processes": str(launch["processes"]),
+        "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
+        "model": model_of(recipe.model),
+        "checkpoints": saves(recipe.train),
+        "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],
+        **{name: str(version) for name, version in found["packages"].items()},
+    }
+
+
+def model_of(model: Model) -> str:
+    """Which model a recipe is of, by whatever path it names it."""
+    name = os.path.realpath(model.name) if os.path.exists(model.name) else model.name
+    return "@".join(filter(None, [name, model.revision]))
+
+
+def saves(train: Train) -> str:
+    """How often a recipe makes checkpoints."""
+    steps = train.save_strategy == "steps" or (train.save_strategy == "auto" and train.save_steps is not None)
+    return f"steps {train.save_steps or ''}".strip() if steps else train.save_strategy
+
+
+def not_comparable(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    """Why figures of two machines can't be compared; empty if they can."""
+    keys = dict.fromkeys([*a, *b])
+    return [f"{key}: {a.get(key)} against {b.get(key)}" for key in keys if a.get(key) != b.get(key)]
+
+
+def noise(groups: Sequence[Sequence[float]]) -> float | None:
+    """Relative standard deviation of one run's figure, pooled over groups of repeats; `None`: no repeats."""
+    squares, freedom = 0.0, 0
+    for group in groups:
+        if len(group) > 1:
+            mean = statistics.mean(group)
+            squares += sum((value / mean - 1) ** 2 for value in group)
+            freedom += len(group) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def distance(losses: Sequence[float], of: Sequence[float]) -> float:
+    """How far a loss curve is from another: mean distance at the same step over the mean loss."""
+    both = list(zip(losses, of, strict=False))
+    if not both or not all(math.isfinite(value) for pair in both for value in pair):
+        return math.inf
+    return sum(abs(a - b) for a, b in both) / max(1e-12, sum(abs(b) for _, b in both))

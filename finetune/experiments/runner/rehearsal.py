@@ -1,0 +1,174 @@
+"""`finetune check RECIPE --preflight`: the whole life of this run, in little, before it is lived.
+
+A first step, a kill -9, a resume in a new process, the last step, saving, a cold reopening, evaluation and
+generation, a run that was never killed to compare with bit for bit, and what would go up to the Hub.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+
+from finetune.checkpointing import checkpoints
+from finetune.core import fault_injection
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.experiments.runner import verify_resume
+from finetune.preflight import choice_checks
+from finetune.recipe import adapter_types
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.core.console import Console
+    from finetune.recipe.schema import Recipe
+
+GIB = 2**30
+EVERY = 0.2  # seconds from one look at a phase to the next
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # in place, and as the launcher says it
+LITTLE = ("eval.limit=8", "eval.samples=2", "train.save_steps=1")
+LITTLE += ("eval.every=null", "eval.patience=null", "eval.best=loss")  # of which the last two need the first
+
+
+class Phase(NamedTuple):
+    name: str
+    seconds: float
+    host: float
+    """Bytes of memory that the run's processes held at most."""
+    gpu: float | None
+    """Bytes in use on the fullest GPU at most, by nvidia-smi; `None`: there is none."""
+
+
+def run(recipe: Recipe, command: list[str], screen: Console) -> None:
+    """Live it, and say what each phase took.
+
+    Args:
+        command: recipe and overrides, as `finetune train` is given them.
+
+    Raises:
+        UserError: a phase that fails, with its own message and exit code; or a resumed run that is not the
+            run itself (exit 4).
+    """
+    verify_resume.outside_a_launch([*command, "--preflight"])
+    choice_checks.pinned(recipe)
+    started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="finetune-preflight-"))
+    lived, straight = folder / "run", folder / "straight"
+    steps = (
+        12 if adapter_types.find(recipe.adapter.type).peft == "adalora" else 3
+    )  # so many it needs to prune
+    own = [
+        text for text in verify_resume.shortened(recipe) if "save_total_limit" not in text
+    ]  # the recipe's counts
+    own += [f"adapter.{key}=4" for key in ("tinit", "tfinal") if key in recipe.adapter.options()]  # within 12
+    short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
+    train = ["train", *command, *short, "--quiet"]
+    killed = {fault_injection.VARIABLE: f"step:{steps}:kill"}
+    try:
+        phases = _live([*train, f"train.output_dir={lived}"], lived, killed, KILLED)
+        screen.say(f"killed before step {steps}; a new process goes on from its last checkpoint ...")
+        phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
+        screen.say("the same without a kill, to compare with ...")
+        until = [f"train.output_dir={straight}", f"--until={steps}"]
+        phases += _live([*train, *until], straight, {}, (Exit.STOPPED, Exit.DONE), "straight: ")
+        parts = verify_resume.compare(straight, lived, steps)
+        staged = {"TMPDIR": str(folder)}  # what a dry run leaves to be looked at goes with the rest
+        phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived, staged)
+        size = checkpoints.size_of(lived / "checkpoints" / f"step-{steps}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    columns = ("phase", "seconds", "host GiB", "GPU GiB")
+    screen.table(f"the life of {command[0]}, in {steps} steps", columns, [_row(phase) for phase in phases])
+    verify_resume.refuse(
+        parts, "a killed and resumed run is not the run itself", "finetune check --prove-resume"
+    )
+    kept = recipe.train.save_total_limit
+    screen.say(
+        f"killed, resumed and straight: {len(parts)} parts, not a bit differs",
+        f"a checkpoint is {size / 2**20:,.1f} MiB; {f'{kept} are kept' if kept else 'all are kept'}",
+        f"it can be trained, lost, found again, evaluated, published: {time.monotonic() - started:.0f} s",
+        f"next: {shlex.join(['finetune', 'train', *command])}",
+    )
+
+
+def _live(
+    words: list[str],
+    folder: Path,
+    more: Mapping[str, str] = MappingProxyType({}),
+    expected: tuple[int, ...] = (Exit.DONE,),
+    said: str = "",
+) -> list[Phase]:
+    """One command in a process of its own, watched: its phases by what it has left in its folder.
+
+    Raises:
+        UserError: it ended otherwise than `expected`.
+    """
+    before = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
+    marks = {"recipe.resolved.yaml": "load", "adapter": "steps", "model": "steps"}
+    marks = {name: phase for name, phase in marks.items() if name not in before}
+    first = "publish --dry-run" if words[0] == "publish" else next(iter(marks.values()), "steps")
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "finetune", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, **more},
+        )
+        phases: list[Phase] = []
+        name, since, host, gpu = first, time.monotonic(), 0.0, _gpu()
+        while process.poll() is None:
+            now = _now(name, marks, folder)
+            if now != name:
+                phases.append(Phase(said + name, time.monotonic() - since, host, gpu))
+                name, since, host, gpu = now, time.monotonic(), 0.0, _gpu()
+            host, used = max(host, _held(process.pid)), _gpu()
+            gpu = max(gpu or 0.0, used) if used is not None else None
+            time.sleep(EVERY)
+        phases.append(Phase(said + name, time.monotonic() - since, host, gpu))
+        errors.seek(0)
+        text = errors.read().strip()
+    if process.returncode not in expected:
+        found = "\n".join(text.splitlines()[-12:]) or f"exit {process.returncode}"
+        what, fix = f"the preflight ends in: {phases[-1].name}", shlex.join(["finetune", *words])
+        raise UserError(Problem(what, found=found, fix=fix), code=Exit.of(process.returncode))
+    return phases
+
+
+def _now(name: str, marks: dict[str, str], folder: Path) -> str:
+    """The phase after what has appeared in the folder."""
+    there = [mark for mark in marks if (folder / mark).exists()]
+    if any(mark in ("adapter", "model") for mark in there):
+        return "save, reopen, evaluate, generate"
+    return "steps" if "recipe.resolved.yaml" in there else name
+
+
+def _held(process: int) -> float:
+    """Bytes of memory of a process and those it started."""
+    try:
+        top = psutil.Process(process)
+        return float(sum(p.memory_info().rss for p in (top, *top.children(recursive=True))))
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _gpu() -> float | None:
+    """Bytes in use on the fullest GPU."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return max((float(number) for number in said if number.isdecimal()), default=0.0) * 2**20
+
+
+def _row(phase: Phase) -> tuple[str, ...]:
+    gpu = "-" if phase.gpu is None else f"{phase.gpu / GIB:.2f}"
+    return phase.name, f"{phase.seconds:.1f}", f"{phase.host / GIB:.2f}", gpu

@@ -1,0 +1,81 @@
+"""Which recipe keys an experiment may vary, and their values."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import strict_yaml
+from finetune.core.errors import Problem, nearest
+from finetune.recipe import build, recipe_errors
+from finetune.run_folder.run_folder import flow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.recipe.schema import Recipe
+
+SAME_ROWS = "runs are compared by the same loss on the same held-out rows"
+FIXED = {  # keys, or sections, that runs which are compared have in common: of a ladder and of a search
+    "publish": "runs that are compared publish nothing",
+    "eval": SAME_ROWS,
+    "model.name": SAME_ROWS,
+    "model.revision": SAME_ROWS,
+    "model.add_tokens": SAME_ROWS,
+    "data.validation": SAME_ROWS,
+    "data.validation_fraction": SAME_ROWS,
+    "data.train_on": SAME_ROWS,
+    "data.chat_template": SAME_ROWS,
+    "data.max_length": SAME_ROWS,
+    "train.seed": "all have the recipe's seed; a seed is not a choice",
+    "train.output_dir": "each run has a folder of its own",
+}
+
+
+def overrides(values: dict[str, Any]) -> list[str]:
+    """As the command line takes them."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def key_problem(key: str, value: Any, at: str) -> Problem | None:
+    """What is wrong with a recipe's dotted key, with the nearest one; `None`: there is such a key."""
+    known = build.known_keys()
+    types = (names for name, names in known.items() if name.startswith("adapter."))
+    known = {**known, "adapter": frozenset[str]().union(*types)}
+    section, *names = key.split(".")
+    if section not in known["recipe"] or not all([section, *names]) or not names:
+        every = [f"{one}.{name}" for one in sorted(known["recipe"]) for name in sorted(known[one])]
+        last = key.rpartition(".")[2]
+        fix = next((one for one in every if one.endswith(f".{last}")), "") or nearest(key, every)
+        return Problem("not a key of a recipe", where=at, found=key, expected="section.key", fix=fix)
+    inner = known.get(f"{section}.{names[0]}") if section != "adapter" or len(names) > 1 else None
+    if names[0] in known[section] and (len(names) == 1 or not inner or names[1] in inner):
+        return None
+    path = (section, *names[: 2 if names[0] in known[section] else 1])
+    raw = under(path, value)
+    return recipe_errors.unknown_key(path, raw, {path: at}, known)
+
+
+def under(path: Sequence[str], value: Any) -> Any:
+    """A value as it stands in a recipe under nested keys."""
+    for name in reversed(path):
+        value = {name: value}
+    return value
+
+
+def text_of(value: Any) -> str:
+    """A value as an override has it, which strict YAML reads back: lora, 0.1, [q_proj, v_proj]."""
+    plain = isinstance(value, str) and value and value.replace("_", "").replace("-", "").isalnum()
+    if plain and strict_yaml.scalar(value) == value:
+        return value
+    if isinstance(value, list):
+        return "[" + ", ".join(map(text_of, value)) + "]"
+    return flow(value)
+
+
+def values_of(recipe: Recipe) -> dict[str, str]:
+    """What a recipe says, by dotted key; of a path its last part, as machines differ."""
+    own: Any = {"train": {"output_dir"}, "data": {"cache"}, "publish": True}
+    values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
+    found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}
+    return {key: str(value).rpartition("/")[2] for key, value in found.items()}

@@ -1,0 +1,263 @@
+"""One trial of `finetune tune`: a run in its own process, read as it goes, told to end if it is poor."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core.errors import Exit
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+POLL = 0.1  # seconds
+AGAIN_AFTER, KILL_AFTER = 5.0, 60.0  # seconds from a SIGTERM to the next (leave now), and to SIGKILL
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+GROUPS, OWN_GROUPS = (
+    Path("/sys/fs/cgroup"),
+    Path("/proc/self/cgroup"),
+)  # what a container's memory is counted in
+WARM = [
+    "finetune.experiments.runner.exit_with_parent",
+    "finetune.experiments.runner.preload_libraries",
+]  # what a process imports that runs are forked from
+
+
+class Evaluation(NamedTuple):
+    place: int
+    """1, 2, 3 ... within the trial."""
+    step: int
+    value: float
+
+
+class Ended(NamedTuple):
+    """How a trial's process ended."""
+
+    state: str
+    """complete, pruned, failed, or lost: to be run again."""
+    value: float | None
+    reason: str
+    """Empty for a complete one."""
+    seconds: float
+    started_seconds: float | None
+    """From spawning the process to its first optimizer step."""
+
+
+class Metrics:
+    """metrics.jsonl, read as it grows."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.path, self.key = path, key
+        self.at = self.count = 0
+        self.first: dict[str, Any] = {}
+        """The first logged step."""
+
+    def new(self) -> Iterator[Evaluation]:
+        """The evaluations since the last call; a line that is still being written waits for the next."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            text, newline, _ = file.read().rpartition(b"\n")
+        self.at += len(text) + len(newline)
+        for line in text.splitlines():
+            record = json.loads(line)
+            if "loss" in record and not self.first:
+                self.first = record
+            if self.key in record and "loss" not in record:
+                self.count += 1
+                yield Evaluation(self.count, int(record["step"]), float(record[self.key]))
+
+
+def run(
+    words: list[str],
+    folder: Path,
+    log: Path,
+    key: str,
+    judge: Callable[[Evaluation], str],
+    waiting: Callable[[], tuple[str, str]],
+    *,
+    warm: bool = False,
+) -> Ended:
+    """Run `finetune train WORDS` to its end.
+
+    Args:
+        folder: its run folder.
+        log: what it says goes there.
+        key: of the value in metrics.jsonl, and of the result.
+        judge: why the run is to end after an evaluation; empty: it goes on.
+        waiting: called between looks; why the run is to end (empty: it goes on), and as what.
+        warm: see `start`.
+    """
+    began, metrics, killed = time.time(), Metrics(folder / "metrics.jsonl", key), killed_for_memory()
+    state, reason, started = "", "", None
+    evaluations: list[Evaluation] = []
+    process = start(words, log, warm)
+    try:
+        while code_of(process) is None and not reason:
+            for evaluation in metrics.new():
+                evaluations.append(evaluation)
+                state, reason = "pruned", reason or judge(evaluation)
+            if metrics.first and started is None:  # its first step began so long before it was logged
+                first = metrics.first
+                started = time.time() - began - first["step"] * (first["step_seconds"] or 0.0)
+            if not reason:
+                reason, state = waiting()
+            time.sleep(POLL)
+    finally:  # also if this process is told to end
+        end(process)
+    evaluations += metrics.new()
+    seconds, code = time.time() - began, code_of(process)
+    if code == 0:  # before it could be told to end
+        value = result(folder, key, evaluations)
+        reason = "" if math.isfinite(value) else f"{key} is {value}"
+        return Ended("pruned" if reason else "complete", None if reason else value, reason, seconds, started)
+    if not reason:
+        starved = (killed_for_memory() or 0) > (killed or 0)
+        state, reason = failure(code if code is not None else -signal.SIGKILL, log, starved=starved)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # it is not gone on with
+    return Ended(state, None, reason, seconds, started)
+
+
+def start(words: list[str], log: Path, warm: bool) -> Any:
+    """`finetune train` in a session of its own: Ctrl-C is for the study alone. It ends with the study.
+
+    Args:
+        warm: forked from a process that has imported the libraries, which is most of a start on the CPU. Not
+            where there is a GPU: a process that has asked for it can't be forked.
+    """
+    if warm:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(WARM)
+        forked = context.Process(target=train, args=(words, str(log)))
+        forked.start()
+        return forked
+    command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
+    with log.open("wb") as sink:
+        given: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(command, start_new_session=True, preexec_fn=tie, **given)
+
+
+def train(words: list[str], log: str) -> None:
+    """The same in a forked process."""
+    begin(log)
+    sys.argv = ["finetune", "train", *words, "--quiet"]
+    runpy.run_module("finetune", run_name="__main__")  # which exits
+
+
+def begin(log: str) -> None:
+    """What a forked run begins with: a session of its own, its log, and Python's own way to start workers: it
+    would have its server's, by which each worker of a data loader imports everything anew (13 s)."""
+    os.setsid()  # Ctrl-C is for the command that makes runs
+    tie()
+    write_to(log)
+    multiprocessing.set_start_method(None, force=True)
+
+
+def write_to(log: str) -> None:
+    """Let what this process says, and those that it starts, go to a file."""
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(sink, number)
+    os.close(sink)
+
+
+def tie() -> None:
+    """Let this process end with the one that made it, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM)
+    above = multiprocessing.parent_process()
+    if above is not None and not above.is_alive():  # it ended before that
+        os._exit(Exit.STOPPED)
+
+
+def code_of(process: Any) -> int | None:
+    """Its exit code; negative: the signal that ended it; `None`: it runs."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+
+
+def end(process: Any) -> None:
+    """SIGTERM; again, which means at once; SIGKILL for what is left of it."""
+    for number, patience in (
+        (signal.SIGTERM, AGAIN_AFTER),
+        (signal.SIGTERM, KILL_AFTER),
+        (signal.SIGKILL, 5.0),
+    ):
+        deadline = time.monotonic() + patience
+        with contextlib.suppress(ProcessLookupError):
+            if code_of(process) is None:
+                os.kill(process.pid, number)
+        while code_of(process) is None and time.monotonic() < deadline:
+            time.sleep(POLL)
+
+
+def result(folder: Path, key: str, evaluations: list[Evaluation]) -> float:
+    """The loss of the saved weights, opened again; of what eval.json lacks, the best evaluation."""
+    if key == "eval_loss":
+        return float(RunFolder(folder).read("eval.json")["tuned"]["loss"])
+    return max((one.value for one in evaluations), default=math.nan)
+
+
+def killed_for_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int | None:
+    """Processes of this one's control group that the system has ended for memory; `None`: not known.
+
+    By cgroup v2 or v1, under the group's name or, in a container that has its own view, at the root.
+    """
+    if not own.exists():  # not Linux
+        return None
+    for line in own.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, file = (groups / "memory", "memory.oom_control") if controllers else (groups, "memory.events")
+        for path in (root / name.lstrip("/") / file, root / file):
+            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+            if found:
+                return int(found[1])
+    return None
+
+
+def failure(code: int, log: Path, *, starved: bool = False) -> tuple[str, str]:
+    """What a run that ended by itself counts as, and why.
+
+    Out of memory and a loss that is not finite are the values' doing: pruned, and the sampler goes elsewhere.
+
+    Args:
+        starved: the system has ended a process for memory meanwhile.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if starved and code not in [int(known) for known in Exit]:  # itself, or a process of its own
+        return "pruned", f"out of the host's memory: the system ended it ({ending(code)})"
+    if code < 0:
+        hint = ": by the system, if memory ran out" if code == -signal.SIGKILL else ""
+        return "failed", f"ended by {ending(code)}{hint}"
+    if code == Exit.STOPPED:
+        return "lost", "it was told to end, and not by the study"
+    return ("pruned" if code == Exit.TRAINING else "failed"), f"exit {code}: {said(text)}"
+
+
+def ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit {code}"
+
+
+def said(text: str) -> str:
+    """The errors that a run ended with, in one line; the last line of a traceback."""
+    found = re.findall(r"^error: (.*)(?:\n  found: +(.*))?", text, re.MULTILINE)
+    if found:
+        return "; ".join(": ".join(filter(None, parts)) for parts in found)[:500]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else "it said nothing"

@@ -1,0 +1,191 @@
+"""The corners of a space, looked at before the first trial: each must be a recipe for this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.experiments.runner.variable_keys import text_of
+from finetune.experiments.sweep.search_space import TYPE, has_key, multiplied, overrides, own_value
+from finetune.preflight import checker, choice_checks
+from finetune.recipe import build, loader
+from finetune.training import training_data
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from finetune.experiments.sweep.search_space import Space
+    from finetune.recipe.schema import Recipe
+
+
+class Looked(NamedTuple):
+    """What was found before the first trial."""
+
+    space: Space
+    """Without the choices that this machine can't run."""
+    notes: list[str]
+    device: str
+    """cuda or cpu."""
+    unsaid: dict[str, Any]
+    """What SFTConfig has for the space's keys."""
+    rows: int | None
+    """Of the training data; `None`: they are streamed."""
+    content: str = ""
+    """Digest of the rows, those held out among them; empty: they are streamed."""
+
+
+def look(path: str, given: list[str], space: Space, *, refused: bool = False) -> Looked:
+    """Check every corner of a space against the recipe and this machine, and count the training rows; of a
+    space that is refused already the corners alone.
+
+    It imports torch and asks the GPU: a process that only waits for trials has this done by another.
+
+    Raises:
+        UserError: all values that no recipe can have, each with its place in the space (exit 2); nothing is
+            left of a list of choices (exit 3).
+    """
+    recipe = loader.load(path, given)
+    notes = checker.run(recipe)
+    device = choice_checks.setup_of(recipe).hardware.device
+    lacking = corners(path, given, recipe, space)
+    if refused:
+        return Looked(space, notes, device, {}, None)
+    kept = dict(space.parameters)
+    for key, gone in lacking.items():
+        notes += [f"{key}: {label} is left out: {why}" for label, why in gone.items()]
+        left = [value for value in kept[key].choices or () if text_of(value) not in gone]
+        if not left:
+            problem = Problem("this machine can run none of the choices", key, found="; ".join(gone.values()))
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        kept[key] = kept[key].model_copy(update={"choices": left})
+    if recipe.train.max_steps is None and not recipe.data.streaming:
+        changing = [key for key in space.parameters if key.startswith("data.")]
+        if changing:
+            what, fix = f"{', '.join(changing)} would change the number of steps", "train.max_steps"
+            raise UserError(Problem(what, where=str(space.path), fix=f"a recipe that says {fix}"))
+    rows, content = rows_of(recipe)
+    left = dataclasses.replace(space, parameters=kept)
+    silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
+    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows, content)
+
+
+def comparable(recipe: Recipe) -> None:
+    """Whether trials of a recipe can be compared by what they are evaluated on.
+
+    Raises:
+        UserError: no held-out rows; best by something else than the loss or the exact match (exit 2).
+    """
+    if recipe.data.validation is None and recipe.data.validation_fraction is None:
+        fix = "data.validation or data.validation_fraction=0.05"
+        raise UserError(Problem("a search needs held-out rows to compare trials by", "data", fix=fix))
+    if recipe.eval.best not in ("loss", "exact_match"):
+        what, best = "a search goes by the loss or the exact match on held-out rows", recipe.eval.best
+        raise UserError(Problem(what, "eval.best", found=best, expected="loss or exact_match"))
+
+
+def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[str, dict[str, str]]:
+    """Check every corner of a space; what this machine can't run, by key and value, and why.
+
+    Raises:
+        UserError: all values that no recipe can have, each with its place in the space (exit 2).
+    """
+    problems: dict[str, Problem] = {}
+    lacking: dict[str, dict[str, str]] = {}
+    for key, one in space.parameters.items():
+        of_key = space.where.get(("space", key), "")
+        if one.times is not None and not isinstance(own_value(recipe, one.times), int | float):
+            what, fix = f"{one.times} has no number in the recipe to be multiplied", _likely(one.times)
+            kind, (section, _, name) = recipe.adapter.type, one.times.partition(".")
+            if section == "adapter" and fix.startswith("state") and not _has(kind, one.times):
+                fix = f"a space without it (--space): {kind} has no {name}; or adapter.type=lora"
+            problem = Problem(what, key, space.where.get(("space", key, "times"), of_key), fix=fix)
+            problems[str(problem)] = problem
+            continue
+        for value, part in one.corners:
+            found = _try(path, given, recipe, space, key, value)
+            at = space.where.get(("space", key, *part), of_key)
+            if found and found.code == Exit.ENVIRONMENT and one.choices is not None:
+                lacking.setdefault(key, {})[text_of(value)] = "; ".join(p.what for p in found.problems)
+            elif found:
+                placed = [_placed(p, at, of_key) for p in found.problems]
+                if one.times and own_value(recipe, one.times) is not None:
+                    placed = [_of_a_product(p, value, one.times, recipe) for p in placed]
+                problems |= {str(p): p for p in placed}
+    if problems:
+        raise UserError(*problems.values())
+    return lacking
+
+
+def rows_of(recipe: Recipe) -> tuple[int | None, str]:
+    """How many rows there are to train on, and a digest of all rows, which fills the cache for all trials;
+    `None`: they are streamed."""
+    if recipe.data.streaming:
+        return None, ""
+    prepared: Any = training_data.prepare_data(recipe)[1]
+    return len(prepared.train), sha256(json.dumps(prepared.content).encode()).hexdigest()[:16]
+
+
+def unsaid(keys: Iterable[str]) -> dict[str, Any]:
+    """SFTConfig's own values of `train.` keys, for recipes that don't state them."""
+    from trl.trainer.sft_config import SFTConfig
+
+    fields = {f"train.{field.name}": field.default for field in dataclasses.fields(SFTConfig)}
+    found = {
+        key: fields[key] for key in keys if fields.get(key, dataclasses.MISSING) is not dataclasses.MISSING
+    }
+    return {key: getattr(value, "value", value) for key, value in found.items()}
+
+
+def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, value: Any) -> UserError | None:
+    """What is wrong with a recipe that has this value, under an adapter type that has the key."""
+    kinds = space.parameters[TYPE].choices if TYPE in space.parameters else None
+    kinds = [kind for kind in kinds or [recipe.adapter.type] if key == TYPE or _has(kind, key)]
+    kinds.sort(key=lambda kind: kind != recipe.adapter.type)  # one that this machine may lack comes last
+    asked: list[str] = (
+        [] if key == TYPE or TYPE not in space.parameters or not kinds else [f"{TYPE}={kinds[0]}"]
+    )
+    one = space.parameters[key]
+    try:
+        value = multiplied(key, value, one, {}, recipe)
+        tried = loader.load(path, [*given, *asked, *overrides({key: value})])
+        if one.choices is not None:
+            checker.run(tried)
+            choice_checks.setup_of(tried)
+    except UserError as error:
+        return error
+    return None
+
+
+def _likely(key: str) -> str:
+    """What to do about a key that has no value: it is not set, or mistyped."""
+    of = build.known_keys().items()  # `adapter.lora` -> its keys
+    known = sorted({f"{section.partition('.')[0]}.{name}" for section, names in of for name in names})
+    if key in known:
+        return f"state {key} in the recipe"
+    return nearest(key, known) or f"state {key} in the recipe"
+
+
+def _has(kind: Any, key: str) -> bool:
+    """`has_key` of what may be no type at all, which is said where the types are looked at."""
+    try:
+        return has_key(kind, key)
+    except (KeyError, UserError):
+        return False
+
+
+def _of_a_product(problem: Problem, value: Any, times: str, recipe: Recipe) -> Problem:
+    """A problem of what no one has written: it is drawn, times the recipe's own."""
+    product = f"{problem.found}: {value} times {times}, {own_value(recipe, times)}"
+    fix = problem.fix or f"another {times}, or a space (--space) with other values"
+    return dataclasses.replace(problem, found=product, fix=fix) if problem.found else problem
+
+
+def _placed(problem: Problem, at: str, of_key: str) -> Problem:
+    """A problem of an override is one of the space's line; one of the recipe stays there."""
+    if " key" in problem.what:  # it is the key that is wrong, whatever its value
+        return dataclasses.replace(problem, where=of_key, found="")
+    elsewhere = problem.where and not problem.where.startswith("override")
+    return problem if elsewhere else dataclasses.replace(problem, where=at)

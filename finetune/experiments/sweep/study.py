@@ -1,0 +1,417 @@
+"""Search recipe keys by Optuna: `finetune tune RECIPE [--space FILE] [--trials N | --hours H]`.
+
+DIR/study.db          the study, unless --storage names another place
+DIR/trial-0007/       each trial, an ordinary run folder; DIR/logs/ has what it said
+DIR/trials.csv, trials.json, tune.html, *.svg    results (`tune_report.py`)
+DIR/best.yaml         the best recipe, with where each value came from
+DIR/final.yaml        the one that DIR/final/ is trained by, with --final
+
+Started again, it goes on; a trial that was running when its worker was killed is run again. Several workers,
+on one machine or many, share a study by its storage and its name, which is DIR's.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optuna
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from finetune.core import signals
+from finetune.core.console import Console, quieten_libraries
+from finetune.core.errors import Exit, Problem, Stopped, UserError
+from finetune.experiments.runner import measured_run, worker_process
+from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
+from finetune.preflight import choice_checks
+from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import lock
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+    from finetune.experiments.sweep.search_space import Space
+    from finetune.recipe.schema import Recipe
+
+TRIALS = 20  # where neither their number nor a time is given
+BEAT = 10.0  # seconds from one sign of life in the study to the next
+HOPELESS = 5  # trials of one process, if all failed: then it is not the values
+
+
+class Asked(NamedTuple):
+    """What a search was asked for."""
+
+    path: str
+    overrides: list[str]
+    space: Path
+    folder: Path
+    trials: int | None
+    seconds: float | None
+    """Of this process; `None`: no limit."""
+    url: str
+    accelerate: str | None = None
+    final: bool = False
+
+
+class Job(NamedTuple):
+    """A search under way."""
+
+    asked: Asked
+    recipe: Recipe
+    space: Space
+    found: search_space_checks.Looked
+    study: Study
+    screen: Console
+    deadline: float
+    told: Told
+    ran: list[Problem | None]
+    """This process's trials, each with why it failed; not those whose values were refused."""
+
+    @property
+    def most(self) -> float:
+        """Trials in all."""
+        limit = TRIALS if self.asked.seconds is None else float("inf")
+        return limit if self.asked.trials is None else self.asked.trials
+
+
+class Told:
+    """By what this process was told to end."""
+
+    by = ""
+
+    def heard(self, name: str) -> None:
+        self.by = name
+        os.write(2, f"\n{name}: ending this trial, which is run again later; once more: at once\n".encode())
+
+
+def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
+    """Search; returns the content of trials.json.
+
+    Raises:
+        UserError: what is wrong with recipe or space, before a trial (2, 3); none worked (5).
+        Stopped: told to end; the same command goes on.
+    """
+    screen = Console(quiet=quiet)
+    recipe, found = prepare(asked)
+    choice_checks.pinned(recipe)
+    (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    maximize, name = recipe.eval.best != "loss", study_storage.name_in(asked.url, asked.folder)
+    with study_storage.opened(
+        asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
+    ) as study:
+        hold(study, asked.folder, search_space.identity(recipe, found.space, found.content))
+        deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
+        job = Job(asked, recipe, found.space, found, study, screen, deadline, Told(), [])
+        screen.say(*[f"note: {note}" for note in found.notes])
+        try:
+            content = search(job)
+        except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+            raise study_storage.unreachable(error, asked.url) from None
+    if job.told.by:
+        again = "the same command again goes on with the study"
+        raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
+    sweep_report.show(screen, asked, content)
+    if content["best"] is None or hopeless(job):
+        failed = [one for one in job.ran if one] if hopeless(job) else problems(content)
+        raise UserError(*failed, code=Exit.TRAINING)
+    if asked.final:
+        make_way(asked.folder, screen)
+        final(asked)
+    return content
+
+
+def problems(content: dict[str, Any]) -> list[Problem]:
+    """Why no trial worked."""
+    rows = [row for row in content["trials"] if row["state"] in ("failed", "pruned")][:HOPELESS]
+    said = [Problem(f"trial {row['number']} {row['state']}", found=row["reason"]) for row in rows]
+    return said or [Problem("no trial was finished", fix="more --trials or --hours")]
+
+
+def prepare(asked: Asked) -> tuple[Recipe, search_space_checks.Looked]:
+    """Recipe and space, checked to the corners; what needs torch is done by a process that ends."""
+    recipe, (space, wrong) = load_recipe(asked.path, asked.overrides), search_space.parse(asked.space)
+    search_space_checks.comparable(recipe)
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(_look, asked.path, asked.overrides, space, bool(wrong)).result()
+    except UserError as error:
+        raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
+    if wrong:
+        raise UserError(*wrong)
+    return recipe, found
+
+
+def _look(path: str, overrides: list[str], space: Space, refused: bool) -> search_space_checks.Looked:
+    quieten_libraries()
+    return search_space_checks.look(path, overrides, space, refused=refused)
+
+
+def search(job: Job) -> dict[str, Any]:
+    """All trials that are still to be made; the content of trials.json."""
+    introduce(job)
+    with signals.listening(job.told.heard):
+        while begin_another(job):
+            one(job)
+            sweep_report.write_trials(job.asked.folder, job.study)
+    return sweep_report.write(job.asked, job.study, job.recipe, job.space, job.found.rows)
+
+
+def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
+    """Hold a study to what it was begun with.
+
+    Raises:
+        UserError: it is of another recipe or space (exit 2).
+    """
+    began = study.user_attrs.get("identity", own)
+    other = [key for key in {**began, **own} if began.get(key) != own.get(key)]
+    if other:
+        what = f"{folder.name} was begun with another {', '.join(other[:5])}"
+        found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (own, began))
+        fix = "--output with a new name; or recipe, overrides and space as they were"
+        raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
+    if "identity" not in study.user_attrs:
+        study.set_user_attr("identity", own)
+
+
+def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:
+    search = space.search
+    most = search.evaluations
+    if recipe.eval.every and recipe.train.max_steps:
+        most = -(-recipe.train.max_steps // recipe.eval.every)
+    if search.pruner == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=search.startup_trials, n_warmup_steps=0)
+    if search.pruner == "hyperband":
+        return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=max(most, 1), reduction_factor=3)
+    return optuna.pruners.NopPruner()
+
+
+def sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
+    """One for each trial: a study that goes on, or has several workers, would draw the same numbers again."""
+    if space.search.sampler == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=space.search.startup_trials)
+
+
+def introduce(job: Job) -> None:
+    """What will be searched; the recipe's own values become the first trial."""
+    asked, study, screen = job.asked, job.study, job.screen
+    own = search_space.own_draw(job.space, job.recipe, job.found.unsaid)
+    kind = job.recipe.adapter.type
+    away = [key for key in job.space.parameters if search_space.has_key(kind, key) and key not in own]
+    known = study.get_trials(deepcopy=False)
+    begun = any("own" in one.user_attrs for one in known)
+    if not begun:
+        study.enqueue_trial(own, {"own": True, "without": away})
+    if away:
+        screen.say(f"note: only the first trial has the recipe's own {', '.join(away)}: the space lacks it")
+    rows = [(key, sweep_report.described(one)) for key, one in job.space.parameters.items()]
+    screen.table(f"searched in {asked.folder}", ("key", "values"), rows)
+    search, best = job.space.search, job.recipe.eval.best
+    often = f"every {job.recipe.eval.every} steps" if job.recipe.eval.every else f"{search.evaluations} times"
+    what = {"loss": "held-out loss", "exact_match": "exact match"}[best]
+    screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
+    if known:
+        count = sum(one.state.is_finished() for one in counted(study))
+        screen.say(f"going on with {study_storage.shown(asked.url)}; finished trials: {count}", "")
+
+
+def begin_another(job: Job) -> bool:
+    """Whether there is to be one more trial; those that others left behind are queued first."""
+    if job.told.by or time.monotonic() > job.deadline:
+        return False
+    if hopeless(job):
+        job.screen.say(
+            f"all of the first {HOPELESS} trials failed here: it is not their values; this search ends"
+        )
+        return False
+    for number in study_storage.take_over(job.study):
+        job.screen.say(f"trial {number} was running when its worker ended: it is run again")
+    trials = counted(job.study)
+    return any(one.state == TrialState.WAITING for one in trials) or len(trials) < job.most
+
+
+def counted(study: Study) -> list[FrozenTrial]:
+    """The trials that count: not those that were lost, and are run again, nor those asked for by mistake."""
+    every = study.get_trials(deepcopy=False)
+    return [one for one in every if not (study_storage.is_lost(one) or sweep_report.is_surplus(one))]
+
+
+def hopeless(job: Job) -> bool:
+    """Whether it is this process whose trials fail: others that share the study go on."""
+    return len(job.ran) >= HOPELESS and all(job.ran)
+
+
+def one(job: Job) -> None:
+    """A trial, from asking the study to telling it; one that another worker has taken over is left to it."""
+    drawn = job.study.ask()
+    folder = job.asked.folder / f"trial-{drawn.number:04d}"
+    try:
+        attempt(job, drawn, folder)
+    except optuna.exceptions.UpdateFinishedTrialError:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        what = f"this worker was silent for over {study_storage.SILENT:.0f} s, and another one took it over"
+        job.screen.say(f"trial {drawn.number}: {what}; its run here is ended")
+
+
+def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
+    """Draw a trial's values, run it, and tell the study how it ended."""
+    study, asked = job.study, job.asked
+    study_storage.describe(drawn)
+    if sum(one.number <= drawn.number for one in counted(study)) > job.most:  # two asked for the last one
+        drawn.set_user_attr("reason", sweep_report.SURPLUS)
+        study_storage.tell(study, drawn, None, TrialState.FAIL)
+        return
+    study.sampler = sampler(job.space, job.recipe.train.seed + drawn.number)
+    without = drawn.user_attrs.get("without", ())
+    values = search_space.draw(drawn, job.space, job.recipe, without)
+    drawn.set_user_attr("values", values)
+    try:
+        words = words_of(job, values, folder)
+    except UserError as error:  # values that are good alone, and not together
+        reason = "; ".join(f"{p.key}: {p.what}" if p.key else p.what for p in error.problems)
+        ended = worker_process.Ended("failed", None, reason, 0.0, None)
+    else:
+        judge, waiting = judges(job, drawn)
+        log = asked.folder / "logs" / f"{folder.name}.txt"
+        key, warm = f"eval_{job.recipe.eval.best}", job.found.device == "cpu"
+        ended = worker_process.run(words, folder, log, key, judge, waiting, warm=warm)
+        if ended.state != "lost":
+            failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
+            job.ran.append(failed if ended.state == "failed" else None)
+    record(job, drawn, ended)
+
+
+def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
+    """What `finetune train` is given for a trial.
+
+    Raises:
+        UserError: the values don't go together.
+    """
+    given = [*job.asked.overrides, *search_space.overrides(values)]
+    recipe = load_recipe(job.asked.path, given)
+    every = search_space.every(recipe, job.space.search, job.found.rows)
+    mine = [*search_space.IN_TRIALS, f"eval.every={every}", f"train.output_dir={folder}"]
+    launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
+    return [job.asked.path, *given, *mine, *launched]
+
+
+def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
+    """What a trial is ended by: a poor evaluation; the study's time, or a signal. Both say why."""
+    said = {"alive": time.monotonic()}
+    recipe, space, best = job.recipe, job.space, job.recipe.eval.best
+
+    def judge(evaluation: worker_process.Evaluation) -> str:
+        if not math.isfinite(evaluation.value):
+            return f"{best} is {evaluation.value} at step {evaluation.step}"
+        drawn.report(evaluation.value, evaluation.place)
+        last = not recipe.eval.every and evaluation.place >= space.search.evaluations
+        if last or not drawn.should_prune():
+            return ""
+        found = f"{best} {evaluation.value:.4g} at step {evaluation.step}"
+        return f"{found}: poor, by the {space.search.pruner} pruner"
+
+    def waiting() -> tuple[str, str]:
+        if time.monotonic() - said["alive"] > BEAT:
+            said["alive"] = time.monotonic()
+            drawn.set_user_attr("alive", time.time())
+        if job.told.by:
+            return f"stopped by {job.told.by}", "lost"
+        if time.monotonic() > job.deadline:
+            return "the time of the search was over", "pruned"
+        return "", ""
+
+    return judge, waiting
+
+
+def record(job: Job, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
+    """Tell the study; a lost trial has no reason, and is queued again."""
+    number, study = drawn.number, job.study
+    drawn.set_user_attr("seconds", ended.seconds)
+    if ended.started_seconds is not None:
+        drawn.set_user_attr("started_seconds", ended.started_seconds)
+    if ended.state != "lost" and ended.reason:
+        drawn.set_user_attr("reason", ended.reason)
+    state = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}.get(ended.state, TrialState.FAIL)
+    study_storage.tell(study, drawn, ended.value, state)
+    if ended.state == "lost":
+        study_storage.take_over(study)
+        job.screen.say(f"trial {number}: {ended.reason}; it is run again later")
+        return
+    done = sum(one.state.is_finished() for one in counted(study))
+    of = f"/{job.most:.0f}" if job.most != float("inf") else ""
+    head = f"{done}{of}  trial {number}:"
+    if ended.value is None:
+        word = "pruned" if ended.state == "pruned" else "FAILED"
+        job.screen.say(f"{head} {word}: {ended.reason}")
+        return
+    best = "  best so far" if study.best_trial.number == number else ""
+    job.screen.say(f"{head} {job.recipe.eval.best} {ended.value:.4f}, {ended.seconds:.0f} s{best}")
+
+
+def make_way(folder: Path, screen: Console) -> None:
+    """Set a final run aside that was begun by an earlier best recipe, and keep by which one it is begun.
+
+    Raises:
+        UserError: another worker trains it now (exit 2).
+    """
+    best, begun, run = folder / sweep_report.BEST, folder / "final.yaml", folder / "final"
+    if run.exists():
+        if not begun.exists() or load_recipe(best).model_dump() == load_recipe(begun).model_dump():
+            return
+        try:
+            with lock.claimed(str(run), run.name):
+                moved = measured_run.set_aside(run)
+        except UserError as error:
+            what = "another worker trains the final run of an earlier best recipe"
+            fix = "the same command again, when that has ended: what was found is kept"
+            raise UserError(Problem(what, found=error.problems[0].found, fix=fix)) from error
+        (moved / lock.LOCK).unlink(missing_ok=True)
+        screen.say(f"final is of an earlier best recipe; moved to {moved}")
+    shutil.copyfile(best, begun)
+
+
+def final(asked: Asked) -> None:
+    """Train the best recipe whole: compiled and evaluated on all that the recipe names, as often as a trial.
+
+    A signal is handed on, and what the run then saves is waited for; it ends with this process.
+
+    Raises:
+        UserError: it did not work, with its own exit code.
+        Stopped: told to end; the same command goes on.
+    """
+    best, folder = asked.folder / sweep_report.BEST, asked.folder / "final"
+    words = ["train", str(best), f"train.output_dir={folder}", "--resume=auto"]
+    words += ["--accelerate", asked.accelerate] if asked.accelerate else []
+    running, told = list[subprocess.Popen[bytes]](), list[str]()
+
+    def heard(name: str) -> None:
+        told.append(name)
+        os.write(2, f"\n{name}: the final run saves and ends; once more: at once\n".encode())
+        for process in running:
+            process.terminate()
+
+    with signals.listening(heard):
+        command = [sys.executable, "-m", "finetune", *words]
+        running.append(subprocess.Popen(command, start_new_session=True, preexec_fn=worker_process.tie))
+        if told:  # while it was started
+            running[0].terminate()
+        code = running[0].wait()
+    fix = shlex.join(["finetune", *words])
+    if code == Exit.STOPPED or (told and code < 0):
+        by = f" by {told[0]}" if told else ""
+        raise Stopped(f"the final run was stopped{by}; the same command again goes on, and so does: {fix}")
+    if code:
+        problem = Problem("the final run did not end well", found=f"exit {code}", fix=fix)
+        raise UserError(problem, code=Exit.of(code))

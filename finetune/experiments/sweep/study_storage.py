@@ -1,0 +1,205 @@
+"""Where a study is kept: SQLite in its folder, a database for many machines, a journal on a shared disk."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import psutil
+import sqlalchemy
+from optuna.trial import TrialState
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from finetune.core.errors import Exit, Problem, UserError, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+JOURNAL = "journal:"
+SILENT = 120.0  # seconds after which a trial whose worker says nothing is lost
+MOST_TIMES = 3  # a trial is begun again: it may be what ends its workers
+TRIES = 5  # to make the tables: two workers that begin together are in each other's way
+
+
+def shown(url: str) -> str:
+    """The URL as it may be written down: without its password, wherever in it that stands."""
+    plain = re.sub(r"(?<=://)([^/@:]*):.*@(?=[^/@]*(/|$|\?))", r"\1:***@", url)
+    return re.sub(
+        r"((?:password|passwd|pwd|passfile|sslpassword)=)[^&]*", r"\1***", plain, flags=re.IGNORECASE
+    )
+
+
+def redacted(text: str, url: str) -> str:
+    """What a library says, without the URL's password."""
+    try:
+        found = sqlalchemy.make_url(url)
+        secrets = [found.password, *(v for k, v in found.query.items() if "pass" in k.lower() or k == "pwd")]
+    except ArgumentError:
+        secrets = []
+    for secret in filter(None, map(str, secrets)):
+        text = text.replace(secret, "***")
+    return " ".join(text.replace(url, shown(url)).split())
+
+
+@contextlib.contextmanager
+def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -> Iterator[Study]:
+    """The study of that name, made if there is none; its connections are closed at the end.
+
+    Args:
+        url: `sqlite:///FILE`, `postgresql://user@host/database`, `mysql+pymysql://...`, `journal:FILE`.
+
+    Raises:
+        UserError: it can't be reached, or its driver is not installed (exit 3); it is no URL, or a journal
+            that can't be written (exit 2).
+    """
+    direction = "maximize" if maximize else "minimize"
+    given: dict[str, Any] = {"study_name": name, "direction": direction, "load_if_exists": True}
+    with contextlib.ExitStack() as stack:
+        yield _asked(url, stack, lambda storage: optuna.create_study(storage=storage, pruner=pruner, **given))
+
+
+def name_in(url: str, folder: Path) -> str:
+    """The name of a folder's study: the folder's; or that of the one in its own file, begun under another.
+
+    Raises:
+        UserError: the file can't be read (exit 3): under the folder's name a second study might begin in it.
+    """
+    own = folder.resolve() / "study.db"
+    if url != f"sqlite:///{own}" or not own.exists():
+        return folder.name
+    with contextlib.ExitStack() as stack:
+        names = _asked(url, stack, optuna.get_all_study_names)
+    return names[0] if len(names) == 1 else folder.name
+
+
+def _asked(url: str, stack: contextlib.ExitStack, ask: Callable[[Any], Any]) -> Any:
+    """What `ask` gives of a storage, which `stack` closes; asked again where another worker is in its way."""
+    for left in reversed(range(TRIES)):
+        try:
+            return ask(_storage(url, stack))
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+            if isinstance(error, ArgumentError) or not left:
+                code = Exit.INPUT if isinstance(error, ArgumentError) else Exit.ENVIRONMENT
+                raise unreachable(error, url, code) from None
+            time.sleep(0.5)
+        except ImportError as error:
+            raise _no_driver(error, url) from None
+        except (OSError, ValueError) as error:
+            if not url.startswith(JOURNAL):
+                raise
+            raise _no_journal(error, url) from None
+    raise AssertionError
+
+
+def _no_driver(error: ImportError, url: str) -> UserError:
+    what = "the driver of this database is not installed"
+    found = f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}"
+    fix = (
+        "pip install 'finetune-toolkit[tune]'"
+        if "postgres" in url
+        else "pip install its driver: pymysql, say"
+    )
+    return UserError(Problem(what, where="--storage", found=found, fix=fix), code=Exit.ENVIRONMENT)
+
+
+def _no_journal(error: OSError | ValueError, url: str) -> UserError:
+    """A journal's file that can't be made or written, or that holds something else."""
+    path = Path(url.removeprefix(JOURNAL))
+    if isinstance(error, ValueError):
+        what, found, fix = "not a journal of Optuna", "other content", "a file that is not there yet"
+    elif not path.parent.is_dir():
+        what, found = "the journal can't be written", f"the folder {path.parent} does not exist"
+        fix = f"mkdir -p {shlex.quote(str(path.parent))}, on a disk that all workers share"
+    else:
+        what, found, fix = "the journal can't be written", error.strerror or str(error), "another file"
+    return UserError(Problem(what, where=f"--storage {url}", found=found, fix=fix))
+
+
+def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> UserError:
+    """A database's error as ours, without its password."""
+    said = redacted(first_line(error.__cause__ or error), url)
+    what = "not a storage URL" if code == Exit.INPUT else "the storage can't be used"
+    expected = "sqlite:///FILE, postgresql://user@host/database, mysql+pymysql://..., journal:FILE"
+    where = "--storage"
+    return UserError(Problem(what, where=where, found=f"{shown(url)}: {said}", expected=expected), code=code)
+
+
+def _storage(url: str, stack: contextlib.ExitStack) -> Any:
+    """Optuna's storage, which `stack` closes."""
+    if url.startswith(JOURNAL):
+        from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+        return JournalStorage(JournalFileBackend(url.removeprefix(JOURNAL)))
+    options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+    # psycopg 3, which SQLAlchemy below 2.1 does not take by itself
+    full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
+    made = optuna.storages.RDBStorage(full, engine_kwargs={"pool_pre_ping": True, **options})
+    stack.callback(made.engine.dispose)
+    stack.callback(made.remove_session)
+    return made
+
+
+def describe(trial: optuna.Trial) -> None:
+    """Say in the study which process runs a trial: host, id, time of birth."""
+    own = psutil.Process()
+    trial.set_user_attr("worker", f"{platform.node()} {own.pid} {own.create_time():.2f}")
+
+
+def tell(study: Study, trial: optuna.Trial, value: float | None, state: TrialState) -> None:
+    """How a trial ended.
+
+    Raises:
+        UpdateFinishedTrialError: another worker has said so before.
+    """
+    try:
+        study.tell(trial, value, state=state)
+    except ValueError as error:  # as `tell` has it, which looks before it writes
+        raise optuna.exceptions.UpdateFinishedTrialError(str(error)) from None
+
+
+def is_lost(trial: FrozenTrial) -> bool:
+    """Whether a failed trial did not fail by itself: those that did say why."""
+    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs
+
+
+def take_over(study: Study) -> list[int]:
+    """Fail the trials whose workers are gone, and queue the same parameters again; their numbers."""
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if _is_dead(trial):
+            try:
+                study.tell(trial.number, state=TrialState.FAIL)
+            except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+                continue  # another worker was first
+    again = {trial.user_attrs.get("again") for trial in study.get_trials(deepcopy=False)}
+    found = []
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
+        times = trial.user_attrs.get("times", 0) + 1
+        if is_lost(trial) and trial.number not in again and times <= MOST_TIMES:
+            kept = {key: trial.user_attrs[key] for key in ("own", "without") if key in trial.user_attrs}
+            given = trial.system_attrs.get("fixed_params", {})  # of which none may have been drawn yet
+            study.enqueue_trial({**given, **trial.params}, {**kept, "again": trial.number, "times": times})
+            found.append(trial.number)
+    return found
+
+
+def _is_dead(trial: FrozenTrial) -> bool:
+    """Its process is gone from this machine, or has said nothing for long from another."""
+    attributes = trial.user_attrs
+    host, _, rest = attributes.get("worker", "").partition(" ")
+    began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+    if host == platform.node():
+        number, _, born = rest.partition(" ")
+        try:
+            return f"{psutil.Process(int(number)).create_time():.2f}" != born
+        except psutil.NoSuchProcess:
+            return True
+    return time.time() - attributes.get("alive", began) > SILENT

@@ -1,0 +1,282 @@
+"""What a search found: trials.csv and trials.json, plots, a page, and the best recipe."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.trial import TrialState
+
+from finetune.experiments.runner import variable_keys
+from finetune.experiments.sweep import search_space, study_storage
+from finetune.recipe.loader import load as load_recipe
+from finetune.reporting import html_report, plots
+from finetune.reporting.plots import Curve
+from finetune.reporting.scores import number
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+    from finetune.core.console import Console
+    from finetune.experiments.sweep.search_space import Parameter, Space
+    from finetune.experiments.sweep.study import Asked
+    from finetune.recipe.schema import Recipe
+
+PAGE = Path(__file__).with_name("sweep.html.jinja")
+BEST = "best.yaml"
+SURPLUS = "one more than was asked for"
+FEWEST = 4  # complete trials, from which importances are computed
+SHOWN = 8  # best trials on the screen
+STATES = {
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
+    "FAIL": "failed",
+    "RUNNING": "running",
+    "WAITING": "waiting",
+}
+
+
+def described(one: Parameter) -> str:
+    """A range or choices in a few words."""
+    if one.choices is not None:
+        said = ", ".join(map(variable_keys.text_of, one.choices))
+    else:
+        said = f"{one.low:g} to {one.high:g}" + (", log" if one.log else "")
+        said += f", in steps of {one.step:g}" if one.step else ""
+    return said + (f", times {one.times}" if one.times else "")
+
+
+def trials(study: Study) -> list[dict[str, Any]]:
+    """A row for each trial, in their order; those that were asked for by mistake are left out."""
+    every = study.get_trials(deepcopy=False)
+    again = {one.user_attrs["again"]: one.number for one in every if "again" in one.user_attrs}
+    return [_row(one, again) for one in every if not is_surplus(one)]
+
+
+def is_surplus(one: FrozenTrial) -> bool:
+    """Whether two workers asked for the last trial at once, and this one was not run."""
+    return one.user_attrs.get("reason") == SURPLUS
+
+
+def _row(one: FrozenTrial, again: dict[int, int]) -> dict[str, Any]:
+    kept, lost = one.user_attrs, study_storage.is_lost(one)
+    why = "its worker ended"
+    why += f"; run again as trial {again[one.number]}" if one.number in again else "; begun too often already"
+    return {
+        "number": one.number,
+        "state": "lost" if lost else STATES[one.state.name],
+        "value": one.value if one.state == TrialState.COMPLETE else None,
+        "reason": why if lost else kept.get("reason", ""),
+        "evaluations": [value for _, value in sorted(one.intermediate_values.items())],
+        "seconds": kept.get("seconds"),
+        "started_seconds": kept.get("started_seconds"),
+        "values": kept.get("values", {}),
+        "own": bool(kept.get("own")),
+        "worker": kept.get("worker", ""),
+        "folder": f"trial-{one.number:04d}",
+    }
+
+
+def collect(asked: Asked, study: Study) -> dict[str, Any]:
+    """The content of trials.json."""
+    rows = trials(study)
+    complete = [row for row in rows if row["state"] == "complete"]
+    sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
+    best = min(complete, key=lambda row: sign * row["value"], default=None)
+    return {
+        "study": study.study_name,
+        "recipe": asked.path,
+        "overrides": asked.overrides,
+        "space": str(asked.space),
+        "storage": study_storage.shown(asked.url),
+        "direction": study.direction.name.lower(),
+        "counts": {state: sum(row["state"] == state for row in rows) for state in (*STATES.values(), "lost")},
+        "best": best["number"] if best else None,
+        "own": next((row["number"] for row in complete if row["own"]), None),
+        "importances": importances(study),
+        "trials": rows,
+    }
+
+
+def importances(study: Study) -> dict[str, float]:
+    """Each key's share of what decides on the value, by PED-ANOVA (arXiv 2304.10255), which needs no sklearn.
+
+    Of complete trials; empty where they are too few.
+    """
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(complete) < FEWEST:
+        return {}
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    with warnings.catch_warnings():  # few trials, which the page says itself
+        warnings.simplefilter("ignore")
+        return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def write_trials(folder: Path, study: Study) -> None:
+    """trials.csv, after each trial."""
+    rows = trials(study)
+    keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
+    file = io.StringIO()
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(["trial", "state", "value", "seconds", *keys, "reason"])
+    for row in rows:
+        values = [variable_keys.text_of(row["values"][key]) if key in row["values"] else "" for key in keys]
+        table.writerow([row["number"], row["state"], row["value"], row["seconds"], *values, row["reason"]])
+    RunFolder(folder).write_text("trials.csv", file.getvalue())
+
+
+def write(asked: Asked, study: Study, recipe: Recipe, space: Space, rows: int | None) -> dict[str, Any]:
+    """Everything; returns the content of trials.json. `rows` are those trained on, where they are counted."""
+    place, content = RunFolder(asked.folder), collect(asked, study)
+    write_trials(asked.folder, study)
+    place.write("trials.json", content)
+    drawn = pictures(content, space, recipe)
+    for name, svg in drawn.items():
+        place.write_text(f"{name}.svg", svg)
+    if content["best"] is not None:
+        place.write_text(BEST, best_recipe(asked, content, space, rows))
+    place.write_text("tune.html", page(asked, content, drawn, recipe))
+    return content
+
+
+def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str, str]:
+    """history, importances and a slice for each key, as SVG by file name."""
+    rows = [row for row in content["trials"] if row["state"] == "complete"]
+    if not rows:
+        return {}
+    name, less = label(recipe), content["direction"] == "minimize"
+    places, values = [row["number"] for row in rows], [row["value"] for row in rows]
+    best = [row["number"] for row in rows].index(content["best"])
+    so_far = [(min if less else max)(values[: index + 1]) for index in range(len(values))]
+    line = Curve("best so far", places, so_far)
+    found = {"history": plots.dots(places, values, "trial", name, best=best, line=line)}
+    if content["importances"]:
+        bars = [plots.Bar(key, [share], [0.0]) for key, share in content["importances"].items()]
+        found["importances"] = plots.bars(bars, ("importance",), "share of what decides")
+    for key, one in space.parameters.items():
+        own = [row for row in rows if key in row["values"]]
+        if one.choices is not None:  # in the space's order
+            own.sort(key=lambda row: _place(one, row["values"][key]))
+        if own:
+            drawn = [row["values"][key] for row in own]
+            x = drawn if one.choices is None else list(map(short, drawn))
+            star = next((at for at, row in enumerate(own) if row["number"] == content["best"]), None)
+            found[f"slice-{key}"] = plots.dots(x, [row["value"] for row in own], key, name, best=star)
+    return found
+
+
+def _place(one: Parameter, value: Any) -> Any:
+    """Where a choice stands among the others; a multiple by its size."""
+    labels = list(map(variable_keys.text_of, one.choices or ()))
+    return value if one.times else labels.index(variable_keys.text_of(value))
+
+
+def label(recipe: Recipe) -> str:
+    return "held-out loss" if recipe.eval.best == "loss" else "exact match"
+
+
+def best_recipe(asked: Asked, content: dict[str, Any], space: Space, rows: int | None) -> str:
+    """The recipe with the best trial's values, which can stand anywhere; each says where it is from.
+
+    It is evaluated as trials are: a run of it keeps the best evaluation's weights, as they did.
+    """
+    best = next(row for row in content["trials"] if row["number"] == content["best"])
+    recipe = load_recipe(asked.path, [*asked.overrides, *search_space.overrides(best["values"])])
+    chosen: dict[str, tuple[Any, str]] = {
+        key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()
+    }
+    for key in best["values"]:
+        if key.count(".") == 1:
+            who = f"tuned: trial {best['number']}, of {described(space.parameters[key])}"
+            chosen[key] = (search_space.own_value(recipe, key), who)
+    if recipe.eval.every is None:
+        chosen["eval.every"] = (search_space.every(recipe, space.search, rows), "as in the trials")
+    chosen["train.output_dir"] = (None, "default")
+    compiled = recipe.speed.compile, f"{recipe.origin.set_by.get('speed.compile', 'default')}; off in trials"
+    chosen["speed.compile"] = compiled
+    complete = content["counts"]["complete"]
+    of = f"the best of {complete} complete trials of {content['study']}"
+    return f"# {label(recipe)} {best['value']:.5g}: {of}.\n" + run_folder.resolved_yaml(recipe, chosen)
+
+
+def verdict(content: dict[str, Any], name: str) -> str:
+    """What was found, in a sentence."""
+    by_number = {row["number"]: row for row in content["trials"]}
+    if content["best"] is None:
+        return "No trial was finished."
+    best, own = by_number[content["best"]], by_number.get(content["own"])
+    said = f"{name} {number(best['value'])}, trial {best['number']}"
+    if own is best:
+        return f"The recipe's own values are the best: {said}."
+    if own is None:
+        return f"The best is {said}."
+    return f"The best is {said}; the recipe's own values have {number(own['value'])}."
+
+
+def counted(content: dict[str, Any]) -> str:
+    found = [f"{count} {state}" for state, count in content["counts"].items() if count]
+    return ", ".join(found)
+
+
+def next_step(asked: Asked, content: dict[str, Any]) -> str:
+    """The best recipe, or the same search again; without the storage's URL, which may hold a password."""
+    more = ["finetune", "tune", asked.path, *asked.overrides, "--space", str(asked.space)]
+    more += ["--output", str(asked.folder)]
+    more += ["--trials", str(asked.trials)] if asked.trials is not None else []
+    more += ["--hours", f"{asked.seconds / 3600:g}"] if asked.seconds is not None else []
+    more += ["--accelerate", asked.accelerate] if asked.accelerate else []
+    if content["best"] is None:
+        return shlex.join(more + ["--final"] * asked.final)
+    return shlex.join(["finetune", "train", str(asked.folder / BEST)])
+
+
+def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The complete trials, best first."""
+    sign = 1 if content["direction"] == "minimize" else -1
+    rows = [row for row in content["trials"] if row["state"] == "complete"]
+    return sorted(rows, key=lambda row: sign * row["value"])
+
+
+def short(value: Any) -> str:
+    """A value in a table's cell."""
+    return number(value) if isinstance(value, float) else variable_keys.text_of(value)
+
+
+def show(screen: Console, asked: Asked, content: dict[str, Any]) -> None:
+    """The best trials, what decides, and what to do next."""
+    rows, recipe = ranked(content)[:SHOWN], load_recipe(asked.path, asked.overrides)
+    keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
+    if rows:
+        cells = [
+            [f"{row['number']}{' (own)' if row['own'] else ''}", number(row["value"])]
+            + [short(row["values"][key]) if key in row["values"] else "" for key in keys]
+            for row in rows
+        ]
+        screen.say("", f"the best of {len(content['trials'])} trials ({counted(content)}):")
+        screen.table("", ("trial", label(recipe), *(key.partition(".")[2] for key in keys)), cells)
+    if content["importances"]:
+        decides = ", ".join(f"{key} {share:.0%}" for key, share in list(content["importances"].items())[:4])
+        few = f" (of {content['counts']['complete']} trials: a hint, no more)"
+        screen.say("", f"what decides: {decides}{few}")
+    screen.say("", verdict(content, label(recipe)))
+    screen.say(f"the page: {asked.folder}/tune.html; all trials: {asked.folder}/trials.csv")
+    screen.say(f"next: {next_step(asked, content)}")
+
+
+def page(asked: Asked, content: dict[str, Any], drawn: dict[str, str], recipe: Recipe) -> str:
+    """One self-contained page."""
+    rows = ranked(content) + [row for row in content["trials"] if row["state"] != "complete"]
+    keys = list(dict.fromkeys(key for row in content["trials"] for key in row["values"]))
+    spent = sum(row["seconds"] or 0.0 for row in content["trials"])
+    given = {"content": content, "rows": rows, "keys": keys, "drawn": drawn, "label": label(recipe)}
+    given |= {"verdict": verdict(content, label(recipe)), "counted": counted(content), "spent": spent}
+    given |= {"next": next_step(asked, content), "name": content["study"], "cell": short}
+    return html_report.template(PAGE).render(given)

@@ -1,0 +1,70 @@
+"""A space as a W&B sweep; wandb itself is not needed.
+
+https://docs.wandb.ai/guides/sweeps/sweep-config-keys
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.experiments.runner.variable_keys import text_of
+from finetune.experiments.sweep.search_space import IN_TRIALS, TYPE, every, grid, multiplied
+
+if TYPE_CHECKING:
+    from finetune.experiments.sweep.search_space import Parameter, Space
+    from finetune.recipe.schema import Recipe
+
+
+def sweep(
+    space: Space, recipe: Recipe, path: str, given: list[str], rows: int | None = None
+) -> tuple[str, list[str]]:
+    """The sweep's YAML, whose agents run `finetune train` with overrides, and what a sweep can't say.
+
+    Args:
+        rows: to train on, for a recipe that states neither `eval.every` nor its steps: without evaluations
+            there would be no metric to go by.
+    """
+    parameters: dict[str, Any] = {}
+    notes = []
+    for key, one in space.parameters.items():
+        if one.times not in (None, key):
+            notes.append(f"{key}: a sweep can't multiply by {one.times}; it stays as the recipe has it")
+            continue
+        parameters[key] = distribution(key, one, recipe)
+    if TYPE in parameters and any(key.startswith("adapter.") for key in parameters if key != TYPE):
+        notes.append("a sweep draws all keys for all types; what a type has not is left out by the run")
+    best = recipe.eval.best
+    fixed = [*IN_TRIALS, f"eval.every={every(recipe, space.search, rows)}", "train.report_to=wandb"]
+    fixed.append("train.output_dir=null")  # each run a folder of its own
+    command = ["finetune", "train", path, *given, *fixed]
+    content: dict[str, Any] = {
+        "method": {"tpe": "bayes", "random": "random"}[space.search.sampler],
+        "metric": {"name": f"eval/{best}", "goal": "minimize" if best == "loss" else "maximize"},
+        "parameters": parameters,
+        "command": [*command, "${args_no_hyphens}"],
+    }
+    if space.search.pruner != "none":
+        content["early_terminate"] = {"type": "hyperband", "min_iter": 1}
+        if space.search.pruner == "median":
+            notes.append("a sweep has no median pruner: hyperband stands in its place")
+    head = f"# {space.path.name} as a W&B sweep, made by `finetune tune --export-wandb`: wandb sweep FILE\n"
+    head += "".join(f"# {note}\n" for note in notes)
+    return head + yaml.safe_dump(content, sort_keys=False, width=110), notes
+
+
+def distribution(key: str, one: Parameter, recipe: Recipe) -> dict[str, Any]:
+    """What a sweep draws a key from: no other values than a study's.
+
+    Those of steps, and multiples of whole numbers, are listed: a sweep counts its steps from 0, in ones.
+    """
+    listed = grid(one)
+    if listed is not None and (one.choices is not None or one.step is not None or one.times is not None):
+        values = [multiplied(key, value, one, {}, recipe) for value in listed]
+        return {"values": [text_of(v) if isinstance(v, list | dict) else v for v in values]}
+    low, high = (multiplied(key, value, one, {}, recipe) for value, _ in one.corners)
+    kind = "log_uniform_values" if one.log else "int_uniform" if one.whole else "uniform"
+    stepped = one.whole and one.log
+    found = {"distribution": f"q_{kind}" if stepped else kind, "min": low, "max": high}
+    return found | ({"q": multiplied(key, 1, one, {}, recipe)} if stepped else {})

@@ -1,0 +1,101 @@
+"""The base model of a run, as a reader elsewhere can find it: its name, its commit or hashes, its licence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from huggingface_hub import ModelCard
+
+from finetune.core.paths import local_path
+from finetune.hub import client
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Model, Publish
+
+LICENCES = {  # what a LICENSE file begins with -> the Hub's name of it
+    r"\s*Apache License\s+Version 2\.0": "apache-2.0",
+    r"\s*(The )?MIT License": "mit",
+}
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base model, as a reader elsewhere can find it."""
+
+    name: str
+    """Hub id; of a folder on the machine that trained, its name."""
+    on_hub: bool
+    revision: str | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
+    """File of weights -> sha256, where the base is a folder."""
+    licence: dict[str, str] = field(default_factory=dict)
+    """The card's `license`, and `license_name` and `license_link` if it has them."""
+    licence_from: str = ""
+
+
+def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool) -> Base:
+    """The base of a run.
+
+    Args:
+        model: what it was trained on.
+        publish: what it is to be called, and its licence, where the recipe says so.
+        config: adapter_config.json, or nothing.
+        online: whether the licence may be looked up on the Hub.
+    """
+    local = Path(model.name) if local_path(model.name) else None
+    name = publish.base_model or (model.name if local is None else local.name)
+    on_hub = publish.base_model is not None or local is None
+    revision = (config.get("revision") or model.revision) if local is None else None
+    hashes = {}
+    if not on_hub and local and local.is_dir():
+        hashes = {path.name: client.sha256(path) for path in sorted(local.glob("*.safetensors"))}
+    if publish.license:
+        licence, source = {"license": publish.license}, "publish.license"
+    else:
+        licence, source = _licence(local, name if on_hub else None, revision, online)
+    return Base(name, on_hub, revision, hashes, licence, source)
+
+
+def _licence(
+    folder: Path | None, hub_id: str | None, revision: str | None, online: bool
+) -> tuple[dict[str, str], str]:
+    """The base's licence and where that is said: its folder's README or LICENSE, its card on the Hub."""
+    if folder and (folder / "README.md").is_file():
+        said = _licence_of_card(folder / "README.md")
+        if said:
+            return said, "the README of the base"
+    if folder and (folder / "LICENSE").is_file():
+        text = (folder / "LICENSE").read_text(encoding="utf-8", errors="replace")
+        for start, name in LICENCES.items():
+            if re.match(start, text):
+                return {"license": name}, "the LICENSE of the base"
+    if hub_id:
+        readme = _hub_readme(hub_id, revision, online)
+        if readme and (said := _licence_of_card(readme)):
+            return said, f"the card of {hub_id}"
+    return {"license": "other"}, ""
+
+
+def _hub_readme(hub_id: str, revision: str | None, online: bool) -> Path | None:
+    """The base's README on the Hub, or in its cache; its licence is no reason to fail."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(hub_id, "README.md", revision=revision, local_files_only=not online))
+    except (client.http_error(), OSError, ValueError):
+        return None
+
+
+def _licence_of_card(path: Path) -> dict[str, str]:
+    try:
+        data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, yaml.YAMLError):  # no metadata that can be read
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return (
+        {key: str(data[key]) for key in keys if isinstance(data.get(key), str)} if "license" in data else {}
+    )

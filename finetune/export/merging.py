@@ -1,0 +1,356 @@
+"""The adapter merged into its base, with a proof that nothing was lost: `finetune merge RUN`.
+
+merge.run("runs/quickstart") -> runs/quickstart/merged, which plain transformers opens without PEFT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from finetune.autoconfig import mixed_precision
+from finetune.core import run_checks
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.paths import writing
+from finetune.evaluation import reopen, scoring, validation_loss
+from finetune.export import torchao_quantization, verify_merge
+from finetune.models import fingerprint, generation_config, loading
+from finetune.quantization import qat
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedModel
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.console import Console
+    from finetune.recipe.schema import Qat, Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights that need no scale beside them
+
+
+def run(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dtype: str = "bfloat16",
+    quantized: str | None = None,
+    output: str | None = None,
+) -> dict[str, Any]:
+    """Merge a run's adapter, prove it from disk, and publish the folder with its report in merge.json.
+
+    Args:
+        path: the run folder.
+        overrides: of the run's recipe, such as `model.name=...` on another machine.
+        dtype: of the saved weights (bfloat16, float32); under `quantized` of all that is not.
+        quantized: int8 | int4 | fp8, or `None`.
+        output: the new folder; `None`: merged, or merged-int8 and so on, in the run folder.
+
+    Returns:
+        The report: figures, sizes in bytes, seconds.
+
+    Raises:
+        UserError: nothing to merge, a type PEFT can't merge or a target that is not empty (exit 2); a package
+            or memory that is missing (3); weights that are not what was trained (4). Nothing is left behind.
+    """
+    started = time.monotonic()
+    folder = run_folder.open_run(path)
+    recipe = run_folder.recipe_of(folder, overrides)
+    setup = reopen.setup_of(recipe)
+    check_asked(folder, setup, quantized, recipe.speed.qat)
+    target = free_target(folder, quantized, output)
+    tokenizer = reopen.tokenizer_of(folder)
+    held_out, _ = validation_loss.held_out(folder, recipe, tokenizer)
+    rows, origin = verify_merge.probes(recipe, tokenizer, held_out)
+    score = partial(scores, tokenizer, held_out if quantized else [], recipe)
+    report: dict[str, Any] = {"path": str(target), "dtype": dtype, "quantized": quantized}
+    report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
+    trained_for, plain = recipe.speed.qat, unrounded(recipe)
+    report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
+    with staging(target) as (whole, packed), located(folder):
+        asked = recipe if quantized else plain  # rounded in forward if that is how they will be stored
+        tuned, base, report["scores"]["tuned"] = verify_merge.trained(folder, asked, rows, score)
+        merged, base_merged = tuned, base
+        if trained_for and quantized:
+            adapter = folder.weights == folder.adapter
+            again = verify_merge.trained(folder, plain, rows, (lambda _: None) if adapter else score)
+            merged, base_merged, report["scores"]["unrounded"] = again
+        source = folder.model
+        if folder.weights == folder.adapter:
+            source = whole
+            report |= write_merged(folder, plain, setup, getattr(torch, dtype), tokenizer, whole)
+            wanted = merged
+            merged, report["scores"]["merged"] = verify_merge.reopened(whole, setup, rows, score)
+            report["against_tuned"] = verify_merge.agreement(wanted, base_merged, merged)
+            verify_merge.refuse_lost(report, folder)
+        report["bytes"] = size(source)
+        if quantized:
+            report |= {"bytes_before": size(source)}
+            report |= write_quantized(source, quantized, dtype, setup, trained_for, tokenizer, packed)
+            logits, report["scores"]["quantized"] = verify_merge.reopened(packed, setup, rows, score)
+            report["against_tuned"] = verify_merge.agreement(tuned, base, logits)
+            report["against_merged"] = verify_merge.agreement(merged, base, logits)
+            report["bytes"] = size(packed)
+            verify_merge.refuse_drowned(report, folder)
+        report["scores"] = {name: found for name, found in report["scores"].items() if found}
+        report["seconds"] = round(time.monotonic() - started, 1)
+        publish(packed if quantized else whole, target, folder, report)
+    return report
+
+
+def scores(tokenizer: Any, rows: Any, recipe: Recipe, opened: Any) -> dict[str, Any] | None:
+    """Before and after quantising; a merge (without `rows`) is judged by its logits."""
+    return scoring.score(opened, tokenizer, rows, recipe.data, recipe.eval).as_json() if rows else None
+
+
+def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained: Qat | None) -> None:
+    """What can be known before any weight is loaded."""
+    if folder.weights == folder.model and not quantized:
+        what, fix = "nothing to merge: model/ is whole already", "--quantize int8, or use model/ as it is"
+        raise UserError(Problem(what, where=str(folder.path), fix=fix))
+    if setup.launch.processes > 1:
+        fix = f"finetune merge {folder.path}"
+        raise UserError(Problem("merge runs in one process", found=f"{setup.launch.processes}", fix=fix))
+    if quantized:
+        torchao_quantization.check_installed()
+    if quantized and trained and quantized != trained.weight_dtype:
+        what, fix = "the run was trained for other weights", f"--quantize {trained.weight_dtype}"
+        texts = {"found": f"--quantize {quantized}", "expected": qat.describe(trained), "fix": fix}
+        raise UserError(Problem(what, where=str(folder.path), **texts))
+
+
+def free_target(folder: RunFolder, quantized: str | None, output: str | None) -> Path:
+    """Where the weights go (exit 2 if something is there, or if its parent is not)."""
+    target = Path(output) if output else folder.path / (f"merged-{quantized}" if quantized else "merged")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        held = (
+            ", ".join(sorted(entry.name for entry in target.iterdir())[:6]) if target.is_dir() else "a file"
+        )
+        fix = "--output with a new name, or move it away; nothing was overwritten"
+        raise UserError(Problem("is not empty", where=str(target), found=held, fix=fix))
+    if not target.absolute().parent.is_dir():
+        raise UserError(Problem("no such folder", where=str(target.parent), fix=f"mkdir -p {target.parent}"))
+    return target
+
+
+def write_merged(
+    folder: RunFolder, recipe: Recipe, setup: Setup, dtype: torch.dtype, tokenizer: Any, whole: Path
+) -> dict[str, Any]:
+    """Merge in fp32 onto the base that training saw, cast, and save to `whole`.
+
+    Returns:
+        How many of the saved tensors differ from the base's, what it was merged onto, and notes.
+    """
+    from peft import PeftConfig, PeftModel
+
+    plain = plain_base(recipe, setup)
+    config: Any = PeftConfig.from_pretrained(str(folder.adapter))
+    rows = getattr(config, "trainable_token_indices", None)  # of both at once, where they are tied
+    tied = False if rows else untie(plain)
+    before = {name: fingerprint.fingerprint({"": p.to(dtype)}) for name, p in plain.named_parameters()}
+    kind = "adapter"
+    try:
+        adapted: Any = PeftModel.from_pretrained(plain, str(folder.adapter))
+        kind = str(getattr(adapted.peft_config["default"].peft_type, "value", kind))
+        merged: Any = adapted.merge_and_unload(safe_merge=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (NotImplementedError, ValueError, AttributeError, TypeError, RuntimeError) as error:
+        fix = f"use it beside its base, by PEFT, as `finetune evaluate {folder.path}` does"
+        problem = Problem(
+            f"PEFT can't merge {kind}", where=str(folder.adapter), found=first_line(error), fix=fix
+        )
+        raise UserError(problem) from error
+    merged.to(dtype)
+    after = {name: fingerprint.fingerprint({"": p}) for name, p in merged.named_parameters()}
+    if tied:
+        retie(merged)
+    changed = sum(before.get(name) != digest for name, digest in after.items())
+    notes = generation_config.settle_generation(merged.generation_config, scoring.stop_ids(merged, tokenizer))
+    with writing(whole):
+        merged.save_pretrained(str(whole))
+        tokenizer.save_pretrained(str(whole))
+    del plain, adapted, merged
+    clear_device_cache(garbage_collection=True)
+    tensors = {"changed": changed, "all": len(after)}
+    return {"merged_onto": setup.storage.value, "tensors": tensors, "notes": notes}
+
+
+def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
+    """The base as training saw it, every weight in fp32: a quantised one is what its storage made of it."""
+    stored: Any = reopen.open_base(recipe)
+    if setup.storage.value in mixed_precision.STORED:
+        return stored.float()
+    if setup.storage.value == "fp8":
+        return stored.dequantize(torch.float32).float()
+    from peft.utils.integrations import dequantize_module_weight
+
+    verify_merge.in_fp32(stored)
+    unquantised = replace(setup, storage=run_checks.Choice("fp32", "to merge into"))
+    plain = loading.load(recipe.model, unquantised, str(stored.device)).eval()
+    modules = dict(stored.named_modules())
+    for name, parameter in plain.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = modules.get(owner)
+        value: Any = dequantize_module_weight(module) if module and leaf == "weight" else None
+        value = getattr(module, leaf, None) if value is None else value
+        if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
+            what, found = f"a {setup.storage.value} base can't be dequantised", f"{name}: {value!r:.60}"
+            raise UserError(Problem(what, found=found, fix="speed.base=bf16, and train again"))
+        parameter.data = value.detach().float()
+    del stored, modules
+    clear_device_cache(garbage_collection=True)
+    return plain
+
+
+def unrounded(recipe: Recipe) -> Recipe:
+    """The recipe without `speed.qat`: the adapter on whole weights, as it is merged."""
+    return recipe.model_copy(update={"speed": recipe.speed.model_copy(update={"qat": None})})
+
+
+def untie(plain: Any) -> bool:
+    """Give a tied output head weights of its own: nothing is merged into both then. True if it was tied."""
+    head, embedding = plain.get_output_embeddings(), plain.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    head.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    say_tied(plain, False)
+    return True
+
+
+def retie(merged: Any) -> None:
+    """Tie the head again, unless training made it another one."""
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+        say_tied(merged, True)
+
+
+def say_tied(opened: Any, tied: bool) -> None:
+    for config in (opened.config, opened.config.get_text_config()):
+        config.tie_word_embeddings = tied
+
+
+def write_quantized(
+    source: Path, kind: str, dtype: str, setup: Setup, trained: Qat | None, tokenizer: Any, packed: Path
+) -> dict[str, Any]:
+    """Quantise the weights in `source`, as they were trained for, and save them to `packed`."""
+    options = verify_merge.placed(setup)
+    small: Any = torchao_quantization.load(
+        source, kind, getattr(torch, dtype), setup.hardware, trained, **options
+    )
+    layers, plain = torchao_quantization.left_out(small)
+    notes = generation_config.settle_generation(small.generation_config, scoring.stop_ids(small, tokenizer))
+    with writing(packed):
+        small.save_pretrained(str(packed))
+        tokenizer.save_pretrained(str(packed))
+    _, storage = torchao_quantization.choose(kind, getattr(torch, dtype), setup.hardware, trained)
+    kept = torchao_quantization.kept(small, size(packed))
+    del small
+    clear_device_cache(garbage_collection=True)
+    found = {"storage": storage, "not_quantized": kept, "layers": {"quantized": layers, "plain": plain}}
+    return {**found, "notes": notes} if notes else found
+
+
+def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:
+    """The proven folder under its name, and its report beside those of others in merge.json."""
+    with writing(target):
+        os.rename(staged, target)  # over an empty folder too
+        reports = folder.found("merge.json")
+        inside = target.absolute().parent == folder.path.absolute()
+        name = target.name if inside else str(target.absolute())  # a relative one would be inside of the run
+        folder.write("merge.json", {**reports, name: report})
+
+
+def show(screen: Console, report: dict[str, Any]) -> None:
+    """What was written, what proves it, and what to do next."""
+    rows, figures, path = report["rows"], report["against_tuned"], report["path"]
+    before = f", {report['bytes_before'] / 1e6:.1f} MB before" if "bytes_before" in report else ""
+    lines = [("weights", f"{report.get('storage', report['dtype'])}"), ("in", path)]
+    lines += [("size", f"{report['bytes'] / 1e6:.1f} MB{before}")]
+    if "trained_for" in report:
+        wanted = "stored so" if report["quantized"] else "not stored so: see --quantize"
+        lines += [("trained for", f"{report['trained_for']} ({wanted})")]
+    if report.get("merged_onto"):
+        storage = report["merged_onto"]
+        quantised = "" if storage in mixed_precision.STORED else ", dequantised: what training saw"
+        lines += [("merged onto", f"the base as it was loaded ({storage}{quantised}), in fp32")]
+    if report["quantized"]:
+        left = f"{report['layers']['quantized']} linear layers; not quantised: {report['not_quantized']}"
+        lines += [("quantised", left)]
+    lines += [("compared on", f"{rows['rows']} {rows['from']} rows, {rows['tokens']} tokens")]
+    screen.table("merge", ("", ""), lines)
+    for note in report.get("notes", ()):
+        screen.say(f"note: {note}")
+    compared = {"the tuned model": figures}
+    if "against_merged" in report:
+        compared["the weights before quantising"] = report["against_merged"]
+    table = [
+        (
+            name,
+            f"{f['largest']:.2g} of {f['scale']:.3g}",
+            f"{f['kl']:.2g}",
+            f"{f['same_top']:.2%}",
+            f"{f['relative']:.2g}",
+        )
+        for name, f in compared.items()
+    ]
+    columns = (
+        "beside",
+        "largest logit difference",
+        "KL, nats a token",
+        "same first choice",
+        "difference / update",
+    )
+    screen.table("proof", columns, table)
+    if report["scores"]:
+        scores = report["scores"].items()
+        matched = ["-" if s["exact_match"] is None else f"{s['exact_match']:.1%}" for _, s in scores]
+        table = [(name, f"{s['loss']:.4f}", share) for (name, s), share in zip(scores, matched, strict=True)]
+        screen.table("held-out rows", ("", "loss", "exact match"), table)
+    needs = "transformers and torchao" if report["quantized"] else "transformers alone"
+    screen.say("", "next:", f"  AutoModelForCausalLM.from_pretrained({path!r}) opens it, by {needs}")
+
+
+def size(folder: Path) -> int:
+    """Bytes of the weights in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@contextlib.contextmanager
+def staging(target: Path) -> Iterator[tuple[Path, Path]]:
+    """Two folders beside the target that are gone afterwards, unless they were published."""
+    place = target.absolute().parent / f".{target.name}.{os.getpid()}"
+    try:
+        with writing(place):
+            (place / "whole").mkdir(parents=True)
+        yield place / "whole", place / "packed"
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def located(folder: RunFolder) -> Iterator[None]:
+    """Say of which run an error speaks; and fp32 weights may not fit where bf16 ones did."""
+    try:
+        yield
+    except UserError as error:
+        problems = [replace(problem, where=problem.where or str(folder.path)) for problem in error.problems]
+        raise UserError(*problems, code=error.code) from error
+    except torch.OutOfMemoryError as error:
+        fix = f"on the CPU: ACCELERATE_USE_CPU=true finetune merge {folder.path}"
+        problem = Problem(
+            "out of GPU memory: merging needs the weights in fp32", found=first_line(error), fix=fix
+        )
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error

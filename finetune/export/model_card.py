@@ -1,0 +1,330 @@
+"""The model card of a run, in the Hub's own format: what it is, how to load it, what it was measured at.
+
+Made from the files that go up beside it, so it says no more than they do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from finetune.core.paths import DATA_SUFFIXES
+from finetune.recipe import adapter_types
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from finetune.export.base_model import Base
+    from finetune.recipe.schema import Recipe
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+_NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publish.numbered`
+HELD_OUT = {"loss": "held-out loss", "exact_match": "exact match", "ended": "ends by itself"}
+Table = list[tuple[Any, ...]]
+
+
+def make(
+    staged: Path, recipe: Recipe, base: Base, kind: str, repo: str, merge: dict[str, Any] | None = None
+) -> ModelCard:
+    """The card of what lies in `staged`.
+
+    Args:
+        kind: adapter | model | merged.
+        repo: its repository, or what stands for it.
+        merge: what `finetune merge` reported of these weights, if they are merged.
+    """
+    merge = merge or {}
+    name = repo.rpartition("/")[2]
+    run = RunFolder(staged)  # an older one may lack some of its files
+    config = run.found("adapter_config.json") if kind == "adapter" else {}
+    results, report = run.found("eval.json"), run.found("data_report.json")
+    of = "" if kind != "merged" else "tuned model" if recipe.adapter.type == "full" else "adapter"
+    stored = after_merging(merge)
+    data = metadata(recipe, base, kind, name, report, measured(results, of, stored))
+    parts = [
+        f"# {name}",
+        summary(recipe, base, kind, report),
+        verdict(results.get("verdict", {}), of),
+        "## Use",
+        usage(recipe, base, kind, repo, config, results.get("settings", {}).get("stops", {})),
+        by_torchao(merge),
+        "## Results",
+        scores_of_stored(stored, of),
+        scores(results, report, of),
+        "## Training",
+        training(run, recipe, report),
+        "## Receipts",
+        "Facts read back from the running system; the run stops at one that does not match.",
+        table(
+            ("what", "asked", "got", "true"),
+            [
+                (r["option"], r["asked"], r["got"], "yes" if r["ok"] else "NO")
+                for r in run.found("receipts.json")
+            ],
+        ),
+        "## Versions",
+        versions(run),
+    ]
+    text = "\n\n".join(part for part in parts if part)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")
+
+
+def metadata(
+    recipe: Recipe, base: Base, kind: str, name: str, report: dict[str, Any], found: list[EvalResult]
+) -> ModelCardData:
+    """What the Hub reads: base, licence, library, data sets, results in its model-index."""
+    adapter = kind == "adapter"
+    relation = "adapter" if adapter else "finetune"
+    tags = [recipe.adapter.type, "sft", "text-generation", "finetune"]
+    if base.on_hub:
+        tags.append(f"base_model:{relation}:{base.name}")
+    sources = report.get("train", {}).get("sources", {})
+    licence: dict[str, Any] = dict(base.licence)
+    return ModelCardData(
+        base_model=base.name if base.on_hub else None,
+        base_model_relation=relation if base.on_hub else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        datasets=hub_data(sources) or None,
+        tags=tags,
+        model_name=name,
+        eval_results=found or None,
+        **licence,
+    )
+
+
+def hub_data(sources: Iterable[str]) -> list[str]:
+    """The ids of the Hub sets among `sources`, whose names go on with subset and split: `load.hub_name`."""
+    hub_sets = [name for name in sources if Path(_NUMBER.sub("", name)).suffix not in DATA_SUFFIXES]
+    return list(dict.fromkeys(name.partition(" ")[0] for name in hub_sets))
+
+
+def after_merging(merge: dict[str, Any]) -> dict[str, Any]:
+    """`before` and `after`: the held-out scores that merge.json has of weights stored anew, if any."""
+    found = merge.get("scores", {})
+    after = found.get("quantized") or found.get("merged")
+    return {"before": found.get("tuned", {}), "after": after} if after else {}
+
+
+def measured(results: dict[str, Any], of_merged: str, stored: dict[str, Any]) -> list[EvalResult]:
+    """The model's results; the name of each says what the base had, and whose it is if not these weights'.
+
+    Args:
+        of_merged: what was evaluated, where what is published was made of it.
+        stored: scores of what is published: `after_merging`.
+    """
+    found, before = [], f" of the {of_merged} before merging" if of_merged else ""
+    for key, title in (("loss", "held-out loss, nats a token"), ("exact_match", "exact match")):
+        value = results.get("tuned", {}).get(key)
+        said = f"{title}{before} ({_beside(results, key)})"
+        if stored:
+            value = stored["after"].get(key)
+            said = f"{title} ({of_merged} before merging {number(stored['before'].get(key))})"
+        if value is not None:
+            found.append(_result("held-out", "held-out rows", key, value, said))
+    for task, of in results.get("tasks", {}).items():
+        metric = of.get("main") or next((m for m in of.get("tuned", {}) if not m.endswith("_stderr")), None)
+        value = of.get("tuned", {}).get(metric)
+        if value is not None:
+            said = f"{metric}{before} ({_beside(of, metric)})"
+            found.append(_result(task, task, str(metric), value, said))
+    return found
+
+
+def _result(data: str, title: str, metric: str, value: float, said: str) -> EvalResult:
+    return EvalResult(
+        task_type="text-generation",
+        task_name="Text Generation",
+        dataset_type=data,
+        dataset_name=title,
+        metric_type=metric,
+        metric_value=value,
+        metric_name=said,
+    )
+
+
+def _beside(results: dict[str, Any], metric: Any) -> str:
+    """`base 1.9, difference -1.6 [-1.7, -1.5]`."""
+    said = f"base {number(results.get('base', {}).get(metric))}"
+    difference = interval(results.get("difference", {}).get(metric))
+    return f"{said}, difference {difference}" if difference else said
+
+
+def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> str:
+    at = f" at revision `{base.revision}`" if base.revision else ""
+    on = f"[{base.name}](https://huggingface.co/{base.name}){at}" if base.on_hub else f"`{base.name}`"
+    rows = report.get("train", {}).get("kept")
+    method = recipe.adapter.type
+    what = {
+        "adapter": f"A PEFT adapter ({method}) for {on}",
+        "model": f"{on}, all of its weights fine-tuned",
+        "merged": f"{on}, all of its weights fine-tuned, then quantised"
+        if method == "full"
+        else f"{on} with a PEFT adapter ({method}) merged into it",
+    }[kind]
+    lines = [f"{what}; supervised fine-tuning on {rows or 'some'} rows."]
+    if not base.on_hub:
+        lines.append(
+            f"The base, `{base.name}`, is a folder of the machine that trained, not a model of the Hub."
+        )
+        lines += [f"- `{file}` sha256 `{digest}`" for file, digest in base.hashes.items()]
+    if not base.licence_from:
+        lines.append("The licence of the base is not known; look it up before you use or share this model.")
+    return "\n".join(lines)
+
+
+def verdict(said: dict[str, Any], of_merged: str) -> str:
+    """Better or worse, why, and what was forgotten."""
+    before = f"The {of_merged}, before merging: " if of_merged else ""
+    forgot = f"; forgot: {', '.join(said['forgot'])}" if said.get("forgot") else ""
+    return f"{before}**{said['word']}**: {said['why']}{forgot}" if said.get("why") else ""
+
+
+def usage(
+    recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, Any], stops: dict[str, list[int]]
+) -> str:
+    """How to load it with PEFT or transformers, and with vLLM.
+
+    Args:
+        stops: token ids that end its answers, and those at which the base ends them: eval.json's.
+    """
+    quoted = json.dumps(base.name if base.on_hub else f"path/to/{base.name}")
+    at = f", revision={json.dumps(base.revision)}" if base.revision else ""
+    if kind != "adapter":
+        lines = [f"model = AutoModelForCausalLM.from_pretrained({json.dumps(repo)})"]
+        serve = f"vLLM: `vllm serve {repo}`"
+    else:
+        lines = [f"base = AutoModelForCausalLM.from_pretrained({quoted}{at})"]
+        if recipe.model.add_tokens:
+            lines += ["rows = max(len(tokenizer), len(base.get_input_embeddings().weight))  # may be padded"]
+            lines += ["base.resize_token_embeddings(rows)  # this run added tokens"]
+        lines += [f"model = PeftModel.from_pretrained(base, {json.dumps(repo)})"]
+        if stops and stops["answers"] != stops["model"]:
+            why = f"  # its answers end so; the base's own: {stops['model']}"
+            lines += [f"model.generation_config.eos_token_id = {stops['answers']}{why}"]
+        serve = vllm(config, base, repo)
+    head = ["from peft import PeftModel"] if kind == "adapter" else []
+    head += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    head += [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(repo)})"]
+    stored = adapter_types.find(recipe.adapter.type).storage or recipe.speed.base
+    note = f"In training the base was held in {stored}." if stored not in ("auto", "bf16") else ""
+    code = "\n".join(["```python", *head, *lines, "```"])
+    return "\n\n".join(part for part in (code, note if kind == "adapter" else "", serve) if part)
+
+
+def by_torchao(merge: dict[str, Any]) -> str:
+    """What opens quantised weights."""
+    if not merge.get("quantized"):
+        return ""
+    how = merge.get("storage", merge["quantized"])
+    return f"The weights are quantised by torchao ({how}); to open them, also `pip install torchao`."
+
+
+def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
+    """The line that serves the adapter, or why vLLM can't and what to do then."""
+    reasons = {
+        f"a {config.get('peft_type')} adapter": config.get("peft_type") != "LORA",
+        "DoRA": config.get("use_dora"),
+        "modules_to_save": config.get("modules_to_save"),
+        "new tokens": config.get("trainable_token_indices"),
+        "trained biases": config.get("bias", "none") != "none" or config.get("lora_bias"),
+        "ranks or alphas that differ by layer": config.get("rank_pattern") or config.get("alpha_pattern"),
+    }
+    why = ", ".join(reason for reason, holds in reasons.items() if holds)
+    rank = next((size for size in VLLM_RANKS if size >= int(config.get("r") or 0)), None)
+    why = why or ("" if rank else f"rank {config.get('r')}")
+    if why:
+        way = "merge first (`finetune merge RUN`, then `--merged`)"
+        if unmerged := adapter_types.unmerged(str(config.get("peft_type")).lower(), config):
+            way = f"use it with PEFT, which {unmerged}"
+        return f"vLLM does not serve {why} beside a base: {way}."
+    name = repo.rpartition("/")[2]
+    where = base.name if base.on_hub else f"path/to/{base.name}"
+    line = f"vllm serve {where} --enable-lora --max-lora-rank {rank} --lora-modules {name}={repo}"
+    return f"vLLM:\n\n```sh\n{line}\n```"
+
+
+def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
+    """The weights that are published beside those they were made of, where both were measured."""
+    if not stored:
+        return ""
+    before, after = stored["before"], stored["after"]
+    rows = [(title, number(before.get(key)), number(after.get(key))) for key, title in HELD_OUT.items()]
+    return "These weights, on held-out rows:\n\n" + table(("", f"{of_merged} before", "these weights"), rows)
+
+
+def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> str:
+    """Base against tuned, with the interval of the difference where there is one."""
+    rows: Table = []
+    base, tuned = results.get("base", {}), results.get("tuned", {})
+    for key, title in HELD_OUT.items():
+        if tuned.get(key) is not None:
+            difference = interval(results.get("difference", {}).get(key))
+            rows.append((title, number(base.get(key)), number(tuned[key]), difference))
+    for task, of in results.get("tasks", {}).items():
+        for metric, value in of.get("tuned", {}).items():
+            if not metric.endswith("_stderr"):
+                error = of["tuned"].get(f"{metric}_stderr")
+                shown = number(value) + (f" ± {number(error)}" if isinstance(error, float) else "")
+                before, difference = of.get("base", {}).get(metric), of.get("difference", {}).get(metric)
+                rows.append((f"{task}: {metric}", number(before), shown, interval(difference)))
+    if not rows:
+        return "Nothing was held out, so nothing was measured."
+    settings = results.get("settings", {})
+    held_out = settings.get("rows", report.get("validation", {}).get("kept", 0))
+    said = [f"Base and {of_merged}, as measured before merging."] if of_merged else []
+    said += [f"On {held_out} held-out rows; answers are greedy."] if held_out else []
+    said += [f"Note: {note}." for note in settings.get("notes", [])]
+    columns = ("", "base", of_merged or "tuned", "difference, 95 % interval")
+    return "\n\n".join([*filter(None, [" ".join(said)]), table(columns, rows)])
+
+
+def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
+    """Data, the numbers that matter, and the whole recipe."""
+    train = report.get("train", {})
+    rows: Table = [(f"data `{name}`", digest) for name, digest in train.get("sources", {}).items()]
+    rows += [("rows", f"{train.get('kept')} of {train.get('rows')}")] if train else []
+    rows += [("tokens with loss", f"{train.get('trained_tokens', 0):,} of {train.get('tokens', 0):,}")]
+    rows += [(key, f"{value}") for key, value in recipe.adapter.options().items()]
+    section = recipe.train
+    rows += [("learning rate", f"{section.learning_rate:g}"), ("rows a step", section.effective_batch_size)]
+    if steps := run.steps():
+        rows += [("steps", steps[-1].get("step"))]
+        rows += [("last loss in training", number(last))] if (last := steps[-1].get("loss")) else []
+    machine = run.found("environment.json").get("hardware", {})
+    rows += [("machine", f"{machine.get('count', 1)} x {machine['name']}")] if "name" in machine else []
+    text = run.recipe.read_text(encoding="utf-8")
+    whole = f"<details><summary>The recipe</summary>\n\n```yaml\n{text}```\n\n</details>"
+    return f"{table(('', ''), rows)}\n\n{whole}"
+
+
+def versions(run: RunFolder) -> str:
+    found = run.found("environment.json")
+    packages = {"python": found.get("python"), **found.get("packages", {})}
+    return table(("package", "version"), [(name, text) for name, text in packages.items() if text])
+
+
+def number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else "-"
+
+
+def interval(difference: Any) -> str:
+    """`-1.6 [-1.7, -1.5] better`."""
+    if not isinstance(difference, dict):
+        return ""
+    low, high = number(difference.get("low")), number(difference.get("high"))
+    return f"{number(difference.get('value'))} [{low}, {high}] {difference.get('verdict', '')}".strip()
+
+
+def table(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = (" ".join(str(cell).split()).replace("|", "\\|") for cell in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,41 @@
+"""Detect the GPUs of this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from finetune.distributed import launch_environment
+from finetune.hardware import gpus
+
+
+@dataclass(frozen=True)
+class Hardware:
+    device: str  # cuda | cpu
+    name: str
+    count: int
+    capability: tuple[int, int]  # (0, 0) on the CPU
+    memory_gib: float  # of one device
+    cpu_cores: int
+    host_gib: float | None = None  # that may leave GPUs for the CPU's memory
+    here: bool = True  # False: planned for, so nothing is known of its packages
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s of one device, `None` if not in the table."""
+        known = gpus.of_device(self.name)
+        return known.bf16 if known else None
+
+
+def detect() -> Hardware:
+    """Look at this machine; imports torch."""
+    import psutil
+    import torch
+
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if torch.cuda.is_available() and not launch_environment.on("ACCELERATE_USE_CPU"):  # the launch's word
+        properties = torch.cuda.get_device_properties(0)
+        capability = (properties.major, properties.minor)
+        memory = properties.total_memory / 2**30
+        return Hardware("cuda", properties.name, torch.cuda.device_count(), capability, memory, cores)
+    return Hardware("cpu", "CPU", 1, (0, 0), psutil.virtual_memory().total / 2**30, cores)

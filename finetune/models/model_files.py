@@ -1,0 +1,81 @@
+"""Find and read a model's small files, in a folder or on the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import untrusted_files
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.paths import local_path, similar_files
+from finetune.hub import client
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Model
+
+
+def check_exists(model: Model) -> None:
+    """A local folder that is not there, said before anything loads (exit 2)."""
+    if local_path(model.name) and not Path(model.name).exists():
+        found = f"looked in {Path.cwd()} and beside the recipe"
+        fix = similar_files(Path(model.name))
+        raise UserError(Problem(f"local path not found: {model.name}", "model.name", found=found, fix=fix))
+
+
+def check_folder(model: Model) -> None:
+    """What a model's files must not say or hold, where they are here (exit 2)."""
+    check_exists(model)
+    if Path(model.name).is_dir():
+        untrusted_files.check_model(Path(model.name), "model.name")
+
+
+def small_file(model: Model, name: str) -> Path | None:
+    """A file of a model that may lack it, here or on the Hub."""
+    if local_path(model.name):
+        path = Path(model.name) / name
+        return path if path.is_file() else None
+    found = untrusted_files.from_hub(model.name, commit(model), name)
+    return Path(found) if found else None
+
+
+def read_config(model: Model) -> Any:
+    """The model's config, as transformers has it."""
+    from transformers import AutoConfig
+
+    check_folder(model)
+    return from_hub(AutoConfig.from_pretrained, model)
+
+
+def pinned(model: Model) -> Model:
+    """The same with the commit that its revision is now, where it is on the Hub."""
+    return model if local_path(model.name) else model.model_copy(update={"revision": commit(model)})
+
+
+def commit(model: Model) -> str:
+    return client.commit(model.name, model.revision or "main")
+
+
+def from_hub(load: Any, model: Model, **options: Any) -> Any:
+    """Call `from_pretrained`; its errors become ours, with the remedy. The model's own code never runs."""
+    revision = "main" if local_path(model.name) else commit(model)
+    try:
+        if not local_path(model.name):
+            untrusted_files.check_hub(model.name, revision, "model.name")
+        # said, not left out: without it transformers asks at the terminal whether it may run the code
+        return load(model.name, revision=revision, trust_remote_code=False, **options)
+    except ImportError as error:  # of a tokenizer, or of a checkpoint that others quantised
+        fix = "install it; of weights that are quantised take those in 16 bits"
+        problem = Problem("wants a package that is not here", "model.name", found=first_line(error), fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    except (OSError, ValueError) as error:
+        reason = first_line(error)
+        if "trust_remote_code" in str(error):
+            what = "needs code of its own to be run, which this program does not do"
+            fix = "a model that transformers knows by itself, or one converted to such"
+            raise UserError(Problem(what, "model.name", found=reason, fix=fix)) from error
+        if "model.safetensors" in reason and "use_safetensors=True" in str(error):
+            raise UserError(untrusted_files.only_pickles("model.name", model.name)) from error
+        if local_path(model.name):
+            problem = Problem("the folder does not hold a model that loads", "model.name", found=reason)
+            raise UserError(problem) from error
+        raise UserError(client.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error

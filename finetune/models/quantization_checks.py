@@ -1,0 +1,49 @@
+"""Run checks on how the base model's weights are stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.core import formatting
+from finetune.core.errors import Exit
+from finetune.kernels.kernel_limits import FP8_MULTIPLE
+from finetune.models import module_names
+from finetune.quantization.fp8_linear import Fp8Linear
+
+if TYPE_CHECKING:
+    from finetune.core.run_checks import RunChecks
+
+
+def add_coded_receipt(model: Any, storage: str, ledger: RunChecks) -> None:
+    """Linear layers of a base that bitsandbytes or torchao quantised, and what it weighs, counted on the live
+    model, before an adapter is on it."""
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
+    coded = sum(module_names.stored_as(layer) == storage for layer in linear)
+    stacked = module_names.of_experts(model)
+    got = f"{coded} of {len(linear)} linear layers, {formatting.size(model.get_memory_footprint())} in all"
+    got += f"; {len(linear) - coded} stay as numbers" if coded < len(linear) else ""
+    got += f"; {formatting.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
+    how = "what the layers of the live model hold"
+    ledger.add("speed.base", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
+
+
+def add_receipt(base: Any, ledger: RunChecks) -> None:
+    """Layers in fp8 and what they weigh, counted on the live base, before an adapter is on it."""
+    head = base.get_output_embeddings()
+    linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    layers = [m for m in linear if isinstance(m, Fp8Linear)]
+    narrow = sum(bool(m.in_features % FP8_MULTIPLE or m.out_features % FP8_MULTIPLE) for m in linear)
+    plain = len(linear) - len(layers) - narrow
+    coded = sum(t.nbytes for m in layers for t in (*m.parameters(), *m.buffers()))
+    whole = base.get_memory_footprint()
+    held = f"{formatting.size(coded)} of {formatting.size(whole)}"
+    got = f"{len(layers)} of {len(linear)} linear layers, {held}"
+    got += f"; {narrow} stay: sides not divisible by {FP8_MULTIPLE}" if narrow else ""
+    got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
+    stacked = module_names.of_experts(base)
+    got += f"; {formatting.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
+    how = "fp8 layers of the live model, and bytes of their weights and scales"
+    ledger.add("speed.base", "fp8", got, how, ok=bool(layers))

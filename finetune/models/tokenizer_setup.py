@@ -1,0 +1,110 @@
+"""Load a tokenizer, add tokens, and set its chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import untrusted_files
+from finetune.core.errors import Problem, UserError
+from finetune.models import model_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.recipe.schema import Model
+
+
+def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token and, if given, another chat template (Jinja source)."""
+    from transformers import AutoTokenizer
+
+    model_files.check_exists(model)
+    if Path(model.name).is_dir():  # of a model, or of an adapter with its tokenizer
+        untrusted_files.check_files(Path(model.name), "model.name")
+    tokenizer = model_files.from_hub(AutoTokenizer.from_pretrained, model)
+    if tokenizer.eos_token is None:
+        fix = "name one in its tokenizer_config.json: the token that ends a turn"
+        raise UserError(Problem("the tokenizer has no eos token", "model.name", found=model.name, fix=fix))
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # what tokenizer.json says of it: rows are cut by us, and padded by the collator
+        backend.no_truncation()
+        backend.no_padding()
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    known = [token for token in model.add_tokens if token in tokenizer.get_vocab()]
+    if known:
+        raise UserError(
+            Problem("is a token already", "model.add_tokens", found=", ".join(known), fix="drop it")
+        )
+    _add_tokens(tokenizer, model.add_tokens)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Any, texts: list[str]) -> None:
+    """New tokens, each of which is seen wherever its text stands."""
+    from transformers import AddedToken
+
+    # found in the text as it stands: a normaliser, such as Llama 2's, may put a space before it
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    vocabulary = tokenizer.get_vocab()
+    lost = [t for t in texts if vocabulary.get(t) not in tokenizer.encode(f"0{t}0", add_special_tokens=False)]
+    if lost:
+        what, found = "the tokenizer does not see it inside of a text", ", ".join(map(repr, lost))
+        raise UserError(Problem(what, "model.add_tokens", found=found, fix="another text"))
+
+
+def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A note where chats are not rendered as the base's repository says: a template is a program, and a place
+    to hide instructions."""
+    own, used = own_template(model), tokenizer.chat_template
+    if used is None or (own and digest(used) == digest(own)):
+        return []
+    known = f"own ({digest(own)})" if own else "own: it has none"
+    return [f"the chat template ({digest(used)}) is not {model.name}'s {known}"]
+
+
+def own_template(model: Model) -> str | dict[str, str] | None:
+    """The chat template in the files of a base, or those by name; a recipe, or an adapter's tokenizer, may
+    overrule it."""
+    found = {
+        name: model_files.small_file(model, name) for name in ("chat_template.jinja", "tokenizer_config.json")
+    }
+    if path := found["chat_template.jinja"]:
+        default = path.read_text(encoding="utf-8")
+        more = model_files.small_file(model, "additional_chat_templates/tool_use.jinja")
+        return {"default": default, "tool_use": more.read_text(encoding="utf-8")} if more else default
+    path = found["tokenizer_config.json"]
+    said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
+    return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said
+
+
+def digest(template: str | dict[str, str]) -> str:
+    """Of a chat template; of several by name, of the two that transformers renders chats by."""
+    if isinstance(template, dict):
+        used = [template.get(name, "") for name in ("default", "tool_use")]
+        template = "\0".join(used) if used[1] else used[0]
+    return hashlib.sha256(template.encode()).hexdigest()[:16]
+
+
+def declared_ends(model: Model) -> set[int]:
+    """Ids that the model's own files say to end an answer: the config's, without one of generation."""
+    path = model_files.small_file(model, "generation_config.json")
+    said = json.loads(path.read_text(encoding="utf-8")) if path else model_files.read_config(model).to_dict()
+    ends = said.get("eos_token_id")
+    return {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
+
+
+def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of `model.add_tokens`."""
+    return [int(tokenizer.get_vocab()[token]) for token in model.add_tokens]
+
+
+def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of the model's embedding, from its config and the tokens that are added to it."""
+    rows = model_files.read_config(model).get_text_config().vocab_size
+    return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])

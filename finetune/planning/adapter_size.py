@@ -1,0 +1,170 @@
+"""What an adapter adds to a model that is not there: its layers, its numbers, whether they run fused."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.adapters import target_modules
+from finetune.autoconfig.compilation import MAX_RANK
+from finetune.core.errors import Problem, UserError
+from finetune.models import architecture, module_names
+from finetune.recipe import adapter_types, upstream_options
+
+if TYPE_CHECKING:
+    from finetune.models.architecture import Architecture
+    from finetune.recipe.schema import Adapter, Model
+
+RANK = 16  # of adapters whose numbers are not counted: an `r` of their own means another thing
+FUSED_TYPES = ("lora", "adalora", "ia3")
+MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# Gate, up and down of an expert by the pattern of its family: layers in transformers 4, in 5 two stacked
+# weights, which PEFT adapts where it is asked for these names (peft/utils/transformers_weight_conversion.py)
+EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
+
+
+class Adapted(NamedTuple):
+    """What an adapter adds to a model."""
+
+    names: list[str]
+    """Layers it changes."""
+    trained: int
+    """Numbers that the optimizer moves."""
+    rank: int
+    dropout: bool
+    columns: bool
+    fusable: bool
+    """Its layers can run fused."""
+    mlps: bool = False
+    """It changes a layer of each MLP, so that all run fused as a whole."""
+    allocates: bool = False
+    """AdaLoRA's: averages of each number's importance, in fp32."""
+    unknown: str = ""
+    obstacle: str = ""
+    """Why none of its layers can run fused."""
+    saved: int = 0
+    """Of the trained numbers those of whole modules (`modules_to_save`)."""
+    head: bool = False
+    """The output head trains."""
+    experts: int = 0
+    """Of the trained numbers those in experts' weights, by PEFT's own forward."""
+
+
+def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> Adapted:
+    """The layers that an adapter changes, and what trains there; `full`: every number of the model.
+
+    lora: r (in + out) a layer, and out for DoRA's magnitude; adalora: init_r (in + out + 1); ia3: in, or out.
+
+    Raises:
+        UserError: DoRA of experts, which PEFT refuses (exit 2).
+    """
+    kind, text = adapter_types.find(adapter.type), found.config.get_text_config()
+    if not kind.peft:
+        return Adapted([], found.of_text, 0, False, False, False)
+    linear = found.linear
+    options: dict[str, Any] = {"target_modules": "all-linear", **adapter.options(), **kind.sets}
+    if kind.build:
+        options |= kind.build(options, max(steps, 12), linear)
+    names = [name for name in target_modules.targeted(options, found.names) if name in linear]
+    counted = kind.peft in FUSED_TYPES
+    dropout, dora = bool(options.get("lora_dropout")), bool(options.get("use_dora"))
+    trained, largest = 0, 0
+    for name in names:
+        outputs, inputs = linear[name]
+        rank = 0 if kind.peft == "ia3" else _rank(options, name) if counted else RANK
+        largest = max(largest, rank)
+        if kind.peft == "ia3":
+            forward = target_modules.match(options.get("feedforward_modules") or [], [name])
+            trained += inputs if any(forward.values()) else outputs
+            continue
+        trained += rank * (inputs + outputs) + (rank if kind.peft == "adalora" else 0)
+        trained += outputs * (dora + bool(options.get("lora_bias")))
+    whole = options.get("modules_to_save") or ()
+    whole = [n for n in found.names.parameters if any(n.rpartition(".")[0].endswith(name) for name in whole)]
+    saved = sum(prod(found.tensors[name]) for name in whole)
+    rows = len(model.add_tokens) * (2 - text.tie_word_embeddings) * text.hidden_size
+    experts = _experts(options, found) if kind.peft == "lora" else 0
+    unknown = f"what {adapter.type} adds is not counted here; taken as LoRA's of r {RANK}"
+    if experts:
+        unknown = (
+            f"PEFT adapts the experts' weights too ({experts:,} of the trained numbers); what its forward "
+        )
+        unknown += "of them takes in memory is not known"
+    obstacle = _obstacle(kind.peft, options, largest)
+    act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not architecture.experts(text)
+    fits &= not dropout or not any("down_proj" in name for name in names)
+    fits &= not getattr(text, "mlp_bias", False)
+    inside = {name.rpartition(".")[0] for name in names if module_names.short(name) in MLP}
+    return Adapted(
+        names,
+        trained + saved + rows + experts,
+        largest,
+        dropout,
+        columns=dora or kind.peft == "ia3",
+        fusable=fits and not obstacle,
+        mlps=len(inside) == text.num_hidden_layers,
+        allocates=kind.peft == "adalora",
+        unknown="" if counted and not experts else unknown,
+        obstacle=obstacle,
+        saved=saved,
+        head=any(module_names.short(name.removesuffix(".weight")) == "lm_head" for name in whole),
+        experts=experts,
+    )
+
+
+def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
+    """Why no layer can run fused: `speed.fuse.obstacle`, of what an adapter's options say."""
+    obstacles = {
+        f"PEFT's {kind} has a forward of its own": kind not in FUSED_TYPES,
+        f"rank {rank} is over {MAX_RANK}": rank > MAX_RANK,
+        "lora_bias": options.get("lora_bias"),
+        "DoRA with dropout drops the base's input too": options.get("use_dora")
+        and options.get("lora_dropout"),
+    }
+    return next((what for what, is_so in obstacles.items() if is_so), "")
+
+
+def _experts(options: dict[str, Any], found: Architecture) -> int:
+    """Numbers that LoRA trains in the weights of experts, and in what chooses among them.
+
+    Raises:
+        UserError: DoRA of them (exit 2).
+    """
+    names = EXPERTS.get(upstream_options.moe_patterns().get(found.config.model_type, ""))
+    if names is None:
+        return 0
+    rank, trained = _rank(options, ""), 0
+    gate, up, down = names
+    for name, size in found.tensors.items():
+        module, leaf = name.removesuffix(".weight"), module_names.short(name.removesuffix(".weight"))
+        if ".experts." in name and leaf in ("gate_up_proj", "down_proj") and len(size) == 3:
+            asked, number = gate if leaf == "gate_up_proj" else down, size[0] * (size[1] + size[2])
+            number *= 2 if leaf == "gate_up_proj" else 1  # twice the rank
+        elif ".experts." in name and leaf in names:  # a checkpoint has each by itself
+            asked, number = leaf, size[0] + size[1] + (size[0] if leaf in (gate, up) else 0)
+        elif leaf == "gate":
+            asked, number = leaf, sum(size)
+        else:
+            continue
+        place = f"{module.rpartition('.')[0]}.{asked}"
+        everything = options["target_modules"] == "all-linear"
+        if everything or any(target_modules.match(options["target_modules"], [place]).values()):
+            trained += rank * number
+    if trained and options.get("use_dora"):
+        what, fix = "PEFT has no DoRA of experts' weights, which it adapts too", "adapter.type: lora, or "
+        fix += "target_modules: [q_proj, k_proj, v_proj, o_proj]"
+        asked = str(options["target_modules"])
+        raise UserError(Problem(what, "adapter.target_modules", found=asked, fix=fix))
+    return trained
+
+
+def _rank(options: dict[str, Any], name: str) -> int:
+    """By PEFT's rule: the first pattern that is the end of the name, or `init_r`, `r`."""
+    for pattern, rank in (options.get("rank_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return int(rank)
+    rank = options.get("init_r") or options.get("r") or RANK
+    return rank if isinstance(rank, int) else RANK

@@ -1,0 +1,300 @@
+"""What can be said of a recipe's rows before they are prepared: how many, how long, how many are too long."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.autoconfig.batch_size import count_steps
+from finetune.core.errors import UserError
+from finetune.data import chat_templates, example_errors, source_loading
+from finetune.data.examples import BadRow, Example
+from finetune.data.readers import json_lines
+from finetune.data.template_sandbox import render
+from finetune.recipe.schema import Data
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.recipe.schema import Model, Train
+
+
+class Rows(NamedTuple):
+    """What can be said of the data without preparing it."""
+
+    number: int
+    tokens: float
+    """Of a row, on average."""
+    padded: float
+    """Of a row as it is computed: as long as the longest of its batch."""
+    attended: float
+    """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
+    long: float = 0.0
+    """Share of the rows that are longer than `data.max_length`."""
+    split: float = 0.0
+    """Share of the rows that are longer, and are cut in pieces."""
+    how: str = ""
+    """How their lengths are known."""
+
+
+def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
+    """Rows of local jsonl files, counted, and their tokens, from a sample; `None` for other data.
+
+    Args:
+        at_once: rows of a batch, which are as long as the longest of them.
+    """
+    every = dict[Path, float]()
+    shared = 1.0
+    if data.streaming:
+        return None
+    for source in source_loading.sources(data):
+        paths = source_loading.files(source.name, "data.name")
+        if not paths or any(path.suffix != ".jsonl" for path in paths):
+            return None
+        for path in paths:
+            stat = path.stat()
+            every[path] = _lines(path, stat.st_mtime_ns, stat.st_size) * source.weight
+        shared = min(shared, 1 / max(1.0, source.weight))
+    lines = sum(map(round, every.values()))
+    # of each file as large a share as it has of the rows
+    share = min(shared, SAMPLED / max(1.0, *every.values()))
+    sampled = {path: max(1, round(own * share)) for path, own in every.items()}
+    if data.validation_fraction is not None:  # as `load.draw_held_out` draws them
+        lines -= max(1, round(lines * data.validation_fraction))
+    most = float(data.max_length)
+    lengths, how = lengths_in_tokens(data, model, sampled)
+    if not lengths:
+        return Rows(0, most, most, most, how="there is nothing in the files")
+    texts = can_be_split(data, sampled) if data.too_long == "split" else [False] * len(lengths)
+    long = sum(length > most for length in lengths) / len(lengths)
+    split = sum(text and length > most for length, text in zip(lengths, texts, strict=True)) / len(lengths)
+    kept = used(lengths, data, texts)
+    if not kept or lines <= 0:
+        return Rows(0, most, most, most, long, split, how)
+    attended = sum(length**2 for length in kept) / sum(kept)
+    rows = lines * len(kept) / len(lengths)
+    if data.packing:
+        rows *= sum(kept) / len(kept) / most
+        return Rows(max(1, round(rows)), most, most, attended, long, split, how)
+    if len(every) > 1:
+        random.Random(0).shuffle(kept)  # batches have rows of all files
+    batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
+    padded = kept if data.padding_free else [max(batch) for batch in batches]
+    mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
+    spans = attended if data.padding_free else longest
+    return Rows(max(1, round(rows)), mean, longest, spans, long, split, how)
+
+
+def used(lengths: list[float], data: Data, texts: list[bool]) -> list[float]:
+    """What is trained on of rows of these lengths, by `data.too_long`; prompts are taken for long enough.
+
+    Args:
+        texts: which of the rows are cut in pieces.
+    """
+    most, pieces = float(data.max_length), list[float]()
+    if data.too_long == "truncate_prompt":
+        return [min(length, most) for length in lengths if length > 1]
+    for length, text in zip(lengths, texts, strict=True):
+        pieces += [most] * int(length // most) + [length % most] if text else [length]
+    return [piece for piece in pieces if 1 < piece <= most]
+
+
+def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
+    """What becomes of rows that are longer than `data.max_length`, and whether a run would refuse them."""
+    if rows is None or not rows.long:
+        return "", False
+    share = f"{rows.long:.0%} of the rows are longer than data.max_length ({data.max_length})"
+    if rows.split == rows.long:
+        return f"{share}, and split", False
+    if data.too_long == "truncate_prompt":
+        return f"{share}; their prompts are cut, and what does not fit then is dropped", False
+    if data.too_long == "error":
+        return f"{share}, and data.too_long is error", True
+    limit, dropped, what = data.expect.dropped, rows.long - rows.split, "and dropped"
+    if data.too_long == "split":
+        what = f"{dropped:.0%} are chats or have prompts, and dropped: plain text alone is split"
+    return f"{share}, {what}; a run lets {limit:.0%} pass (data.expect.dropped)", dropped > limit
+
+
+def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
+    """Why a run would not take the rows; empty: it would, as far as that is known."""
+    if rows is None:
+        return ""
+    paths = [
+        path
+        for source, key in source_loading.named(data)
+        for path in source_loading.files(source.name, key) or ()
+    ]
+    if why := _unusable(stamped(paths), data.model_dump_json()):
+        return why
+    long, refuses = too_long(rows, data)
+    if refuses or rows.number >= batch.effective:
+        return long if refuses else ""
+    if not rows.number and data.validation_fraction is not None:
+        return f"no row would be left to train on (data.validation_fraction: {data.validation_fraction:g})"
+    if not rows.number:
+        return "there is no row to train on"
+    number = f"{rows.number:,} rows are" if rows.number > 1 else "1 row is"
+    return f"{number} fewer than one step takes (train.effective_batch_size: {batch.effective})"
+
+
+def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -> int | None:
+    """Optimizer steps of the run, if they can be known before the data is prepared."""
+    if train.max_steps is not None:
+        return train.max_steps
+    if rows is None or rows.number < batch.effective:
+        return None
+    return count_steps(train, rows.number, batch, processes)
+
+
+@cache  # a plan and each of its changes ask
+def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
+    """What is wrong with the first rows, if a run would refuse them."""
+    try:
+        example_errors.first_rows(Data.model_validate_json(asked))
+    except UserError as error:
+        first = error.problems[0]
+        return f"{first.what} ({first.where or first.key}); `finetune check` says all"
+    return ""
+
+
+@cache  # a plan and each of its changes count them
+def _lines(path: Path, changed: int, size: int) -> int:
+    lines, last = 0, b"\n"
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(2**20), b""):
+            lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")  # the last line may have no end
+
+
+CHARACTERS = 4  # of a token, in text that is not tokenised here
+SAMPLED = 500  # rows of the largest file
+TOKENISED = 10**6  # characters, which take about a second
+READ = {"format", "columns", "role_map", "reasoning", "train_on"}  # of `data:`, what decides on an example
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def lengths_in_tokens(data: Data, model: Model, sampled: Mapping[Path, int]) -> tuple[list[float], str]:
+    """Tokens of so many first rows of each jsonl file, and how they are known."""
+    folder = _file(model, "tokenizer.json")
+    template = chat_templates.read_template(data.chat_template) if data.chat_template else _template(model)
+    asked = data.model_dump_json(include=READ)
+    config = str(_file(model, "tokenizer_config.json") or "")
+    return _lengths(stamped(sampled), (*sampled.values(),), asked, str(folder or ""), config, template)
+
+
+def stamped(paths: Iterable[Path]) -> tuple[tuple[str, int], ...]:
+    """Files, and when they were changed: what is kept of them holds as long."""
+    return tuple((str(path), path.stat().st_mtime_ns) for path in paths)
+
+
+def can_be_split(data: Data, sampled: Mapping[Path, int]) -> list[bool]:
+    """Of the same rows, which ones `data.too_long: split` cuts in pieces: plain text, as in a run."""
+    rows = _rows(stamped(sampled), (*sampled.values(),), data.model_dump_json(include=READ))
+    return [isinstance(row, Example) and not row.messages and row.prompt is None for row in rows]
+
+
+@cache
+def _rows(paths: tuple[tuple[str, int], ...], counts: tuple[int, ...], asked: str) -> list[Example | BadRow]:
+    """The first rows of each file."""
+    data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[Example | BadRow]()
+    for (path, _), count in zip(paths, counts, strict=True):
+        with open(path, "rb") as file:
+            rows += source_loading.examples(json_lines(islice(file, count), Path(path)), data, path, {}, {})
+    return rows
+
+
+@cache  # a plan asks for each change it tries
+def _lengths(
+    paths: tuple[tuple[str, int], ...],
+    counts: tuple[int, ...],
+    asked: str,
+    tokenizer: str,
+    config: str,
+    template: str,
+) -> tuple[list[float], str]:
+    rows = _rows(paths, counts, asked)
+    sizes = list(map(_characters, rows))
+    if not tokenizer:
+        why = "the model's tokenizer is not here"
+        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters a token, for {why}"
+    chosen, characters = list[tuple[int, Example]](), 0
+    for index, (size, example) in enumerate(zip(sizes, rows, strict=True)):
+        if isinstance(example, Example) and characters + size <= TOKENISED:
+            chosen.append((index, example))
+            characters += size
+    found = _tokens([example for _, example in chosen], tokenizer, config, template)
+    if not found or not any(found):
+        why = "there is no chat template" if found is None else "no row can be tokenised here"
+        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters a token, for {why}"
+    each = sum(found) / max(1, characters)
+    known = {index: float(tokens) for (index, _), tokens in zip(chosen, found, strict=True) if tokens}
+    made = [known.get(index, size * each) for index, size in enumerate(sizes)]
+    return made, f"by the model's tokenizer and template, from {len(known)} of them"
+
+
+def _tokens(examples: list[Example], tokenizer: str, config: str, template: str) -> list[int] | None:
+    """Of each example, 0 where its chat can't be rendered; `None` if there are chats and no template."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    chats = [(example.messages, example.tools) for example in examples if example.messages]
+    if chats and not template:
+        return None
+    with_turns = chat_templates.marked_twin(template) or template
+    rendered = iter(render(with_turns, _special(config), "none", chats) if chats else [])
+    found = []
+    for example in examples:  # a text is closed by the eos token; of a chat the template writes it
+        plain = not example.messages
+        text = (example.prompt or "") + example.completion if plain else next(rendered).text
+        found.append(len(backend.encode(text, add_special_tokens=plain).ids) + plain)
+    return found
+
+
+def _characters(part: Any) -> int:
+    """Of all texts in an example, or in a part of one; what can't be trained on has none."""
+    if isinstance(part, str):
+        return len(part)
+    if isinstance(part, Example):
+        part = [part.messages, part.tools, part.prompt, part.completion]
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return sum(map(_characters, inner))
+
+
+def _special(config: str) -> dict[str, str]:
+    """The tokenizer's special tokens, which templates name."""
+    held = json.loads(Path(config).read_text(encoding="utf-8")) if config else {}
+    found = {name: held.get(name) for name in SPECIAL}
+    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _template(model: Model) -> str:
+    """The model's own chat template, if it is here."""
+    if path := _file(model, "chat_template.jinja"):
+        return path.read_text(encoding="utf-8")
+    path = _file(model, "tokenizer_config.json")
+    said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
+    return said if isinstance(said, str) else ""
+
+
+def _file(model: Model, name: str) -> Path | None:
+    """A file of a model that is on this machine: in its folder, or in the Hub's cache."""
+    folder = Path(model.name)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model.name, name, revision=model.revision)
+    except HFValidationError:  # a path where nothing is
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,281 @@
+"""What this machine reaches in products, attention, copies and sums over GPUs (`finetune doctor --measure`).
+
+Each is repeated for some seconds, so that a GPU is at its power limit, as in a run: the best of a few
+milliseconds is a tenth more. The rates are kept in a file that `finetune plan` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.paths import writing
+from finetune.hardware import gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.autoconfig.memory_estimate import Widths
+
+SECONDS = {"cuda": 3.0, "cpu": 0.25}  # of each measurement
+TOKENS = {"cuda": 8192, "cpu": 256}
+ROW = {"cuda": 4096, "cpu": 256}
+COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
+LARGEST = 1024  # width of the layer that a CPU is timed with: wider ones run at the same rate
+NAMES = {
+    "product": "products (bf16; fp32 on the CPU)",
+    "fp8": "products in fp8",
+    "forward": "attention, forward",
+    "backward": "attention, backward",
+    "layer": "products of a layer, with all that is between them",
+    "bandwidth": "copies, read and written",
+    "link": "sent by each GPU while all sum a tensor",
+}
+MOVED = ("bandwidth", "link")  # bytes, not FLOPs
+NEEDED = ("product", "forward", "backward", "bandwidth")  # in every file; a CPU's holds `layer` too
+ALIKE = 2.0  # times wider or narrower, at most, is a model whose products run at about the rates measured
+
+
+def file_of(device: str, one: Widths) -> Path:
+    """Where the rates of a device at a model's widths are kept: by its kind, which `--gpu` names too, else by
+    its own name."""
+    cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+    known = gpus.of_device(device)
+    kind = next((name for name, gpu in gpus.GPUS.items() if gpu is known), device)
+    name = re.sub("[^a-z0-9]+", "-", kind.lower()).strip("-")
+    return cache / "ceilings" / f"{name}-{one.hidden}x{one.intermediate}.json"
+
+
+def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
+    """The rates that were measured on a device at the shapes most like a model's; else `None`, and why those
+    that are there are not taken, the empty string if there are none."""
+    own = file_of(device, one)
+    at_widths = re.compile(rf"{re.escape(own.stem.rpartition('-')[0])}-\d+x\d+\.json")
+    paths = sorted(path for path in own.parent.glob("*.json") if at_widths.fullmatch(path.name))
+    there: list[tuple[float, dict[str, Any], Path]] = []
+    wrong: list[str] = []
+    for path in paths:
+        found, problem = _content(path)
+        if problem:
+            wrong.append(f"{path} is not used: {problem}")
+        elif found:
+            there.append((_apart(found["shapes"], one, device), found, path))
+    if not there:
+        return None, "; ".join(wrong)
+    apart, found, path = min(there, key=lambda each: each[0])
+    if apart <= ALIKE:
+        return found, ""
+    what = f"measured at {found['shapes']}, this model has {one.hidden} and {one.intermediate}"
+    return None, "; ".join([*wrong, f"{path} is not used: {what}"])
+
+
+def _apart(shapes: str, one: Widths, device: str) -> float:
+    """How many times wider or narrower than a model's a measured layer is."""
+    there, own = [int(number) for number in re.findall(r"\d+", shapes)], [one.hidden, one.intermediate]
+    if device == "CPU":  # whose layers are no wider
+        there, own = ([min(LARGEST, sizes[0])] for sizes in (there, own))
+    return max(max(a / b, b / a) for a, b in zip(there, own, strict=True))
+
+
+def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """What a file of rates holds, and what is wrong with it."""
+    if not path.exists():
+        return None, ""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return None, f"it can't be read ({error}); finetune doctor --measure writes it anew"
+    held: dict[str, Any] = found if isinstance(found, dict) else {}
+    rates = {name for name, rate in held.items() if name in NAMES and _positive(rate)}
+    wanted = {*NEEDED, *(["layer"] if held.get("device") == "CPU" else []), *(NAMES.keys() & held.keys())}
+    wrong = sorted(wanted - rates)
+    wrong += [key for key in ("date", "shapes") if not isinstance(held.get(key), str)]
+    wrong += ["shapes"] if "shapes" not in wrong and len(re.findall(r"[1-9]\d*", held["shapes"])) != 2 else []
+    if wrong:
+        return None, f"no {', '.join(wrong)} in it that can be used; finetune doctor --measure writes it anew"
+    return held, ""
+
+
+def _positive(rate: Any) -> bool:
+    return isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
+
+
+def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[str, Any]:
+    """Measure, write the file, and return what it holds: FLOP/s and bytes/s.
+
+    Args:
+        device: cuda or cpu.
+        name: of the device.
+        one: the model's widths; products have its shapes.
+        cards: GPUs of this machine.
+    """
+    import torch
+
+    path = file_of(name, one)
+    with writing(path.parent):  # said before anything is timed
+        path.parent.mkdir(parents=True, exist_ok=True)
+    rates = {"product": products(device, one)}
+    if fp8:
+        rates["fp8"] = fp8_products(device, one)
+    rates["forward"], rates["backward"] = attention(device, one)
+    rates["bandwidth"] = copies(device)
+    if device == "cpu":
+        rates["layer"] = layer(one)
+    if cards > 1:
+        rates["link"] = sums(cards)
+    shapes = f"hidden {one.hidden}, intermediate {one.intermediate}"
+    made = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shapes": shapes}
+    path.write_text(json.dumps({**made, **rates}, indent=1) + "\n")
+    return {**made, **rates}
+
+
+def rate(work: float, call: Callable[[], Any], device: str, seconds: float | None = None) -> float:
+    """`work` a second, of calls for some seconds after a start that is not kept."""
+    import torch
+
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    limit = SECONDS[device] if seconds is None else seconds
+    # a GPU as it is in a long run; of a CPU the best part, for others use it too
+    kept = []
+    for part in (limit / 3, limit) if device == "cuda" else [limit / 6] * 6:
+        wait()
+        begun, calls = time.perf_counter(), 0
+        while time.perf_counter() - begun < part:
+            for _ in range(10 if device == "cuda" else 1):
+                call()
+                calls += 1
+            wait()
+        kept.append(work * calls / (time.perf_counter() - begun))
+    return kept[-1] if device == "cuda" else max(kept)
+
+
+def products(device: str, one: Widths) -> float:
+    """FLOP/s of the layers' products, forward and for the input's gradient: bf16, fp32 on the CPU."""
+    import torch
+
+    dtype, tokens = torch.bfloat16 if device == "cuda" else torch.float32, TOKENS[device]
+    flops, calls = 0.0, []
+    for outputs, inputs in _shapes(one):
+        x = torch.randn(tokens, inputs, device=device, dtype=dtype)
+        weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
+        gradient = torch.randn(tokens, outputs, device=device, dtype=dtype)
+        calls.append((x, weight, gradient))
+        flops += 4.0 * tokens * outputs * inputs
+
+    def all_of_them() -> None:
+        for x, weight, gradient in calls:
+            torch.mm(x, weight.t())
+            torch.mm(gradient, weight)
+
+    return rate(flops, all_of_them, device)
+
+
+def fp8_products(device: str, one: Widths) -> float:
+    """FLOP/s of the fp8 base's products, row-wise scales, without their rounding."""
+    import torch
+
+    from finetune.kernels import ops
+    from finetune.quantization import fp8_linear
+
+    tokens, flops, calls = TOKENS[device], 0.0, []
+    for outputs, inputs in _shapes(one):
+        x = ops.quantise_rows(torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16))
+        weight = ops.quantise_rows(torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16))
+        calls.append((x, weight))
+        flops += 2.0 * tokens * outputs * inputs
+
+    def all_of_them() -> None:
+        for (codes, scale), (weight, weight_scale) in calls:
+            fp8_linear.product(codes, scale, weight, weight_scale, torch.bfloat16)
+
+    return rate(flops, all_of_them, device)
+
+
+def attention(device: str, one: Widths) -> tuple[float, float]:
+    """FLOP/s of causal attention, forward and backward, by torch's scaled_dot_product_attention."""
+    import torch
+
+    dtype, row = torch.bfloat16 if device == "cuda" else torch.float32, ROW[device]
+    heads, size = max(1, one.queries // 128), min(128, one.queries)
+    q, k, v = (
+        torch.randn(1, heads, row, size, device=device, dtype=dtype, requires_grad=True) for _ in "qkv"
+    )
+    flops = 2.0 * row * row * heads * size
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    out = attend(q, k, v, is_causal=True)
+    gradient = torch.randn_like(out)
+
+    def backward() -> None:
+        torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(q, k, v, is_causal=True)
+
+    return rate(flops, forward, device), rate(2.5 * flops, backward, device)
+
+
+def copies(device: str) -> float:
+    """Bytes/s of a copy in a device's memory, read and written."""
+    import torch
+
+    source = torch.zeros(COPIED[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return rate(2.0 * COPIED[device], lambda: target.copy_(source), device)
+
+
+def sums(cards: int) -> float:
+    """Bytes/s that leave each GPU while NCCL sums a tensor over all of them."""
+    import torch
+    from torch.cuda import nccl
+
+    tensors = [torch.zeros(2**26, device=f"cuda:{index}") for index in range(cards)]
+    sent = 2.0 * (cards - 1) / cards * tensors[0].nbytes
+
+    def all_reduce() -> None:
+        nccl.all_reduce(tensors)
+
+    return rate(sent, all_reduce, "cuda")
+
+
+def layer(one: Widths, seconds: float = 0.5) -> float:
+    """FLOP/s of a frozen Llama layer's products within its forward and backward, on the CPU in fp32.
+
+    Norms, attention and activation are in the time and not in the FLOPs.
+    """
+    import torch
+
+    scale = min(1.0, LARGEST / one.hidden)
+    hidden, wide = (max(64, round(size * scale) // 64 * 64) for size in (one.hidden, one.intermediate))
+    heads, tokens = hidden // 64, TOKENS["cpu"]
+    square = [torch.randn(hidden, hidden) * 0.02 for _ in range(4)]
+    gate, up, down = (
+        torch.randn(wide, hidden) * 0.02,
+        torch.randn(wide, hidden) * 0.02,
+        torch.randn(hidden, wide),
+    )
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    linear, normed = torch.nn.functional.linear, torch.nn.functional.rms_norm
+
+    def both() -> None:
+        a = normed(x, (hidden,))
+        q, k, v = (linear(a, w).view(1, tokens, heads, -1).transpose(1, 2) for w in square[:3])
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = x + linear(y.transpose(1, 2).reshape(tokens, hidden), square[3])
+        b = normed(h, (hidden,))
+        h = h + linear(torch.nn.functional.silu(linear(b, gate)) * linear(b, up), down)
+        torch.autograd.grad(h.sum(), x)
+
+    return rate(4.0 * tokens * (4 * hidden * hidden + 3 * hidden * wide), both, "cpu", seconds)
+
+
+def _shapes(one: Widths) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a layer's products as they run: q, k and v are one; gate and up are one."""
+    hidden, wide = one.hidden, one.intermediate
+    return [(one.qkv, hidden), (hidden, one.queries), (2 * wide, hidden), (hidden, wide)]

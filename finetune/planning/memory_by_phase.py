@@ -1,0 +1,194 @@
+"""What each phase of a run holds, in GiB, from shapes alone: the bytes of `finetune plan`'s memory table."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from finetune.autoconfig import memory_estimate, optimizer_choice
+from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, GIB, LARGEST_BATCH, Keeps
+from finetune.autoconfig.mixed_precision import DTYPES, STORED
+from finetune.models import architecture
+from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.models.architecture import Architecture
+    from finetune.planning.adapter_size import Adapted
+    from finetune.planning.sharding_cost import Share
+    from finetune.recipe.schema import Eval, Speed, Train
+
+HOST = "CPU memory"  # what leaves the GPU, beside the phases
+
+
+def of_process(found: Architecture, storage: str, precision: str, share: Share, *, full: bool) -> float:
+    """GiB of the base in one process. A split leaves 4-bit scales whole: they are no parameters."""
+    whole = (
+        sum(architecture.scales(prod(shape)) for shape in found.stored.values())
+        if storage in FOUR_BIT
+        else 0.0
+    )
+    split = (architecture.weights(found, storage, precision) - whole) / share.weights
+    return (whole + split / (2 if share.half and full else 1)) / GIB
+
+
+def gathered(found: Architecture, storage: str, precision: str, *, full: bool, layers: int) -> float:
+    """GiB of some layers' weights, as they are gathered where they are divided: in the launch's dtype, or as
+    codes; where they train, one layer's gradients beside them."""
+    other = architecture.BYTES[DTYPES[precision]]
+    depth = found.config.get_text_config().num_hidden_layers
+    size = sum(map(prod, found.stored.values()))
+    linear = size * other if storage in STORED else architecture.weights(found, storage, precision)
+    linear -= 0.0 if storage in STORED else (found.parameters - size) * other
+    if storage in FOUR_BIT:  # whole in each process
+        linear -= sum(architecture.scales(prod(shape)) for shape in found.stored.values())
+    return (linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
+
+
+def outside(found: Architecture, precision: str) -> float:
+    """GiB of the weights outside of layers in the launch's dtype: embeddings, head, norms."""
+    size = sum(map(prod, found.stored.values()))
+    return (found.parameters - size) * architecture.BYTES[DTYPES[precision]] / GIB
+
+
+def keeps(
+    found: Architecture,
+    has: Adapted,
+    *,
+    full: bool,
+    fused: bool,
+    compiled: bool,
+    attention: str,
+    storage: str,
+) -> Keeps:
+    """What backward keeps, in `estimate`'s terms."""
+    linear, layers = found.linear, found.config.get_text_config().num_hidden_layers
+    dropped = sum(linear[name][1] for name in has.names) // layers if has.dropout else 0
+    repeated = attention in ("sdpa", "eager")
+    return Keeps(
+        # an MLP without adapters runs fused for the sake of rounding to fp8 alone
+        fused and has.fusable and (has.mlps or storage == "fp8"),
+        compiled,
+        not full,
+        has.columns,
+        dropped,
+        repeated,
+        has.rank > 0,
+        storage in FOUR_BIT,
+        fp8=storage == "fp8",
+        head=has.head,
+    )
+
+
+def phases(
+    found: Architecture,
+    has: Adapted,
+    kept: Keeps,
+    plan: memory_estimate.Memory,
+    recompute: str,
+    *,
+    tokens: int,
+    batch: Batch,
+    storage: str,
+    precision: str,
+    sections: tuple[Train, Speed, Eval],
+    share: Share,
+    longest: int,
+    usable: float,
+    graphs: bool = False,
+) -> dict[str, dict[str, float]]:
+    """GiB of each kind in each phase of one process: load, step, evaluation, save, merge."""
+    train, speed, evaluation = sections
+    full = not kept.adapted
+    config = found.config
+    base, trained = architecture.weights(found, storage, precision) / GIB, has.trained / GIB
+    part = of_process(found, storage, precision, share, full=full)
+    own = {"weights": part, "adapters": 0.0 if full else 4 * trained / share.weights}
+    offloaded, known = (
+        speed.offload in ("optimizer", "all"),
+        optimizer_choice.known_bytes(optimizer_choice.asked(train)),
+    )
+    each = (
+        0.0
+        if offloaded
+        else optimizer_choice.state_bytes(optimizer_choice.asked(train), speed) + 4 * share.half
+    )
+    state = each * trained / share.states + (memory_estimate.AVERAGES * trained if has.allocates else 0.0)
+    entry = 2 * tokens * memory_estimate.widths(config).hidden * (2 if full else 1) / GIB
+    gone = {"activations": leaving(plan, recompute, entry)}
+    if offloaded:  # torchao keeps weights and gradients there too
+        gone["optimizer"] = (8 + (8.0 if known is None else known)) * trained
+    biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
+    autocast = full and precision != "no" and share.weights == 1 and not share.half
+    copies = 2 * sum(map(prod, found.linear.values())) / GIB if autocast else 0.0
+    buckets = 4 * trained if share.buckets else 0.0
+    gradients = 4 * trained / share.states
+    held = {**own, "optimizer": state}
+    at_loss, at_backward = memory_estimate.at_once(plan, recompute)
+    loss = memory_estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full or kept.head)
+    passing = memory_estimate.backward_gib(config, tokens, kept)
+    if plan.away:  # a layer's input that leaves, and one that comes
+        passing += 2 * tokens * memory_estimate.widths(config).hidden * 2 / GIB
+    some = 0.0 if full and batch.accumulation == 1 else gradients
+    # at the loss no layer is whole, and in backward the head no longer, unless they train
+    layers, ends = share.gathered, share.outside
+    at_head, in_layers = (layers + ends,) * 2 if full else (ends * head_share(config), layers)
+    first, then = (whole + copies + buckets for whole in (at_head, in_layers))
+    # what graphs keep and work in no other takes meanwhile
+    beside, pool = ({"CUDA graphs": gib} if graphs else {} for gib in (plan.graphs, at_backward + passing))
+    moments = [
+        {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": first, **beside},
+        {**held, "gradients": some, "activations": at_backward, "buffers": passing + then, **beside},
+        {**held, "gradients": gradients, "buffers": buckets, **pool},
+    ]
+    step = max(moments, key=lambda moment: sum(moment.values()))
+    own |= pool if evaluation.every else {}
+    evaluated = _evaluation({**own, "buffers": layers + ends}, found, evaluation, longest, usable)
+    read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
+    made = {
+        "load": {"weights": read, "buffers": biggest * architecture.BYTES[DTYPES[precision]]},
+        "step": step,
+        "evaluation": {**own, "buffers": layers + ends, **evaluated},
+        "save": held,
+    }
+    if any(gone.values()):
+        made[HOST] = gone
+    if not full:
+        stored = base if storage in QUANTISED and storage != "fp8" else 0.0
+        made["merge"] = {"weights": 4 * found.parameters / GIB + stored, "adapters": 4 * trained}
+    return made
+
+
+def head_share(config: Any) -> float:
+    """Of the weights outside of layers, the head's share: half, or the embeddings are the head."""
+    return 1.0 if config.get_text_config().tie_word_embeddings else 0.5
+
+
+def leaving(plan: memory_estimate.Memory, recompute: str, entry: float) -> float:
+    """GiB that a pass keeps in the CPU's memory: of layers that run again their inputs, of others whose norms
+    and half MLPs do all else.
+
+    Args:
+        entry: GiB of a layer's input.
+    """
+    each = memory_estimate.split(recompute, plan.layers)[0] * entry
+    if recompute in ("mlp", "int8"):
+        each = plan.kept - plan.norms - plan.mlps
+    return plan.away * each
+
+
+def _evaluation(
+    own: dict[str, float], found: Architecture, settings: Eval, longest: int, usable: float
+) -> dict[str, float]:
+    """Logits and their softmax of one batch, and keys and values of answers; `auto` halves until it fits."""
+    one = memory_estimate.widths(found.config)
+    rows = LARGEST_BATCH if settings.batch_size == "auto" else settings.batch_size
+    while True:
+        tokens = min(rows * longest, max(EVALUATED_TOKENS, longest))
+        made = {
+            "logits": tokens * one.vocabulary * 10 / GIB,
+            "activations": tokens * (one.layers * (one.qkv - one.queries) + 3 * one.intermediate) * 2 / GIB,
+        }
+        if settings.batch_size != "auto" or rows == 1 or sum([*own.values(), *made.values()]) <= usable:
+            return made
+        rows //= 2

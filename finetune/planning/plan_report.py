@@ -1,0 +1,181 @@
+"""Print a plan and its suggestions."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.core.errors import Problem, UserError
+from finetune.data import template_sandbox
+from finetune.hardware import detection, gpus
+from finetune.launch import accelerate_config, launcher
+from finetune.planning import planner, sharding_cost, suggestions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from finetune.core.console import Console
+    from finetune.hardware.detection import Hardware
+    from finetune.planning.planner import Plan
+    from finetune.planning.suggestions import Change
+    from finetune.recipe.schema import Recipe
+
+KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "CUDA graphs")
+
+
+class Asked(NamedTuple):
+    """What `finetune plan` was asked, beside the recipe."""
+
+    gpu: str | None
+    gpus: int | None
+    price: float | None
+    """Of a GPU for an hour, in any currency."""
+    config: str | None
+    """An accelerate config, by name or file; its number of processes is taken where `gpus` is not given."""
+
+
+def run(recipe: Recipe, overrides: list[str], screen: Console, asked: Asked) -> tuple[Plan, list[Change]]:
+    """Plan a recipe and its cheapest changes, and print both.
+
+    Args:
+        overrides: those the recipe was loaded with.
+
+    Raises:
+        UserError: what the recipe or the command line has wrong, or a run would refuse.
+    """
+    # What takes as long as the renderer does to begin, beside which no CPU is to be timed
+    imported = "torch" in sys.modules
+    if not imported:
+        template_sandbox.start()
+    config = launcher.find(asked.config) if asked.config else None
+    if config and asked.gpu:
+        on_gpus(config)
+    elif config:  # the machine is this one
+        launcher.check(config)
+    by, count = sharding_cost.of_config(config, asked.gpus) if config else (None, asked.gpus)
+    if config and not asked.gpus and not asked.gpu and detection.detect().device == "cpu":
+        machine, processes = planner.planned_machine(None, None)[0], count or 1
+        machine = replace(machine, memory_gib=machine.memory_gib / processes)  # what one of them may take
+    else:
+        machine, processes = planner.planned_machine(asked.gpu, count)
+    rate = planner.cpu_rate(recipe) / processes if machine.device == "cpu" else None
+    if imported:
+        template_sandbox.start()
+    made = planner.make(recipe, machine, processes, rate, by)
+    found = suggestions.changes(recipe, overrides, made, rate, by)
+    show(screen, recipe, made, found, asked.price)
+    return made, found
+
+
+def on_gpus(config: Path) -> None:
+    """Refuse a config for the CPU where the plan is of a GPU (exit 2)."""
+    if accelerate_config.read(config).get("use_cpu") is True:
+        what, fix = "this launch is for the CPU, and a GPU is to be planned", "ddp_8; or without --gpu"
+        raise UserError(Problem(what, "--accelerate", str(config), found="use_cpu: true", fix=fix))
+
+
+def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price: float | None) -> None:
+    """Three tables and a sentence."""
+    screen.say("", headline(recipe, now))
+    taken = [kind for kind in KINDS if any(kind in phase for phase in now.phases.values())]
+    rows = [
+        [name, *(_gib(kinds.get(kind)) for kind in taken), _gib(sum(kinds.values()))]
+        for name, kinds in now.phases.items()
+    ]
+    screen.table("memory of one device, GiB", ("phase", *taken, "all"), rows)
+    screen.table("time", ("what", "planned"), list(times(now, price)))
+    chosen = [(name, choice.value, choice.reason) for name, choice in now.choices.items()]
+    screen.table("would be used", ("what", "choice", "why"), chosen)
+    what = "faster" if now.fits else "so that it fits"
+    screen.table(what, ("change", "peak GiB", "tokens/s", "its price"), [_row(one, now) for one in found])
+    if not found:
+        none = (
+            "no single change of this recipe is much faster" if now.fits else "no change found; a larger GPU"
+        )
+        screen.say(none)
+    for note in now.notes:
+        screen.say(f"note: {note}")
+
+
+def headline(recipe: Recipe, now: Plan) -> str:
+    """One sentence: does it fit, how fast, how long."""
+    verdict = "fits" if now.fits else "does not fit"
+    if now.fits and not suggestions.evaluation_fits(recipe, now):
+        verdict = "training fits, evaluation does not"
+    verdict = f"a run would refuse its rows; {verdict}" if now.refused else verdict
+    text = (
+        f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
+    )
+    text += f"{now.peak:.1f} of {now.usable:.1f} GiB"
+    if now.machine.host_gib is not None and now.host * now.processes > now.machine.host_gib:
+        text += f", {now.host * now.processes:.1f} of {now.machine.host_gib:.1f} GiB of the CPU's memory"
+    if now.tokens_per_second:
+        text += f"; {now.tokens_per_second:,.0f} tokens/s"
+    return f"{text}; {duration(now.seconds)} of training" if now.seconds else text
+
+
+def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
+    """Rows of the table of time, energy and cost."""
+    batch = now.batch
+    split = f"{batch.effective} sequences: {batch.per_device} at once, {batch.accumulation} passes"
+    yield "a step", f"{split}, {now.processes} process{'es' * (now.processes > 1)}"
+    yield "trained", f"{now.trained:,} numbers"
+    if now.step_seconds is None:
+        yield "seconds a step", "not known"
+    else:
+        shares = ", ".join(
+            f"{name} {value / now.step_seconds:.0%}" for name, value in now.parts.items() if value
+        )
+        yield "seconds a step", f"{now.step_seconds:.3f} ({shares})"
+        yield "tokens/s", f"{now.tokens_per_second:,.0f}"
+    size, link = now.sent
+    if link:
+        waits = now.parts.get("communication", 0.0)
+        text = f"{size / 1e9:,.3g} GB a step from each, {size / link:.3f} s at {link / 1e9:,.0f} GB/s"
+        name = now.by.name + (f", {now.by.sharing} share each row" if now.by.sharing > 1 else "")
+        yield "between GPUs", f"{name}: {text}; {waits:.3f} s not beside computing"
+    yield "rates", now.source
+    yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
+    if now.seconds:
+        yield (
+            "training",
+            f"{duration(now.seconds)}, without evaluation and saving, as energy and cost",
+        )
+        hours = now.seconds * now.processes / 3600
+        gpu = gpus.of_device(now.machine.name) if now.machine.device == "cuda" else None
+        if gpu:
+            yield "energy", f"{hours * gpu.watts / 1000:,.2f} kWh, the GPUs at their limit of {gpu.watts} W"
+        if price is not None:
+            yield "cost", f"{hours * price:,.2f}: {hours:,.2f} hours of a device at {price:g}"
+    elif price is not None and now.tokens_per_second:
+        hours = 1e9 / now.tokens_per_second * now.processes / 3600
+        text = f"{hours * price:,.2f} for a billion tokens, for the steps are not known"
+        yield "cost", f"{text}: {hours:,.2f} hours of a device at {price:g}"
+    elif price is not None:
+        yield "cost", "not known"
+
+
+def _row(one: Change, now: Plan) -> list[str]:
+    made, speeds = one.plan, (now.tokens_per_second, one.plan.tokens_per_second)
+    rate = "not known"
+    if speeds[0] and speeds[1]:
+        rate = f"{speeds[1]:,.0f} ({speeds[1] / speeds[0] - 1:+.0%})"
+    return [" ".join(one.overrides), f"{made.peak:.1f} ({made.peak - now.peak:+.1f})", rate, one.cost]
+
+
+def _gib(value: float | None) -> str:
+    return "" if not value else f"{value:.2f}" if value >= 0.01 else "0.00"
+
+
+def _device(machine: Hardware) -> str:
+    return f"{machine.name.removeprefix('NVIDIA ')} {machine.memory_gib:.0f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """90 s, 12 min, 3 h 20 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60:02} min"

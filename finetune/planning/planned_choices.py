@@ -1,0 +1,195 @@
+"""What a run would choose for a recipe on a machine, asked of the functions that it asks, without a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import (
+    attention_choice,
+    base_quantization,
+    compilation,
+    cuda_graphs,
+    memory_estimate,
+    mixed_precision,
+    optimizer_choice,
+)
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.run_checks import Choice
+from finetune.distributed import launch_environment
+from finetune.planning import memory_by_phase, sharding_cost
+from finetune.preflight import choice_checks
+from finetune.recipe import adapter_types
+
+if TYPE_CHECKING:
+    from finetune.hardware.detection import Hardware
+    from finetune.models.architecture import Architecture
+    from finetune.planning.adapter_size import Adapted
+    from finetune.planning.sharding_cost import Sharding, Share
+    from finetune.recipe.schema import Recipe, Speed
+
+CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
+CPU_GIB = 1.5  # of a process with the libraries imported
+
+
+def storage_and_attention(
+    recipe: Recipe, found: Architecture, precision: str, machine: Hardware, by: Sharding
+) -> tuple[Choice, Choice]:
+    """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
+    flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
+    against = partial(choice_checks.against_fp8, recipe, found.config)
+    launched = sharding_cost.launched(by, 1, precision)
+    if kept := base_quantization.whole_base(launched):
+        against = partial(str, kept)
+    asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
+    base = base_quantization.choose_base(asked, kind, precision, machine, against)
+    dtype = mixed_precision.compute_dtype(precision, base.value)
+    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
+    attends = attention_choice.read(found.config)
+    return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))
+
+
+def fused(
+    recipe: Recipe, machine: Hardware, storage: str, by: Sharding, has: Adapted, precision: str
+) -> Choice:
+    """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there.
+
+    Raises:
+        UserError: asked for, and no layer of it can be (exit 2 or 3).
+    """
+    asked, rounds, full = recipe.speed.fused, recipe.speed.qat is not None, recipe.adapter.type == "full"
+    if by.weights and not full and asked == "auto":
+        return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
+    # bitsandbytes' and ours leave what they don't store in codes in the launch's dtype
+    plain = (
+        mixed_precision.DTYPES[precision]
+        if storage in adapter_types.QUANTISED
+        else mixed_precision.STORED[storage]
+    )
+    made = compilation.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
+    obstacle = has.obstacle
+    if storage in ("int8", "torchao_int8"):
+        obstacle = f"the base is stored in {storage}"
+    if made.value == "off" or not obstacle:
+        return made
+    if asked is True:
+        what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
+        raise UserError(Problem(what, "speed.fused", found=obstacle, fix=fix), code=Exit.ENVIRONMENT)
+    return Choice("off", f"auto: {obstacle}")
+
+
+def compiled(
+    recipe: Recipe,
+    work: float,
+    steps: int | None,
+    machine: Hardware,
+    by: Sharding,
+    has: Adapted,
+    fused: Choice,
+    storage: str,
+) -> Choice:
+    """Whether layers would be compiled.
+
+    Args:
+        work: FLOPs of a step.
+    """
+    dora = has.columns and has.rank > 0 and fused.value != "on"  # by PEFT's forward, which breaks the graph
+    plain = recipe.adapter.type != "full" and storage in mixed_precision.STORED
+    with launch_environment.under(dict(by.variables)):
+        eager = launch_environment.eager(plain=plain)
+    kind = "DoRA" if dora else adapter_types.find(recipe.adapter.type).peft
+    kind = "experts' adapters" if has.experts else kind
+    if dora or has.experts or kind in adapter_types.BREAKING:
+        broken = f"PEFT's forward of {kind} breaks the graph"
+        if problem := compilation.against_breaks(recipe.speed.compile, broken):
+            raise UserError(problem, code=Exit.ENVIRONMENT)
+        eager = eager or broken
+    asked = compilation.Work(0, work * (steps or 0), eager=eager)
+    return compilation.choose_compile(recipe.speed.compile, asked if steps or eager else None, machine)
+
+
+def recomputed(
+    speed: Speed,
+    memory: memory_estimate.Memory,
+    machine: Hardware,
+    processes: int,
+    by: Sharding,
+    graphs: Choice,
+) -> tuple[Choice, Choice, Choice, memory_estimate.Memory]:
+    """What would be made again, what would leave the GPU and whether layers are graphs beside that, as a run
+    chooses it, and the memory plan so."""
+    if machine.host_gib is not None:
+        memory = memory._replace(host=machine.host_gib / processes)
+    asked = "none" if by.once and speed.recompute == "auto" else speed.recompute  # as stages.make_fast
+    again, offload, graphs, memory = cuda_graphs.beside(graphs, speed, asked, memory, machine)
+    sharded = by.name if by.weights else ""
+    if problem := compilation.against_graphs(speed.compile, again.value, offload.value, sharded):
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return again, offload, graphs, memory
+
+
+def graphed(
+    recipe: Recipe,
+    found: Architecture,
+    machine: Hardware,
+    processes: int,
+    by: Sharding,
+    compile: Choice,
+    attention: str,
+    storage: str,
+    tokens: int,
+    *,
+    searched: bool,
+) -> Choice:
+    """Whether compiled layers would be CUDA graphs, in passes of `tokens` tokens of full rows."""
+    given = recipe.data, recipe.adapter, recipe.speed, found.config
+    kind = "full" if recipe.adapter.type == "full" else "fp8" if storage == "fp8" else "adapter"
+    with launch_environment.under(dict(by.variables)):
+        alone = cuda_graphs.alone(processes)
+    kinds = {"attention": attention, "storage": storage}
+    return cuda_graphs.choose(
+        recipe.speed.compile,
+        compile,
+        differs=cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds),
+        products=cuda_graphs.products(found.config, tokens, machine.peak_flops, kind=kind),
+        kind=kind,
+    )
+
+
+def room(
+    recipe: Recipe,
+    machine: Hardware,
+    found: Architecture,
+    has: Adapted,
+    kept: memory_estimate.Keeps,
+    storage: str,
+    precision: str,
+    tokens: int,
+    share: Share,
+) -> tuple[memory_estimate.Memory, float]:
+    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
+    held = memory_by_phase.of_process(found, storage, precision, share, full=not kept.adapted)
+    held += 4 * has.trained / memory_estimate.GIB / share.weights if kept.adapted else 0.0
+    held += share.gathered + (0.0 if kept.adapted else share.outside)
+    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
+    free = max(0.0, machine.memory_gib - system - held)
+    whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
+    extra = 8 * whole / memory_estimate.GIB if recipe.speed.qat else 0.0
+    state = optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed) + 4 * share.half
+    # as stages.work_of: the gradient, DDP's copy of it, what the optimizer and AdaLoRA keep
+    each = 4 + 4 * share.buckets + state + (memory_estimate.AVERAGES if has.allocates else 0)
+    memory = memory_estimate.activations(
+        found.config,
+        tokens,
+        kept,
+        free=free,
+        trained=has.trained // share.states,
+        offload=recipe.speed.offload,
+        each=each,
+        extra=extra,
+    )
+    if not kept.adapted and share.states == 1 and precision != "no":  # as stages.work_of: autocast's copies
+        one = memory_estimate.widths(found.config)
+        copied = 2 * (whole + one.vocabulary * one.hidden) / memory_estimate.GIB
+        memory = memory._replace(room=memory.room - copied)
+    return memory, min(held + memory_estimate.SPARE * free, machine.memory_gib)

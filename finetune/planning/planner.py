@@ -1,0 +1,422 @@
+"""`finetune plan`: memory, time and cost of a recipe before a weight is loaded, and what to change.
+
+    finetune plan recipes/llama3_8b/lora.yaml --gpu h100-80gb --gpus 8 --price-per-hour 2.5
+
+What a run would choose is asked of the functions that a run asks: `hardware` for base and attention, `batch`
+for the split, `estimate` for fused forwards, compiling and recomputation.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from finetune.adapters import target_modules
+from finetune.autoconfig import machine_setup, memory_estimate, mixed_precision, optimizer_choice
+from finetune.autoconfig.batch_size import MARGIN, Batch, most_processes, sizes, split_batch
+from finetune.core.errors import Problem, UserError
+from finetune.core.run_checks import Choice
+from finetune.distributed import launch_environment
+from finetune.hardware import detection, gpus
+from finetune.hardware.detection import Hardware
+from finetune.launch.launcher import Start
+from finetune.models import architecture
+from finetune.planning import (
+    adapter_size,
+    dataset_estimate,
+    measured_rates,
+    memory_by_phase,
+    plan_notes,
+    planned_choices,
+    sharding_cost,
+    step_time,
+)
+from finetune.planning.sharding_cost import DDP, FSDP2, ONE, Sharding
+from finetune.preflight import choice_checks, launch_conflicts
+from finetune.recipe import adapter_types
+
+if TYPE_CHECKING:
+    from finetune.planning.dataset_estimate import Rows
+    from finetune.recipe.schema import Recipe
+
+COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe would take on a machine."""
+
+    machine: Hardware
+    processes: int
+    choices: dict[str, Choice]
+    batch: Batch
+    tokens: int
+    """Of one forward pass, at most: what memory must hold."""
+    steps: int | None
+    phases: dict[str, dict[str, float]]
+    """GiB by phase and kind."""
+    usable: float
+    """GiB of a device."""
+    parts: dict[str, float]
+    """Seconds of a step; empty: not known."""
+    row_tokens: float
+    """Of a row, on average; full, if nothing is known of the data."""
+    trained: int
+    source: str
+    notes: tuple[str, ...]
+    by: Sharding
+    """How several processes share the training."""
+    refused: str = ""
+    """Why a run would not take the data."""
+    sent: tuple[float, float] = (0.0, 0.0)
+    """Bytes that leave a GPU in a step, and bytes/s at which they do; 0: not known."""
+
+    @property
+    def peak(self) -> float:
+        """GiB of the largest phase of training."""
+        return max(sum(self.phases[name].values()) for name in ("load", "step", "save"))
+
+    @property
+    def host(self) -> float:
+        """GiB of the CPU's memory that one process fills with what leaves its GPU."""
+        return sum(self.phases.get(memory_by_phase.HOST, {}).values())
+
+    @property
+    def fits(self) -> bool:
+        room = self.machine.host_gib
+        return self.peak <= self.usable and (room is None or self.host * self.processes <= room)
+
+    @property
+    def step_seconds(self) -> float | None:
+        return sum(self.parts.values()) if self.parts else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all processes, without padding."""
+        return self.step_tokens / self.step_seconds if self.step_seconds else None
+
+    @property
+    def step_tokens(self) -> float:
+        return self.batch.effective * self.row_tokens
+
+    @property
+    def seconds(self) -> float | None:
+        """Of training, the first step's compilation with it."""
+        if not self.step_seconds or self.steps is None:
+            return None
+        return self.steps * self.step_seconds + COMPILE_SECONDS * (self.choices["compile"].value == "on")
+
+
+def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]:
+    """The machine to plan for, and processes on it: a GPU of the table, or what is here.
+
+    Raises:
+        UserError: no such GPU; a number of GPUs where there is none (exit 2).
+    """
+    if name is not None:
+        gpu, cores = gpus.named(name), os.cpu_count() or 1
+        device = f"NVIDIA {' '.join(gpu.device)}"
+        found = Hardware("cuda", device, count or 1, gpu.capability, gpu.memory_gib, cores, here=False)
+        return found, found.count
+    here = detection.detect()
+    if here.device == "cpu":
+        if count is not None:
+            fix = f"--gpu {next(iter(gpus.GPUS))} --gpus {count}"
+            raise UserError(
+                Problem("there is no GPU here; say which one", "--gpus", found=str(count), fix=fix)
+            )
+        return here, 1
+    from finetune.checkpointing import training_state  # imports torch, as `detect` has
+
+    room = training_state.available() / 2 / memory_estimate.GIB  # as in a run, which leaves others half of it
+    return replace(here, host_gib=room), count or int(os.environ.get("WORLD_SIZE", here.count))
+
+
+def make(
+    recipe: Recipe,
+    machine: Hardware,
+    processes: int,
+    cpu_rate: float | None = None,
+    by: Sharding | None = None,
+) -> Plan:
+    """The plan of a recipe.
+
+    Args:
+        cpu_rate: FLOP/s of a layer on the CPU, if it has been timed.
+        by: how the launch divides the training; `None`: as `finetune train` chooses it, over fewer processes
+            where the batch can't be split over all.
+
+    Raises:
+        UserError: what a run would refuse as well.
+    """
+    if by is not None or processes == 1:
+        return under(recipe, machine, processes, by or ONE, cpu_rate)
+    processes, fewer = most_processes(recipe.train, processes)
+    if processes == 1:
+        alone = under(recipe, machine, 1, ONE, cpu_rate)
+        return replace(alone, choices={"launch": Choice("single_gpu", fewer), **alone.choices})
+    whole = under(recipe, machine, processes, DDP, cpu_rate)
+    split, refused = (None, "") if whole.fits else _split(recipe, machine, processes, cpu_rate)
+    # of codes, whose layers are not fused, a part may take more than the whole
+    made = split if split and (split.fits or split.peak < whole.peak) else whole
+    parts = split.peak if split else None
+    storage, fp8 = made.choices["base"].value, not mixed_precision.fp8_missing(machine, "bf16")
+    reason = sharding_cost.reason(
+        processes,
+        machine.memory_gib,
+        whole.peak,
+        parts,
+        made.usable,
+        storage,
+        recipe.adapter.type,
+        fp8=fp8,
+        refused=refused,
+    )
+    reason = f"{fewer}; {reason}" if fewer else reason
+    launch = Choice(sharding_cost.config_name(made.by, storage), reason)
+    return replace(made, choices={"launch": launch, **made.choices})
+
+
+def _split(
+    recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | None
+) -> tuple[Plan | None, str]:
+    """The plan under FSDP2 as `auto` would start it, or why it is refused there."""
+    try:
+        made = under(recipe, machine, processes, FSDP2, cpu_rate)
+        storage = made.choices["base"].value
+        refuse(recipe, machine, processes, sharding_cost.split_config(FSDP2, storage, processes))
+    except UserError as error:
+        return None, error.problems[0].what
+    return made, ""
+
+
+def launch_of(recipe: Recipe, machine: Hardware) -> Start:
+    """The shipped accelerate config for the GPUs of this machine, and why: that of the plan.
+
+    Raises:
+        UserError: what this machine or so many processes can't do with the recipe (exit 2 or 3).
+    """
+    choice_checks.setup_of(recipe)
+    made = make(recipe, machine, machine.count)
+    return Start(*made.choices["launch"], made.processes)
+
+
+def under(
+    recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
+) -> Plan:
+    """The plan of a recipe under a launch; of `per_device_train_batch_size: auto` with the largest batch that
+    fits, by the rule of `batch_search`. What is recomputed is chosen for a single row, as in a run.
+
+    Raises:
+        UserError: such a search where weights are split, a precision that the machine has not (exit 3); what
+            a run would refuse.
+    """
+    mixed_precision.check_precision(by.precision, machine)
+    refuse(recipe, machine, processes, by)
+    if recipe.train.per_device_train_batch_size != "auto":
+        return at_once(recipe, machine, processes, by, cpu_rate)
+    if by.weights:
+        what, fix = f"can't be searched: {by.name} splits the weights only later", "a number"
+        raise UserError(Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix))
+
+    def of(rows: int, recompute: str | int, offload: str) -> Plan:
+        train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
+        speed = recipe.speed.model_copy(update={"recompute": recompute, "offload": offload})
+        asked = recipe.model_copy(update={"train": train, "speed": speed})
+        return at_once(asked, machine, processes, by, cpu_rate, searched=True)
+
+    chosen = of(1, recipe.speed.recompute, recipe.speed.offload)
+    recompute, offload = chosen.choices["recompute"], chosen.choices["offload"]
+    usable = MARGIN * (
+        machine.memory_gib - (planned_choices.CONTEXT_GIB if machine.device == "cuda" else 0.0)
+    )
+    again = int(recompute.value.split()[0]) if " of " in recompute.value else recompute.value
+    for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
+        made = of(rows, again, offload.value)
+        if made.peak > usable:
+            break
+        chosen = made
+    note = plan_notes.searched(chosen.batch.per_device, recipe.data.max_length, MARGIN)
+    choices, usable = (
+        {**chosen.choices, "recompute": recompute, "offload": offload},
+        min(usable, chosen.usable),
+    )
+    return replace(chosen, choices=choices, usable=usable, notes=(*chosen.notes, note))
+
+
+def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> None:
+    """What `check` and a run refuse: names that nothing in the model answers to, and what an optimizer
+    can't do under such a launch.
+
+    Raises:
+        UserError: exit 2; of the optimizer and offloading 3.
+    """
+    found, kind = architecture.read(recipe.model), adapter_types.find(recipe.adapter.type)
+    any_module = kind.peft in adapter_types.NOT_LINEAR
+    # of a text model inside another, names that follow from its config lack the outer one's
+    named = found.config is found.config.get_text_config() or found.source != architecture.FROM_CONFIG
+    problems = choice_checks.against_rows(recipe, found.config)
+    if named:
+        problems += target_modules.problems(recipe.adapter.options(), found.names, any_module=any_module)
+    if problems:
+        raise UserError(*problems)
+    if by.sharing > 1:
+        launch_conflicts.against_window(found.config)
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    with launch_environment.under(dict(by.variables)):
+        contradictions = launch_conflicts.against(machine, *asked)
+        contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
+        if contradictions:
+            raise UserError(*contradictions)
+    launched = sharding_cost.launched(by, processes, mixed_precision.launch(machine).precision)
+    none = Choice("", "")
+    optimizer_choice.check(recipe.train, recipe.speed, machine_setup.Setup(machine, launched, none, none))
+
+
+def at_once(
+    recipe: Recipe,
+    machine: Hardware,
+    processes: int,
+    by: Sharding,
+    cpu_rate: float | None = None,
+    *,
+    searched: bool = False,
+) -> Plan:
+    """The plan of a recipe under a launch, its batch split as the recipe says, or by a search for it."""
+    found, precision = (
+        architecture.read(recipe.model),
+        by.precision or mixed_precision.launch(machine).precision,
+    )
+    base, attention = planned_choices.storage_and_attention(recipe, found, precision, machine, by)
+    batch = split_batch(recipe.train, processes // by.sharing)
+    rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device)
+    steps = dataset_estimate.known_steps(recipe.train, rows, batch, processes // by.sharing)
+    refused = dataset_estimate.refused(rows, recipe.data, batch)
+    has = adapter_size.adapted(recipe.adapter, recipe.model, found, steps or 100)
+    full, length = recipe.adapter.type == "full", recipe.data.max_length
+    tokens = batch.per_device * length // by.sharing
+    fused = planned_choices.fused(recipe, machine, base.value, by, has, precision)
+    each = rows.tokens if rows else length  # as in a run, which knows its rows
+    work = step_time.flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
+    compile = planned_choices.compiled(recipe, work, steps, machine, by, has, fused, base.value)
+    how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
+    attends = "cudnn" if by.sharing > 1 else attention.value  # SDPA has no mask there
+    kept = memory_by_phase.keeps(found, has, **how, attention=attends, storage=base.value)
+    gathered = partial(memory_by_phase.gathered, found, base.value, precision)
+    outside = memory_by_phase.outside(found, precision)
+    two = gathered(full=full, layers=sharding_cost.WHOLE_LAYERS)
+    share = sharding_cost.share(by, processes, two, outside, found.parameters)
+    graphs = planned_choices.graphed(
+        recipe, found, machine, processes, by, compile, attends, base.value, tokens, searched=searched
+    )
+    kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
+    given = recipe, machine, found, has, kept, base.value, precision, tokens, share
+    memory, usable = planned_choices.room(*given)
+    chosen = planned_choices.recomputed(recipe.speed, memory, machine, processes, by, graphs)
+    recompute, offload, graphs, memory = chosen
+    phases = memory_by_phase.phases(
+        found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
+        precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
+        longest=length, usable=usable, graphs=graphs.value == "on",
+    )  # fmt: skip
+    if adapter_types.unmerged(recipe.adapter.type, recipe.adapter.options()):
+        phases.pop("merge", None)
+    every = (gathered(full=False, layers=memory.layers) + outside) * memory_estimate.GIB
+    step = _step(recipe, rows, batch, memory, recompute, base.value, by, processes, every, phases, graphs)
+    parts, source, link = step_time.of_step(found, has, kept, step, machine, attends, cpu_rate)
+    notes = _notes(recipe, found, has, rows, steps, phases, usable, machine, processes, refused)
+    moved = sum(sharding_cost.sent(by, processes, step.base, has.trained, batch.accumulation))
+    moved += step_time.shared_rows(step, memory_estimate.widths(found.config)) * step.passes
+    choices = {"base": base, "attention": attention, "fused": fused, "compile": compile}
+    return Plan(
+        machine=machine,
+        processes=processes,
+        choices={**choices, "CUDA graphs": graphs, "recompute": recompute, "offload": offload},
+        batch=batch,
+        tokens=tokens,
+        steps=steps,
+        phases=phases,
+        usable=usable,
+        parts={} if found.unknown else parts,
+        row_tokens=each,
+        trained=has.trained,
+        source=source,
+        notes=notes,
+        by=by,
+        refused=refused,
+        sent=(moved, link) if processes > 1 else (0.0, 0.0),
+    )
+
+
+def _step(
+    recipe: Recipe,
+    rows: Rows | None,
+    batch: Batch,
+    memory: memory_estimate.Memory,
+    recompute: Choice,
+    storage: str,
+    by: Sharding,
+    processes: int,
+    base: float,
+    phases: dict[str, dict[str, float]],
+    graphs: Choice,
+) -> step_time.Step:
+    """What a process computes in a pass, computes again, and sends away.
+
+    Args:
+        base: bytes of all weights as they are gathered.
+        phases: GiB of full rows, of which some leave the GPU.
+    """
+    gone = phases.get(memory_by_phase.HOST, {})
+    length = recipe.data.max_length
+    row = max(1, round(rows.padded)) if rows else length
+    whole, mlps = memory_estimate.split(recompute.value, memory.layers)
+    halves = (mlps if memory.mlps else 0) / memory.layers
+    return step_time.Step(
+        tokens=batch.per_device * row // by.sharing,
+        length=max(1, round(rows.attended)) if rows else length,
+        passes=batch.accumulation,
+        storage=storage,
+        full=recipe.adapter.type == "full",
+        recomputed=whole / memory.layers,
+        halves=halves,
+        processes=processes,
+        flat=recipe.data.packing or recipe.data.padding_free,
+        by=by,
+        base=base,
+        leaving=gone.get("activations", 0.0) * memory_estimate.GIB * row / length,
+        stepped="optimizer" in gone,
+        rounded=(1 - halves) * recompute.value.startswith("int8"),
+        graphs=graphs.value == "on",
+    )
+
+
+def _notes(
+    recipe: Recipe,
+    found: architecture.Architecture,
+    has: adapter_size.Adapted,
+    rows: Rows | None,
+    steps: int | None,
+    phases: dict[str, dict[str, float]],
+    usable: float,
+    machine: Hardware,
+    processes: int,
+    refused: str,
+) -> tuple[str, ...]:
+    """What else there is to say of the plan: of the recipe, why a run would refuse its rows, of merging, of
+    the CPU's memory."""
+    sections, crowded = (recipe.data, recipe.train, recipe.eval), sum(phases["evaluation"].values()) > usable
+    notes = plan_notes.of_recipe(found, has, sections, rows, steps, crowded)
+    notes += [refused] if refused and refused not in notes else []
+    notes += plan_notes.of_merge(phases, usable, machine.device)
+    gone = phases.get(memory_by_phase.HOST, {})
+    return *notes, *plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
+
+
+def cpu_rate(recipe: Recipe) -> float:
+    """FLOP/s of a layer of this model on this CPU: as `finetune doctor --measure` found it, or timed now."""
+    one = memory_estimate.widths(architecture.read(recipe.model).config)
+    found, _ = measured_rates.read_for("CPU", one)
+    return found["layer"] if found else measured_rates.layer(one)

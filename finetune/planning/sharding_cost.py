@@ -1,0 +1,255 @@
+"""How several GPUs share a training: what each of them holds, what they send each other, and why so.
+
+Of n GPUs in a ring, a sum over all (all-reduce) sends 2 (n - 1) / n of a tensor from each; a gathering
+(all-gather), or a sum of which each keeps its part (reduce-scatter), half. FSDP2 and ZeRO-3 gather all
+weights for forward and again for backward: Rajbhandari et al., ZeRO (2020), section 7. Processes that share
+a row (context parallelism) gather each layer's keys and values as well, in every pass over it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.autoconfig import memory_estimate
+from finetune.autoconfig.mixed_precision import Launch
+from finetune.core import shipped_files
+from finetune.core.errors import Problem, UserError
+from finetune.launch import accelerate_config
+from finetune.recipe import adapter_types
+from finetune.recipe.adapter_types import FOUR_BIT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CODED = ("fp8", "nf4", "fp4")  # stored in codes, which FSDP2 splits by a config of its own
+WHOLE_LAYERS = 2  # that are gathered at once: the one that runs, and the next
+
+
+class Sharding(NamedTuple):
+    """How a launch divides a training."""
+
+    name: str
+    """Empty: one process."""
+    weights: bool = False
+    """Each process holds a part of the weights, and gathers a layer while it runs."""
+    states: bool = False
+    """Each holds a part of gradients and optimizer state."""
+    half: bool = False
+    """DeepSpeed: weights in 16 bits, what trains has a copy in fp32 beside the optimizer's moments."""
+    precision: str = ""
+    """The launch's mixed_precision; empty: the machine's."""
+    frozen_fp8: bool = False
+    """mixed_precision: fp8 without a backend: a frozen base in fp8."""
+    sharing: int = 1
+    """Processes that share each row (context parallelism)."""
+    once: bool = False
+    """TransformerEngine's fp8, which is in force in forward alone: no layer runs again in backward."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """What the launch would say to its processes (`launch_env`)."""
+
+
+ONE, DDP = Sharding(""), Sharding("DDP")
+FSDP2 = Sharding("FSDP2", True, True, variables=(("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")))
+ZERO = {2: Sharding("ZeRO-2", states=True, half=True), 3: Sharding("ZeRO-3", True, True, half=True)}
+
+
+class Share(NamedTuple):
+    """What one process holds of a whole."""
+
+    weights: int = 1
+    """In how many parts they lie; as with the states, each process has one."""
+    states: int = 1
+    half: bool = False
+    gathered: float = 0.0
+    """GiB of weights that are whole while layers run: two of these, with gradients where they train."""
+    outside: float = 0.0
+    """GiB of those outside of layers, whole before and after them; where they train, all the while."""
+    buckets: bool = False
+    """Gradients are summed in a copy (DDP)."""
+
+
+def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
+    """How an accelerate config divides a training, and its number of processes.
+
+    Args:
+        gpus: processes in place of its own number.
+
+    Raises:
+        UserError: not a config, a kind of launch that is not planned, or no number of processes (exit 2).
+    """
+    given: dict[str, Any] = accelerate_config.read(path)
+    ours = path.resolve().is_relative_to(shipped_files.folder("accelerate_configs").resolve())
+    if not ours and (
+        found := accelerate_config.problems(given, str(path))
+    ):  # which imports Accelerate: seconds
+        raise UserError(*found)
+    count, asked = gpus or int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
+    kind, known = str(given.get("distributed_type") or "NO"), {"NO": ONE, "MULTI_GPU": DDP, "FSDP": FSDP2}
+    stage = int((given.get("deepspeed_config") or {}).get("zero_stage", 0))
+    found = ZERO.get(stage) if kind == "DEEPSPEED" else known.get(kind)
+    offloads = "offload_params: true" in str(given.get("fsdp_config")).replace("'", "").lower()
+    offloads |= any(value in ("cpu", "nvme") for value in (given.get("deepspeed_config") or {}).values())
+    sizes = _sizes(given.get("parallelism_config"))
+    cut = [
+        f"{name}_size: {size}" for name, size in sizes.items() if size > 1 and name not in ("cp", "dp_shard")
+    ]
+    if found is None or offloads or cut or (sizes["cp"] > 1 and found is not FSDP2):
+        what, expected = (
+            "such a launch is not planned",
+            "one process, DDP, FSDP2, context parallelism, ZeRO-2 or 3",
+        )
+        shown = "offloading" if offloads else ", ".join(cut) or f"{kind} {stage or ''}".strip()
+        raise UserError(Problem(what, "--accelerate", str(path), found=shown, expected=expected))
+    if count < 1:
+        what, said = "the config leaves the number of processes to who launches it", f"num_processes: {count}"
+        raise UserError(Problem(what, "--accelerate", str(path), found=said, fix="--gpus 16"))
+    if sizes["cp"] > 1 and count != sizes["cp"] * sizes["dp_shard"]:
+        what, fix = (
+            "the config's parallelism is of another number of processes",
+            "another dp_shard_size or cp_size",
+        )
+        said = f"{count} processes; dp_shard_size {sizes['dp_shard']} x cp_size {sizes['cp']}"
+        raise UserError(Problem(what, "--accelerate", str(path), found=said, fix=fix))
+    if found is ONE and count > 1:
+        what, fix = "the config starts one process", "--gpus 1, or a config such as ddp_8"
+        raise UserError(Problem(what, "--accelerate", str(path), found=f"{count} GPUs", fix=fix))
+    precision = "bf16" if asked == "fp8" else asked
+    frozen = asked == "fp8" and not given.get("fp8_config")
+    made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)
+    once = asked == "fp8" and str((given.get("fp8_config") or {}).get("backend")) == "TE"
+    said = tuple(variables(given).items())
+    return made._replace(sharing=sizes["cp"], once=once, variables=said), count
+
+
+def variables(given: dict[str, Any]) -> dict[str, str]:
+    """The environment that Accelerate makes of a config, as far as `launch_conflicts` reads it; its launcher
+    would be asked, but imports torch."""
+    kind, made = str(given.get("distributed_type")), dict[str, Any]()
+    made["ACCELERATE_MIXED_PRECISION"] = given.get("mixed_precision") or "no"
+    if made["ACCELERATE_MIXED_PRECISION"] == "fp8":
+        made |= _of_section(given, "fp8_config", "fp8_", "ACCELERATE_FP8_")
+    if kind == "FSDP":
+        made |= {"ACCELERATE_USE_FSDP": True, **_of_section(given, "fsdp_config", "fsdp_", "FSDP_")}
+    if kind == "DEEPSPEED":
+        zero = _of_section(given, "deepspeed_config", "", "ACCELERATE_")
+        made |= {name: value for name, value in zero.items() if name.startswith("ACCELERATE_GRADIENT_")}
+        stage = zero.get("ACCELERATE_ZERO_STAGE", 2)
+        made |= {"ACCELERATE_USE_DEEPSPEED": True, "ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
+    if given.get("parallelism_config"):
+        made |= {"ACCELERATE_USE_PARALLELISM_CONFIG": True, **_of_section(given, "parallelism_config")}
+    made |= _of_section(given, "dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_")
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in made.items()
+    }
+
+
+def _of_section(given: dict[str, Any], section: str, begin: str = "", name: str = "") -> dict[str, Any]:
+    held = given.get(section) or {}
+    given = {key: value for key, value in held.items() if value is not None}
+    return {f"{name}{key.removeprefix(begin).upper()}": value for key, value in given.items()}
+
+
+def _sizes(parallelism: dict[str, Any] | None) -> dict[str, int]:
+    """Processes by what they share, of a config's `parallelism_config`; 1 where it says nothing."""
+    names = ("cp", "dp_shard", "dp_replicate", "tp", "sp")
+    return {name: int((parallelism or {}).get(f"parallelism_config_{name}_size") or 1) for name in names}
+
+
+def launched(by: Sharding, processes: int, precision: str) -> Launch:
+    """A launch that divides the training so, as one of its processes sees it."""
+    splitter = "FSDP" if by.name == FSDP2.name else "DeepSpeed" if by.states else ""
+    shards = splitter if by.weights else ""
+    return Launch("none", processes, 0, by.precision or precision, "hardware", "", shards, splitter=splitter)
+
+
+def share(by: Sharding, processes: int, gathered: float, outside: float, parameters: int) -> Share:
+    """What one of so many processes holds; `gathered`, `outside`: GiB, where weights are divided."""
+    gathered = max(gathered, memory_estimate.zero3_gib(parameters)) if by.half else gathered
+    weights, states = processes if by.weights else 1, processes if by.states else 1
+    whole = (gathered, outside) if by.weights else (0.0, 0.0)
+    return Share(weights, states, by.half, *whole, buckets=by.name == "DDP")
+
+
+def sent(by: Sharding, processes: int, base: float, trained: int, passes: int) -> tuple[float, float]:
+    """Bytes that leave each GPU in an optimizer step: before the sums of gradients, and those sums.
+
+    Args:
+        base: bytes of all weights as they are gathered.
+        trained: numbers that train; gradients are summed in fp32, by DeepSpeed in 16 bits.
+        passes: forward and backward passes of a step. DDP sums in the last one; divided gradients are
+            summed in each.
+    """
+    part = (processes - 1) / processes
+    size = 2 if by.half else 4
+    if by.weights:
+        return 2 * base * part * passes, size * trained * part * passes
+    if by.states:  # each gathers the weights that others have moved
+        return 2 * trained * part, size * trained * part * passes
+    return 0.0, 2 * size * trained * part
+
+
+def config_name(by: Sharding, storage: str) -> str:
+    """The shipped config of a launch that was chosen: for all GPUs of a machine, however many."""
+    if by.weights:
+        return "fsdp2_8_quantised" if storage in CODED else "fsdp2_8"
+    return "ddp_8" if by.name else "single_gpu"
+
+
+def split_config(by: Sharding, storage: str, processes: int) -> Sharding:
+    """What the shipped config says that `auto` starts for a base that is split."""
+    return of_config(
+        shipped_files.folder("accelerate_configs") / f"{config_name(by, storage)}.yaml", processes
+    )[0]
+
+
+def reason(
+    count: int,
+    memory: float,
+    whole: float,
+    split: float | None,
+    usable: float,
+    storage: str,
+    kind: str,
+    *,
+    fp8: bool,
+    refused: str = "",
+) -> str:
+    """Why each GPU holds the whole base, or a part of it.
+
+    Each GPU with the whole base exchanges an adapter's gradients alone, a few MB a step; splitting the base
+    (FSDP2, ZeRO-3) moves all of it over the wires in each pass, so it is for what does not fit.
+
+    Args:
+        memory: GiB of a GPU; `usable` of it.
+        whole: GiB that training takes with the base whole on each GPU.
+        split: with a part of it on each; `None`: not asked, or refused.
+        storage: of the base, where it is split.
+        kind: `adapter.type`.
+        fp8: whether the GPUs have fp8 GEMMs.
+        refused: why it can't be split.
+    """
+    text = f"{count} GPUs: training needs about {whole:.0f} GiB of a GPU's {memory:.0f}"
+    if refused:
+        return f"{text}: each holds the whole base (DDP), which may not fit, for FSDP2 is refused: {refused}"
+    if split is None:
+        return f"{text}, so each holds the whole base (DDP)"
+    if split > usable and split >= whole:
+        text += f", and split (FSDP2) {split:.0f}: each holds the whole base (DDP), which may not fit"
+    else:
+        text += f" with the whole base on it, so it is split: {split:.0f} GiB each (FSDP2)"
+        text += "; that may not fit either" if split > usable else ""
+    if split > usable:
+        text += f": {_smaller(storage, kind, fp8=fp8)}"
+    return text
+
+
+def _smaller(storage: str, kind: str, *, fp8: bool) -> str:
+    """What takes less memory than a split base."""
+    offload, quantised = "--accelerate fsdp2_8_offload", f"q{kind}"
+    if kind == "full":
+        return offload
+    if storage not in CODED and fp8:
+        return f"speed.base=fp8, or {offload}"
+    if storage not in FOUR_BIT and quantised in adapter_types.all_types():
+        return f"adapter.type={quantised}"
+    return "a smaller train.per_device_train_batch_size or data.max_length"

@@ -1,0 +1,171 @@
+"""What to change so that a recipe fits or is faster, each change planned anew; and how a plan is printed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.core.errors import UserError
+from finetune.planning import dataset_estimate, plan_notes, planner
+from finetune.recipe import adapter_types
+from finetune.recipe.loader import load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.planning.planner import Plan
+    from finetune.planning.sharding_cost import Sharding
+    from finetune.recipe.schema import Recipe
+
+SHOWN = 3
+FASTER = 1.02  # times as many tokens/s of the whole run, from which a change is one
+BY_AUTO = "the same numbers, but where it keeps gate and up in int8 (fp8 bases): gradients a hundredth off"
+
+
+class Change(NamedTuple):
+    """Overrides, what they cost beside memory and time, and the plan with them."""
+
+    overrides: tuple[str, ...]
+    cost: str
+    plan: Plan
+
+
+def changes(
+    recipe: Recipe,
+    overrides: list[str],
+    now: Plan,
+    cpu_rate: float | None = None,
+    by: Sharding | None = None,
+) -> list[Change]:
+    """The cheapest changes, three at most: those that make it fit, in the order of the time they take; or if
+    it fits, those that make it faster, the fastest first."""
+    found, tried = [], set[tuple[str, ...]]()
+    for change, cost in candidates(recipe, now):
+        if change in tried:
+            continue
+        tried.add(change)
+        try:
+            changed = load(recipe.origin.path, [*overrides, *change])
+            made = planner.make(changed, now.machine, now.processes, cpu_rate, by)
+        except UserError:
+            continue  # a run would refuse it
+        taken = made.refused in ("", now.refused)  # what is refused already may still be made to fit
+        taken &= evaluation_fits(recipe, made) or not evaluation_fits(recipe, now)
+        if made.fits and taken and (not now.fits or _faster(now, made)):
+            found.append(Change(change, "; ".join((cost, *beside(change, now, made))), made))
+    found.sort(key=lambda one: (-_rate(one.plan), one.plan.peak))
+    enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
+    return [one for one in found if len(one.overrides) == 1 or not enough & set(one.overrides)][:SHOWN]
+
+
+def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
+    """What else comes with a change: another launch or base by `auto`, other steps, the CPU's memory."""
+    if made.by.name != now.by.name:
+        yield f"{made.by.name or 'one process'} in place of {now.by.name or 'one process'}"
+    before, after = (plan.choices["base"].value for plan in (now, made))
+    if before != after and not any(one.startswith(("speed.base", "adapter.type")) for one in change):
+        yield f"the base in {after}, not {before}"
+    if made.steps != now.steps and made.steps:
+        yield f"{made.steps:,} steps"
+    elif abs(made.step_tokens / (now.step_tokens or 1) - 1) > 0.02:
+        yield f"a step of {made.step_tokens:,.0f} tokens, not {now.step_tokens:,.0f}"
+    if made.host > now.host:
+        yield f"{made.host * made.processes:,.0f} GiB of the CPU's memory"
+
+
+def evaluation_fits(recipe: Recipe, made: Plan) -> bool:
+    """Whether the held-out rows can be scored; also where there are none."""
+    scored = plan_notes.evaluates(recipe.data, recipe.eval)
+    return not scored or sum(made.phases["evaluation"].values()) <= made.usable
+
+
+def _faster(now: Plan, made: Plan) -> bool:
+    return _rate(made) > FASTER * (_rate(now) or float("inf"))
+
+
+def _rate(made: Plan) -> float:
+    """Tokens/s of the run as a whole, what compiling takes at its start included if its steps are known."""
+    steps = (made.steps or 0) * (made.step_seconds or 0.0)
+    return (made.tokens_per_second or 0.0) * (steps / made.seconds if made.seconds else 1.0)
+
+
+def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Overrides that may help, each with what it costs beside memory and time."""
+    speed, kind, per_device = recipe.speed, recipe.adapter.type, now.batch.per_device
+    less: list[tuple[str, str]] = []
+    if kind == "full":
+        less.append(
+            ("adapter.type=lora", "an adapter is trained, not every weight; its learning rate is higher")
+        )
+        less.append(("train.optim=adamw_torch_8bit", "steps a few percent off those of fp32 state"))
+        less.append(("speed.offload=optimizer", "steps on the CPU"))
+    elif now.choices["base"].value not in adapter_types.QUANTISED:
+        less.append(("speed.base=fp8", "weights and products rounded to fp8"))
+        if (quantised := f"q{kind}") in adapter_types.all_types():
+            less.append((f"adapter.type={quantised}", "the base rounded to 4 bits"))
+    elif now.choices["base"].value == "fp8" and speed.base == "fp8":
+        less.append(("speed.base=nf4", "the base rounded to 4 bits"))
+    if now.choices["CUDA graphs"].value == "on":
+        less.append(("speed.compile=default", "the same numbers, without CUDA graphs"))
+    if getattr(recipe.adapter, "lora_dropout", 0.0):
+        less.append(("adapter.lora_dropout=0.0", "no dropout"))
+    if now.choices["recompute"].value == "none" or speed.recompute not in ("auto", "all"):
+        less += [("speed.recompute=auto", BY_AUTO), ("speed.recompute=all", "the same numbers")]
+    elif speed.recompute == "auto" and not now.fits:
+        less.append(("speed.recompute=all", "the same numbers"))
+    if speed.offload in ("auto", "none") and now.machine.device == "cuda":
+        less.append(("speed.offload=activations", "the same numbers"))
+    for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():
+        less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
+    if recipe.data.max_length >= 1024:
+        length = recipe.data.max_length // 2
+        less.append((f"data.max_length={length}", _shorter(recipe, length)))
+    if now.fits:
+        yield from (((change,), cost) for change, cost in [*less, *faster(recipe, now)])
+        return
+    yield from (((change,), cost) for change, cost in less)
+    costs = dict(less)
+    for first in ("speed.recompute=all", "speed.offload=activations"):
+        for second in less:
+            if first in costs and second[0].partition("=")[0] != first.partition("=")[0]:
+                yield (first, second[0]), "; ".join(dict.fromkeys((costs[first], second[1])))
+
+
+def _may_split(recipe: Recipe, now: Plan) -> bool:
+    """Whether other numbers of rows at once are worth planning. On a CPU they are for what does not fit:
+    packing and rows apart were measured slower there, not faster (benchmarks/ladder.json: 0.69, 0.53)."""
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    return not searched and (now.machine.device == "cuda" or not now.fits)
+
+
+def _shorter(recipe: Recipe, length: int) -> str:
+    """What a shorter `data.max_length` does to the rows."""
+    data = recipe.data.model_copy(update={"max_length": length})
+    rows = dataset_estimate.rows_of(data, recipe.model, 1)
+    if rows is None:
+        return "rows that are longer are dropped, or their prompts cut; how many is not known"
+    return dataset_estimate.too_long(rows, data)[0] or "no row is longer"
+
+
+def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
+    """Overrides that may make a recipe that fits faster."""
+    speed, per_device = recipe.speed, now.batch.per_device
+    if speed.recompute != "auto":
+        yield "speed.recompute=auto", BY_AUTO
+    compiles, why = now.choices["compile"]
+    if compiles == "off" and now.machine.device == "cuda":
+        why = f"; {why.removeprefix('auto: ')}" if "not measured" in why else ""
+        yield "speed.compile=true", f"about {planner.COMPILE_SECONDS} s more at the start{why}"
+    if speed.compile == "default":
+        yield "speed.compile=true", "the same numbers, as CUDA graphs where they pay"
+    if now.choices["compile"].value == "on":
+        yield "speed.compile=false", f"{planner.COMPILE_SECONDS} s less at the start"
+    if speed.fused is False:
+        yield "speed.fused=auto", "the same numbers"
+    if speed.offload not in ("auto", "none"):
+        yield "speed.offload=auto", BY_AUTO
+    if not recipe.data.packing and not recipe.data.streaming and now.machine.device == "cuda":
+        yield "data.packing=true", "several rows in one"
+    if _may_split(recipe, now) and now.batch.accumulation % 2 == 0:
+        yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
+    if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
+        yield f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}", "no trained magnitudes"

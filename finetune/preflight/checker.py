@@ -1,0 +1,193 @@
+"""What can be said about a recipe before any weight is loaded: `finetune check`, and its data, prepared."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import init_from, target_modules
+from finetune.autoconfig import base_quantization, batch_size, compilation, optimizer_choice
+from finetune.core import packages
+from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.core.paths import on_the_hub
+from finetune.data import chat_templates, source_loading
+from finetune.distributed import launch_environment
+from finetune.hub import client
+from finetune.models import architecture, checkpoint_headers, model_files
+from finetune.preflight import choice_checks
+from finetune.recipe import adapter_types, qat_rules, upstream_options
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Model, Publish, Recipe
+
+IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
+TRACKERS = {  # name in train.report_to -> module, package; of others both are called as it is
+    "azure_ml": ("azureml", "azureml-core"),
+    "comet_ml": ("comet_ml", "comet-ml"),
+    "flyte": ("flytekit", "flytekit"),
+    "kubeflow": ("transformers", "transformers"),  # needs none: it is a server that the job runs under
+}
+
+
+def run(recipe: Recipe) -> list[str]:
+    """Look at the files, packages and module names a valid recipe names, in under a second and without torch.
+
+    Returns:
+        Notes: what could not be looked at here, and advice.
+
+    Raises:
+        UserError: every problem found; exit 2, or 3 if all that is wrong is a missing package.
+    """
+    notes = list(recipe.origin.notices)
+    problems: list[Problem] = []
+    packages: list[Problem] = []
+    for look in (_model, _data, _steps, _adapter, _tasks, _trackers, _publish):
+        try:
+            notes += look(recipe)
+        except UserError as error:
+            (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
+    kind = adapter_types.find(recipe.adapter.type)
+    problems += optimizer_choice.problems(recipe.train, kind.learning_rate)
+    asked = recipe.speed.base if recipe.speed.base != "auto" else kind.storage
+    missing = base_quantization.missing_package(asked)
+    optimizer = optimizer_choice.missing_packages(optimizer_choice.asked(recipe.train), recipe.speed)
+    lacking = (missing, recipe.speed.qat and qat_rules.missing(), *optimizer)
+    packages += [problem for problem in lacking if problem]
+    graphs = compilation.against_graphs(recipe.speed.compile, recipe.speed.recompute, recipe.speed.offload)
+    problems += [graphs] if graphs else []
+    if problems or packages:
+        raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
+    return [*notes, *advice(recipe), *rounded(recipe)]
+
+
+def advice(recipe: Recipe) -> list[str]:
+    """What is worth knowing of the adapter as the recipe has it."""
+    kind, rate = recipe.adapter.type, recipe.train.learning_rate
+    return adapter_types.advice(kind, rate, recipe.adapter.options())
+
+
+def rounded(recipe: Recipe) -> list[str]:
+    """What is worth knowing of the adapter under this launch."""
+    kind, rate = recipe.adapter.type, recipe.train.learning_rate
+    splitter, precision = launch_environment.splitter(), launch_environment.said("ACCELERATE_MIXED_PRECISION")
+    as_stored = splitter == "FSDP" and recipe.speed.base in adapter_types.FOUR_BIT  # exchange.fsdp_policy
+    if kind != "ia3" or not splitter or as_stored or precision not in ("bf16", "fp16") or rate >= IA3_RATE:
+        return []
+    steps = "1/256" if precision == "bf16" else "1/2048"
+    said = f"train.learning_rate: {rate:g} is little under {splitter}, which rounds IA3's factors, about 1, "
+    return [f"{said}to {precision} in each pass: they move in steps of {steps}; try {IA3_RATE:g}"]
+
+
+def _model(recipe: Recipe) -> list[str]:
+    model_files.check_folder(recipe.model)
+    if Path(recipe.model.name).exists():
+        if recipe.model.revision:
+            what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
+            raise UserError(Problem(what, "model.revision", found=found, fix="drop it"))
+        architecture.config_in(Path(recipe.model.name) / "config.json")
+        return []
+    return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
+
+
+def _data(recipe: Recipe) -> list[str]:
+    data = recipe.data
+    notes = []
+    named = source_loading.named(data)
+    if not data.name or not all(source.name for source, _ in named):
+        raise UserError(Problem("is empty", "data.name"))
+    for source, key in named:
+        if source_loading.files(source.name, key) is None:
+            pinned = client.COMMIT.fullmatch(source.revision or "")
+            pin = "" if pinned else "; pin data.revision to a commit, or tomorrow's run may see other rows"
+            notes.append(f"{key}: {source.name} is on the Hub; its rows are checked when it loads{pin}")
+    source_loading.check_disjoint(data)
+    source_loading.check_of_the_hub(data)
+    if data.chat_template:
+        chat_templates.read_template(data.chat_template)
+    return notes
+
+
+def _steps(recipe: Recipe) -> list[str]:
+    """Of rows that are streamed the recipe alone says how many steps they make."""
+    if recipe.data.streaming:
+        batch_size.steps_of_stream(recipe.train)
+    return []
+
+
+def _tasks(recipe: Recipe) -> list[str]:
+    """The files and packages of `eval.tasks`."""
+    if recipe.eval.tasks:
+        from finetune.evaluation import (
+            tasks,  # most recipes have none, and its imports take a tenth of a second
+        )
+
+        config = _config(recipe.model)
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
+        tasks.check(recipe.eval, longest)
+        tasks.check_names(recipe.eval)
+    if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
+        raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
+    return []
+
+
+def _config(section: Model) -> Any:
+    """config.json of a local model, completed; `None`: it is on the Hub, or `_model` says what is wrong."""
+    with contextlib.suppress(UserError):
+        return architecture.config_in(Path(section.name) / "config.json")
+
+
+def _trackers(recipe: Recipe) -> list[str]:
+    """What `train.report_to` names must exist and be installed."""
+    key, asked = "train.report_to", recipe.train.passed_on().get("report_to", "none")
+    asked = asked if isinstance(asked, list) else [asked]
+    if asked in (["none"], []):
+        return []
+    known = upstream_options.trackers()
+    if asked == ["all"]:
+        found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))
+        return [f"{key}: all that are installed: {', '.join(found) or 'none'}"]
+    unknown = [str(name) for name in asked if name not in known]
+    if unknown:
+        expected = f"none, all, {', '.join(sorted(known))}"
+        texts = [{"found": name, "expected": expected, "fix": nearest(name, known)} for name in unknown]
+        raise UserError(*(Problem("no such tracker", key, **said) for said in texts))
+    missing = [name for name in asked if not _tracker_installed(name)]
+    if missing:
+        packages = " ".join(TRACKERS.get(name, (name, name))[1] for name in missing)
+        problem = Problem("not installed", key, found=", ".join(missing), fix=f"pip install {packages}")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return []
+
+
+def _tracker_installed(name: str) -> bool:
+    return packages.installed(TRACKERS.get(name, (name, name))[0])
+
+
+def _adapter(recipe: Recipe) -> list[str]:
+    """Names in the adapter's section against the safetensors headers of a local model; `adapter.from`."""
+    folder, options = Path(recipe.model.name), recipe.adapter.options()
+    notes = init_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
+    names = checkpoint_headers.in_folder(folder) if folder.is_dir() else None
+    problems = choice_checks.against_rows(recipe, _config(recipe.model))
+    if names and names.modules:
+        kind = adapter_types.find(recipe.adapter.type)
+        problems += target_modules.problems(options, names, any_module=kind.peft in adapter_types.NOT_LINEAR)
+        uneven = target_modules.uneven(options.get("target_modules"), names)
+        notes += [uneven] if uneven else []
+    if problems:
+        raise UserError(*problems)
+    return notes
+
+
+def _publish(recipe: Recipe) -> list[str]:
+    check_names(recipe.publish)
+    return []
+
+
+def check_names(section: Publish) -> None:
+    """The names in `publish:`; asks no one."""
+    for key in ("repo", "base_model"):
+        name = getattr(section, key)
+        if name is not None:
+            client.check_name(name, f"publish.{key}")

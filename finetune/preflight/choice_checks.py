@@ -1,0 +1,125 @@
+"""Decide whether a recipe's choices work on this machine."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from finetune.autoconfig import (
+    attention_choice,
+    base_quantization,
+    compilation,
+    machine_setup,
+    optimizer_choice,
+)
+from finetune.core.errors import Problem, UserError
+from finetune.hardware import detection
+from finetune.models import architecture, model_files
+from finetune.preflight import launch_conflicts
+from finetune.recipe import adapter_rules, adapter_types
+from finetune.recipe.schema import Speed
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.recipe.schema import Model, Recipe
+
+
+def setup_of(recipe: Recipe) -> Setup:
+    """How this machine trains a recipe.
+
+    Raises:
+        UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
+    """
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    launch_conflicts.check(detection.detect(), *asked)
+    launch_conflicts.against_launch(recipe)
+    flat = recipe.data.packing or recipe.data.padding_free
+    prompt = adapter_types.find(recipe.adapter.type).prompt
+    setup = machine_setup.choose(
+        attention=recipe.model.attention,
+        base=recipe.speed.base,
+        adapter_type=recipe.adapter.type,
+        attends=attention_choice.read(model_files.read_config(recipe.model)),
+        rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
+        against_fp8=partial(against_fp8, recipe),
+    )
+    optimizer_choice.check(recipe.train, recipe.speed, setup)
+    compilation.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
+    return setup
+
+
+def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
+    """Whether a run of this recipe with another value, `speed.recompute=all` or `adapter.type=lora`, is not
+    refused here."""
+    key, _, value = change.partition("=")
+    section, _, name = key.partition(".")
+    raw = recipe.model_dump(exclude_unset=True)
+    if section not in ("speed", "adapter") or not value:
+        return True
+    raw[section] = {**raw.get(section, {}), name: value}
+    kind, speed = raw["adapter"]["type"], Speed.model_validate(raw.get("speed", {}))
+    by_launch = launch_conflicts.problems(setup.hardware, kind, recipe.model, recipe.data, speed)
+    graphs = compilation.against_graphs(speed.compile, speed.recompute, speed.offload, setup.launch.sharded)
+    if by_launch or graphs or adapter_rules.conflicts(raw) or base_quantization.missing_package(speed.base):
+        return False
+    try:
+        optimizer_choice.check(recipe.train, speed, setup)
+    except UserError:
+        return False
+    return True
+
+
+def against_rows(recipe: Recipe, config: Any) -> list[Problem]:
+    """Why rows of the embeddings can't train beside what trains as a whole, by the model's config. Of a model
+    inside another transformers alone knows whose head is tied."""
+    if config is None or recipe.adapter.source or config.get_text_config() is not config:
+        return []
+    given = recipe.adapter.options(), config.tie_word_embeddings, bool(recipe.model.add_tokens)
+    return [Problem(what, key, **texts) for key, what, texts in adapter_rules.rows_beside(*given)]
+
+
+def pinned(recipe: Recipe) -> Recipe:
+    """The same with the commit that `model.revision` is now: every file of the base is read at it, also
+    by processes that are started after this (`hub.commit`)."""
+    asked, section = recipe.model.revision, model_files.pinned(recipe.model)
+    if section.revision == asked:
+        return recipe
+    recipe.origin.set_by["model.revision"] = f"hub: the commit of {asked or 'main'}"
+    return recipe.model_copy(update={"model": section})
+
+
+def against_fp8(recipe: Recipe, config: Any = None) -> str:
+    """Why `speed.base: auto` does not store the base in fp8, by recipe and model; empty: it may.
+
+    Args:
+        config: the model's, where it has been read already.
+    """
+    by_recipe = adapter_rules.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
+    return by_recipe or (config_against_fp8(config) if config else model_against_fp8(recipe.model))
+
+
+FP8_WIDTH = 2048  # hidden size from which `speed.base: auto` takes fp8
+
+
+def model_against_fp8(model: Model) -> str:
+    """Why `speed.base: auto` does not store this model in fp8, from its config; the empty string: it may."""
+    return config_against_fp8(model_files.read_config(model))
+
+
+def config_against_fp8(config: Any) -> str:
+    """Why `speed.base: auto` does not store a model with this config in fp8; the empty string: it may."""
+    width = getattr(config.get_text_config(), "hidden_size", 0)
+    if width < FP8_WIDTH:
+        return f"layers of width {width} are too small to gain (from {FP8_WIDTH} up they do)"
+    if count := architecture.experts(config.get_text_config()):
+        return (
+            f"its {count} experts are no linear layers: they would stay in bf16, which is most of the model"
+        )
+    if getattr(config, "quantization_config", None):
+        from finetune.quantization import fp8_loading
+
+        try:
+            fp8_loading.check_checkpoint(config)
+        except UserError as error:
+            return f"{error.problems[0].what}: {error.problems[0].found}"
+    return ""

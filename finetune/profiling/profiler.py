@@ -1,0 +1,338 @@
+"""`finetune profile`: a traced step of a recipe: where the time goes, in one sentence what to do about it.
+
+    finetune profile recipes/quickstart.yaml          # DIR/trace.json is for chrome://tracing or Perfetto
+    nsys profile finetune profile recipes/quickstart.yaml      # on a GPU: forward, backward, optimizer
+
+On a GPU DIR/memory.pickle holds each allocation of the traced step, for pytorch.org/memory_viz.
+
+The run is an ordinary one, cut short: after a warm-up some steps are timed as they are, then one is traced
+(three on the CPU), and nothing is saved. Time waited for data is of the timed steps, all else of the traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import TrainerCallback
+
+from finetune.autoconfig import memory_estimate
+from finetune.core.console import Console
+from finetune.core.errors import Problem, Stopped, UserError
+from finetune.evaluation.scoring import memory_errors
+from finetune.hardware import detection, gpus
+from finetune.launch import launcher
+from finetune.models import architecture
+from finetune.planning import adapter_size, measured_rates, planner, step_time
+from finetune.preflight import checker
+from finetune.profiling import recommendations, trace_analysis
+from finetune.recipe import adapter_types, loader
+from finetune.training import pipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.hardware.detection import Hardware
+    from finetune.profiling.trace_analysis import Ran
+    from finetune.recipe.schema import Recipe
+
+WARM, TIMED = 2, 3  # steps before the traced ones
+TRACED = {"cpu": 3, "cuda": 1}  # on the CPU several, so that an operation has others to be compared with
+STEPS = WARM + TIMED + max(TRACED.values()) + 1  # of the run, which is left before its last
+
+
+class Traced(Exception):
+    """Ends the run: the step that was wanted is there."""
+
+
+class Profile(NamedTuple):
+    """What a step is spent on."""
+
+    seconds: float
+    """Of a timed step, from the end of the one before it."""
+    shares: dict[str, float]
+    """Of that: products, attention, memory-bound, communication, on a GPU copies to the CPU and back, data
+    wait, launch gaps."""
+    padding: float
+    """Share of the batch's tokens."""
+    attention: str
+    verdict: str
+    lever: str
+    trace: Path
+    roofline: tuple[float, str] | None = None
+    """Share of the machine's peak that products reach, by all FLOPs that ran, and which peak; `None`: not
+    known."""
+    model: float | None = None
+    """FLOPs that the model itself needs, over the whole step, of the same peak (not fp8's)."""
+    memory: Path | None = None
+    """A snapshot of the GPU's allocations; `None` on the CPU."""
+
+
+class Trace(TrainerCallback):
+    """Times some steps, traces one, and stops the run; counts padding in all of them."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.ended = self.begun = self.traced = self.lost = 0.0
+        self.waits: list[float] = []
+        self.steps: list[float] = []
+        self.tokens = self.real = self.computed = self.scored = 0
+        self.ranges: list[Any] = []
+        self.profiler: Any = None
+        self.attention = ""
+
+    def now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def own(self) -> float:
+        """Seconds of the traced step: on the CPU those this thread ran, not those another process took."""
+        return self.now() if self.cuda else time.thread_time()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model: Any = kwargs["model"]
+        self.attention = str(model.config.get_text_config()._attn_implementation).removeprefix("finetune_")
+        model.register_forward_pre_hook(self.count, with_kwargs=True)
+        model.register_forward_pre_hook(lambda *_: self.enter("forward"))
+        model.register_forward_hook(lambda *_: self.enter("backward"))
+
+    def enter(self, name: str) -> None:
+        """Begin a range of the traced step, the one before it being over: in the trace, and for nsys."""
+        if self.profiler is not None:
+            self.leave()
+            self.ranges = [torch.profiler.record_function(name)]
+            self.ranges += [torch.cuda.nvtx.range(name)] if self.cuda else []
+            for part in self.ranges:
+                part.__enter__()
+
+    def leave(self) -> None:
+        while self.ranges:
+            self.ranges.pop().__exit__(None, None, None)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.enter("optimizer")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.leave()
+
+    def count(self, module: Any, given: Any, inputs: dict[str, Any]) -> None:
+        """Tokens of a batch, and those that are not padding."""
+        if self.profiler is not None and "input_ids" in inputs:
+            size, labels = inputs["input_ids"].numel(), inputs.get("labels")
+            self.computed += size
+            self.scored += size if labels is None else int((labels != -100).sum())
+        elif "input_ids" in inputs:
+            self.tokens += inputs["input_ids"].numel()
+            mask = inputs.get("attention_mask")
+            self.real += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun = self.now()
+        if state.global_step > WARM and self.profiler is None:
+            self.waits.append(self.begun - self.ended)
+        if state.global_step == WARM + TIMED:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
+            self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True, acc_events=True)
+            if self.cuda:
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self.profiler.start()
+            self.traced, self.lost = self.own(), time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, self.ended = self.ended, self.now()
+        if self.profiler is not None:
+            if state.global_step == WARM + TIMED + TRACED["cuda" if self.cuda else "cpu"]:
+                self.leave()
+                self.traced = self.own() - self.traced
+                self.lost = max(0.0, time.perf_counter() - self.lost - self.traced)
+                self.profiler.stop()
+                raise Traced
+        elif state.global_step > WARM:
+            self.steps.append(self.ended - before)
+
+
+def command(path: str, overrides: list[str], output: str | None, *, quiet: bool) -> None:
+    """`finetune profile`: the recipe checked, a step traced, and what it says printed.
+
+    Raises:
+        UserError: what `finetune train` would refuse; a folder that can't be written (exit 2).
+    """
+    folder = Path(output or f"runs/profile-{Path(path).stem}")
+    whole = loader.load(path, overrides)
+    checker.run(whole)
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise UserError(Problem("can't be written", where=str(folder), found=found)) from error
+    # one process, as the Trainer would spread it over all GPUs by itself
+    given = launcher.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
+    alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
+    os.environ.update(alone)
+    try:
+        with memory_errors():
+            found = run(path, overrides, str(folder))
+    finally:
+        for name in alone:
+            del os.environ[name]
+        if made:  # a recipe that was refused leaves nothing
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    if os.environ.get("RANK", "0") == "0":
+        screen, few = Console(quiet=quiet), adapter_types.in_few_steps(whole.adapter, STEPS)
+        screen.say(*[f"note: the run had {key} {value}: {STEPS} steps" for key, value in few.items()])
+        show(screen, found)
+
+
+def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = ()) -> Profile:
+    """Trace a step of a recipe; leaves trace.json in `output`.
+
+    Args:
+        watchers: more callbacks of the run.
+
+    Raises:
+        UserError: what `finetune train` would refuse.
+        Stopped: told to end; nothing is kept.
+    """
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = detection.detect()
+    whole = loader.load(path, overrides)
+    made = planner.make(whole, machine, 1)
+    compiled = made.choices["compile"].value == "on"  # as in a run of full length
+    cut = {
+        "train.max_steps": STEPS,
+        "train.warmup_steps": 0,
+        "train.report_to": "none",
+        "train.save_strategy": "no",
+    }
+    cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}  # else it would count as a wait
+    cut |= {"eval.every": "null", "eval.patience": "null", "eval.best": "loss", "publish.repo": "null"}
+    cut |= adapter_types.in_few_steps(whole.adapter, STEPS)
+    temporary = tempfile.mkdtemp(dir=folder)
+    asked = compiled if whole.speed.compile == "auto" else whole.speed.compile
+    cut |= {"speed.compile": str(asked).lower(), "train.output_dir": f"{temporary}/run"}
+    dropped = {*cut, "train.num_train_epochs"}
+    kept = [text for text in overrides if text.partition("=")[0] not in dropped]
+    trace = Trace(machine.device == "cuda")
+    try:
+        short = loader.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
+        with contextlib.suppress(Traced):
+            pipeline.run(short, quiet=True, watchers=[*watchers, trace])
+    except Stopped as stopped:
+        by = str(stopped).partition(";")[0]
+        raise Stopped(f"{by}; nothing of a profile is kept: the same command begins again") from None
+    finally:
+        shutil.rmtree(temporary)
+    assert trace.profiler is not None
+    rank = int(os.environ.get("RANK", "0"))
+    file = folder / (f"trace-{rank}.json" if rank else "trace.json")
+    trace.profiler.export_chrome_trace(str(file))
+    memory = snapshot(file.with_name(file.name.replace("trace", "memory")).with_suffix(".pickle"), trace.cuda)
+    ran = trace_analysis.computed(trace.profiler.events(), cuda=trace.cuda, lost=trace.lost)
+    found, seconds = shares(trace, ran), statistics.median(trace.steps)
+    padding = 1 - trace.real / max(1, trace.tokens)
+    reached, needed = roofline(trace, ran, whole, machine, seconds)
+    verdict, lever = recommendations.judge(found, padding, trace.attention, whole, made, reached)
+    return Profile(seconds, found, padding, trace.attention, verdict, lever, file, reached, needed, memory)
+
+
+def snapshot(path: Path, cuda: bool) -> Path | None:
+    """Write what was allocated while the step was traced, by torch's own format; nothing on the CPU."""
+    if not cuda:
+        return None
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return path
+
+
+def roofline(
+    trace: Trace, ran: list[Ran], whole: Recipe, machine: Hardware, seconds: float
+) -> tuple[tuple[float, str] | None, float | None]:
+    """Share of a peak that the traced products reach, and which peak; and the model's own FLOPs, of that.
+
+    Products count as they ran, by their shapes, over their own time: layers that run again, the head for all
+    tokens. The model's FLOPs are the plan's arithmetic, nothing twice and the head for tokens with a loss,
+    over a whole step. The peak is what `finetune doctor --measure` found at shapes like the model's, or the
+    data sheet's; of a CPU that was not measured, it is timed now (0.3 s). `None`: of a GPU that is not in the
+    table, products of unknown shapes, a model whose products are not known.
+    """
+    found = architecture.read(whole.model)
+    one = memory_estimate.widths(found.config)
+    peak, fp8, source = peaks(machine, one)
+    if not peak:
+        return None, None
+    share = trace_analysis.of_peak(ran, peak, fp8)
+    coded = f" ({fp8 / 1e12:,.4g} in fp8)" if fp8 and trace_analysis.in_fp8(ran) else ""
+    reached = (share, f"{peak / 1e12:,.3g} TFLOP/s{coded}, {source}") if share else None
+    if found.unknown:
+        return reached, None
+    has = adapter_size.adapted(whole.adapter, whole.model, found, 100)
+    full = whole.adapter.type == "full"
+    each, head = step_time.flops(found, has, full), (6.0 if full else 4.0) * one.vocabulary * one.hidden
+    work = (each - head) * trace.computed + head * trace.scored
+    return reached, work / TRACED[machine.device] / seconds / peak
+
+
+def peaks(machine: Hardware, one: memory_estimate.Widths) -> tuple[float, float | None, str]:
+    """FLOP/s of products, in fp8 too where it has them, and where they are from; 0: not known."""
+    known, gpu = measured_rates.read_for(machine.name, one)[0], gpus.of_device(machine.name)
+    if known:
+        return known["product"], known.get("fp8"), "measured by `finetune doctor --measure`"
+    if gpu:
+        return gpu.bf16, gpu.fp8, "of its data sheet"
+    if machine.device == "cpu":
+        return ceiling(), None, "timed now with a large product"
+    return 0.0, None, ""
+
+
+def shares(trace: Trace, ran: list[Ran]) -> dict[str, float]:
+    """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed.
+    Of communication and copies what is not hidden behind computing."""
+    waited = statistics.median(trace.waits) / statistics.median(trace.steps)
+    spent = trace_analysis.spent(ran)
+    if not trace.cuda:
+        del spent[trace_analysis.COPIES]
+    rest = 1 - waited
+    found = {name: rest * seconds / trace.traced for name, seconds in spent.items()}
+    over = max(1.0, sum(found.values()) / rest)  # kernels of several streams run at once
+    found = {name: share / over for name, share in found.items()}
+    return {**found, "data wait": waited, "launch gaps": max(0.0, rest - sum(found.values()))}
+
+
+def ceiling() -> float:
+    """FLOP/s of a large square product on this CPU, in fp32: the best of many, by this thread's own time."""
+    width = 1024
+    x, weight = torch.randn(width, width), torch.randn(width, width)
+    best, until = math.inf, time.perf_counter() + 0.3
+    while time.perf_counter() < until or best == math.inf:
+        begun = time.thread_time()
+        torch.nn.functional.linear(x, weight)
+        best = min(best, time.thread_time() - begun)
+    return 2.0 * width**3 / best
+
+
+def show(screen: Console, found: Profile) -> None:
+    """The shares as a table, then verdict and lever."""
+    rows = [
+        (name, f"{share:.1%}", f"{share * found.seconds * 1e3:.1f}") for name, share in found.shares.items()
+    ]
+    screen.table(f"a step of {found.seconds:.3f} s", ("part", "share", "ms"), rows)
+    screen.say(f"padding: {found.padding:.1%} of the tokens; attention: {found.attention}")
+    known = f"{found.roofline[0]:.0%} of {found.roofline[1]}" if found.roofline else "not known here"
+    needed = f"; the model's own FLOPs, of the whole step: {found.model:.0%}" if found.model else ""
+    screen.say(f"roofline: products reach {known}{needed}")
+    held = f"{found.memory}, for pytorch.org/memory_viz" if found.memory else "none on the CPU"
+    screen.say(f"memory snapshot: {held}")
+    screen.say("", f"verdict: {found.verdict}", f"next: {found.lever}", f"wrote {found.trace}")

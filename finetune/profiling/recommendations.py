@@ -1,0 +1,156 @@
+"""What `finetune profile` says of a step: one sentence, and what to change that is not so already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import data_loader
+from finetune.autoconfig.batch_size import split_batch
+from finetune.distributed import launch_environment
+from finetune.kernels import kernel_limits
+from finetune.profiling.trace_analysis import COPIES
+from finetune.recipe import adapter_rules
+from finetune.recipe.adapter_types import QUANTISED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from finetune.hardware.detection import Hardware
+    from finetune.planning.planner import Plan
+    from finetune.recipe.schema import Recipe
+
+ENOUGH = 0.05  # of a step, from which something is worth a sentence
+USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # of a step: the loop's own, whatever the batch
+ROWS = 8  # at once, that a tiny batch is told to have
+
+
+def judge(
+    found: dict[str, float],
+    padding: float,
+    attention: str,
+    whole: Recipe,
+    made: Plan,
+    reached: tuple[float, str] | None = None,
+) -> tuple[str, str]:
+    """One sentence of verdict and the next lever: where most time could be had back.
+
+    Of products themselves nothing can be had back but by fp8; of attention in eager mode about two thirds.
+
+    Args:
+        made: the plan of the recipe, which knows what is on already.
+    """
+    gpu = made.machine.device == "cuda"
+    masked = attention == "eager" or (gpu and attention == "sdpa")
+    waits, gaps, copied = found["data wait"], found["launch gaps"], found.get(COPIES, 0.0)
+    sums, passes, attends = found["communication"], found["memory-bound"], found["attention"]
+    kernel = "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here")
+    rarer = "train.effective_batch_size: larger, so that they are rarer"
+    causes: list[tuple[float, str, Callable[[], str]]] = [  # what could be had back, what is so, the lever
+        (waits, f"the step waits for data {waits:.0%} of its time", lambda: loader(whole, made.machine)),
+        (
+            gaps - USUAL_GAPS[made.machine.device],
+            f"nothing is computed for {gaps:.0%} of the step: too small a batch",
+            lambda: more_rows(whole, gpu),
+        ),
+        (
+            padding * (1 - waits - gaps),
+            f"{padding:.0%} of the tokens are padding",
+            lambda: less_padding(whole, gpu),
+        ),
+        (
+            attends * (0.67 if masked else 0.0),
+            f"{attention} attention takes {attends:.0%} of the step",
+            lambda: kernel,
+        ),
+        (sums, f"sums between processes take {sums:.0%} of the step", lambda: rarer),
+        (
+            copied,
+            f"copies to the CPU's memory and back take {copied:.0%} of the step",
+            lambda: fewer_copies(whole, made),
+        ),
+        (
+            passes * 0.3 * gpu,
+            f"passes over memory take {passes:.0%} of the step",
+            lambda: fewer_passes(whole, made),
+        ),
+    ]
+    gain, said, lever = max(causes, key=lambda cause: cause[0])
+    if gain >= ENOUGH:
+        return said, lever()
+    share = found["products"] + attends
+    text = f"products and attention take {share:.0%} of the step: nothing large is in their way"
+    text += f"; products reach {reached[0]:.0%} of {reached[1]}" if reached else ""
+    return text, faster_products(whole, made)
+
+
+def fewer_copies(whole: Recipe, made: Plan) -> str:
+    """Less on the CPU, if the recipe or `auto` has put something there."""
+    if whole.speed.offload not in ("auto", "none"):
+        return "speed.offload: auto"
+    if made.choices["offload"].value != "none":
+        return "speed.offload: none"
+    return "what moves tensors in each step: an offload of the accelerate config, a callback"
+
+
+def loader(whole: Recipe, machine: Hardware) -> str:
+    """More workers than there are, up to the CPU's cores."""
+    if whole.data.streaming:
+        return "a stream is read while training: data.streaming: false"
+    key, given = "dataloader_num_workers", whole.train.passed_on()
+    here = int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
+    has = given.get(key, data_loader.loader(machine, here)[key])
+    most = max(2, machine.cpu_cores // here)
+    if has < most:
+        return f"train.{key}: {min(most, max(2, 2 * has))}" + (f" (now {has})" if has else "")
+    return f"a machine with more CPU cores: {has} workers have those of this one"
+
+
+def more_rows(whole: Recipe, gpu: bool) -> str:
+    """More rows at once: of the step's own where it takes them in turns, else a larger step. Packing makes
+    rows full too, which a CPU is slower with (docs/optimizations.md)."""
+    apart = processes() // launch_environment.parallel("CP")  # of which each has rows of its own
+    batch = split_batch(whole.train, apart)
+    share = batch.effective // apart
+    more = [size for size in range(batch.per_device + 1, share + 1) if share % size == 0]
+    packed = "; or data.packing: true" if gpu and not whole.data.packing else ""
+    if more and whole.train.per_device_train_batch_size != "auto":  # which has taken all that fit
+        rows = max([size for size in more if size <= max(ROWS, 2 * batch.per_device)] or more[:1])
+        return f"train.per_device_train_batch_size: {rows}, more rows at once{packed}"
+    rows = max(ROWS, 2 * share)
+    if whole.train.per_device_train_batch_size == "auto":
+        return f"train.effective_batch_size: {rows * apart}, more rows at once if memory has room{packed}"
+    both = f"train.effective_batch_size: {rows * apart} and train.per_device_train_batch_size: {rows}"
+    return f"{both}, more rows at once{packed}"
+
+
+def less_padding(whole: Recipe, gpu: bool) -> str:
+    """Rows without padding on a GPU; a CPU is slower with them, and takes rows of like lengths at once."""
+    if whole.data.packing or whole.data.padding_free:
+        return "data.max_length: one that rows fill better"
+    if gpu:
+        return "data.packing: true, or data.padding_free: true"
+    given = whole.train.passed_on()
+    if not whole.data.streaming and given.get("train_sampling_strategy") != "group_by_length":
+        return "train.train_sampling_strategy: group_by_length"
+    return "fewer rows at once, which differ less in length (train.per_device_train_batch_size)"
+
+
+def fewer_passes(whole: Recipe, made: Plan) -> str:
+    """What fuses passes and is not on."""
+    off = ["speed.compile: true"] if made.choices["compile"].value == "off" else []
+    off += ["speed.fused: auto"] if whole.speed.fused is False else []
+    off += ["speed.loss: auto"] if whole.speed.loss == "trl" else []
+    return " and ".join(off) or "a GPU with faster memory: what fuses passes is on"
+
+
+def faster_products(whole: Recipe, made: Plan) -> str:
+    """The frozen base in fp8, where that is possible and not so."""
+    able = made.machine.device == "cuda" and made.machine.capability >= kernel_limits.FP8_CAPABILITY
+    stored = made.choices["base"].value in ("fp8", *QUANTISED)
+    if able and not stored and not adapter_rules.against_fp8(whole.adapter, whole.speed, whole.eval):
+        return "speed.base: fp8"
+    return "a faster machine"
+
+
+def processes() -> int:
+    return int(launch_environment.said("WORLD_SIZE", "1"))

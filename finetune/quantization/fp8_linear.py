@@ -1,0 +1,201 @@
+"""The frozen fp8 base: a linear layer whose weight is e4m3 with one scale for each output.
+
+    W ~ s_w[:, None] * W_q                   quantised once, when the weight is loaded
+    y = s_x[:, None] * (x_q @ W_q^T) * s_w   x is quantised row by row
+    dx = s_g[:, None] * (g_q @ W_q)          g = dy * s_w: it takes W's scale in before it is quantised
+
+Both products run on the same codes, so the gradient is that of the weight that ran forward. The weight is
+frozen: it has no gradient of its own and is never quantised again. Where there are no fp8 GEMMs, the same
+codes are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finetune.kernels.kernel_limits import FP8_CAPABILITY, FP8_MULTIPLE
+from finetune.kernels.ops import E4M3, quantise_rows, transpose
+
+
+def product(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x W^T of two quantised matrices.
+
+    Args:
+        codes: [rows, in] e4m3, row-major.
+        scale: [rows, 1] float32.
+        weight: [out, in] e4m3, row-major.
+        weight_scale: [out, 1] float32.
+
+    Returns:
+        [rows, out] in `dtype`.
+    """
+    if not has_gemm(codes.device):
+        with torch.autocast(codes.device.type, enabled=False):
+            return _cast((codes.float() @ weight.float().t()) * scale * weight_scale.t(), dtype)
+    # rowwise scales come with bfloat16 out, and with nothing else
+    made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
+        codes, weight.t(), scale, weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return _cast(made, dtype)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(dtype)`. Where that changes nothing, torch 2.11 loses the gradient of a compiled
+    autograd.Function that returns it: what comes out was never written (torch 2.13 is right)."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def input_gradient(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of x in y = x W^T.
+
+    Args:
+        grad: [rows, out], that of y.
+        weight: [out, in] e4m3.
+        weight_scale: [out, 1] float32.
+
+    Returns:
+        [rows, in] in `grad`'s dtype.
+    """
+    codes, scale = quantise_rows(grad, weight_scale.flatten())
+    return codes_gradient(codes, scale, weight, grad.dtype)
+
+
+def codes_gradient(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`input_gradient` of a gradient that is quantised already, the weight's scale in it."""
+    ones = torch.ones(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
+    return product(codes, scale, transpose(weight), ones, dtype)
+
+
+def has_gemm(device: torch.device) -> bool:
+    """Whether fp8 products run as such on this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, weight_scale)
+        ctx.dtype = x.dtype
+        codes, scale = quantise_rows(x)
+        return product(codes, scale, weight, weight_scale, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        weight, weight_scale = ctx.saved_tensors
+        made = input_gradient(grads[0], weight, weight_scale)
+        return _cast(made, ctx.dtype), None, None, None
+
+
+class Fp8Linear(torch.nn.Linear):
+    """A frozen linear layer stored as e4m3 codes and one float32 scale for each output.
+
+    Attributes:
+        weight: [out, in] e4m3, without gradient; packed, [out, in / 2] bf16.
+        weight_scale: buffer [out, 1] float32.
+        compute_dtype: the dtype that this layer would have without fp8. PEFT moves a new adapter to it, as it
+            does on a base that is not quantised; to e4m3, the adapter would be rounded.
+    """
+
+    weight_scale: torch.Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(1, 1, bias=False, device="meta")  # registers names; draws nothing
+        self.in_features, self.out_features = in_features, out_features
+        codes = torch.empty(out_features, in_features, dtype=E4M3, device=device)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("weight_scale", torch.empty(out_features, 1, device=device))
+        if bias:
+            empty = torch.empty(out_features, dtype=compute_dtype, device=device)
+            self.bias = torch.nn.Parameter(empty, requires_grad=False)
+        self.compute_dtype = compute_dtype
+
+    @classmethod
+    def of(cls, plain: torch.nn.Linear) -> Fp8Linear:
+        """A layer that is in memory already, quantised where it is."""
+        made = cls(
+            plain.in_features, plain.out_features, bias=False, compute_dtype=plain.weight.dtype, device="meta"
+        )
+        codes, scale = quantise_rows(plain.weight.detach())
+        made.weight = torch.nn.Parameter(codes, requires_grad=False)
+        made.weight_scale = scale
+        if plain.bias is not None:
+            made.bias = torch.nn.Parameter(plain.bias.detach(), requires_grad=False)
+        return made
+
+    def pack(self) -> None:
+        """Take two codes for one bf16 number: FSDP casts what it gathers to bf16, and so not these bits.
+
+        Codes of numbers make no NaN, of which a copy would be another (`exchange.fsdp_policy`).
+        """
+        packed = self.weight.detach().view(torch.bfloat16)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """The codes: [out, in] e4m3. PEFT asks a layer that has this name for `dequantize()`, which DoRA's
+        magnitude needs; else it would take codes for weights (`dequantize_module_weight`,
+        peft/utils/integrations.py)."""
+        return self.weight.view(E4M3) if self.weight.dtype == torch.bfloat16 else self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight that this layer computes with: [out, in] float32."""
+        return self.W_q.float() * self.weight_scale
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        flat = input.reshape(-1, input.shape[-1])
+        rows: Any = _FrozenLinear.apply(flat, self.W_q, self.weight_scale, dtype)
+        # a view made inside the function could not be added to in place
+        y = rows.view(*input.shape[:-1], rows.shape[-1])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
+        """Moves between devices as any layer does.
+
+        Raises:
+            TypeError: at `.to(dtype)`, which would take codes for numbers.
+        """
+        super()._apply(fn, recurse)
+        packed = self.weight.dtype == torch.bfloat16 and 2 * self.weight.shape[1] == self.in_features
+        if not (packed or self.weight.dtype == E4M3) or self.weight_scale.dtype != torch.float32:
+            raise TypeError("an fp8 layer can't be cast to another dtype: load the base unquantised instead")
+        return self
+
+
+def fits(layer: torch.nn.Module) -> bool:
+    """Whether a layer can be stored in fp8: a plain linear layer with both sides divisible by 16."""
+    return type(layer) is torch.nn.Linear and not (
+        layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE
+    )

@@ -1,0 +1,227 @@
+"""Loading a model onto the frozen fp8 base: `from_pretrained(..., quantization_config=Fp8BaseConfig())`.
+
+Each weight is quantised as it is read, before the next one is, so a model's bf16 copy is never whole in
+memory. A checkpoint that holds e4m3 weights with a scale for each output, or one for the whole weight
+(compressed-tensors' channel and tensor strategies), is taken byte for byte.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from finetune.core.errors import Problem, UserError
+from finetune.kernels.ops import E4M3, quantise_rows
+from finetune.quantization.fp8_linear import Fp8Linear, fits
+
+METHOD = "finetune_fp8"
+SCALE = "weight_scale"
+
+
+class Fp8BaseConfig(QuantizationConfigMixin):
+    """The frozen fp8 base has nothing to set: which layers it takes is said by `fits`."""
+
+    def __init__(self, **_: Any) -> None:
+        self.quant_method: Any = METHOD
+
+
+class Fp8BaseQuantizer(HfQuantizer):
+    """Replaces a model's linear layers by `Fp8Linear`, and quantises their weights while they are read.
+
+    A base that is loaded so can be trained upon, through adapters; it is not saved: the adapter is.
+    """
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        stored = renamed(model, stored_layers(kwargs.get("checkpoint_files") or []))
+        kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        for name, module in list(model.named_modules()):
+            if (name in stored if stored else should_convert_module(name, kept)) and fits(module):
+                model.set_submodule(name, _unread(module, coded=name in stored))
+        lost = [n for n in sorted(stored) if not isinstance(_module(model, n), Fp8Linear)]
+        if lost:  # transformers would read codes as numbers
+            raise ValueError(f"its fp8 weights have no fp8 layer here: {', '.join(lost[:6])}")
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        module, leaf = get_module_from_name(model, param_name)
+        return isinstance(module, Fp8Linear) and leaf in ("weight", SCALE)
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes that a weight will take: transformers reserves the GPU's memory by it."""
+        leaf = param_name.rpartition(".")[2]
+        coded = leaf == "weight" and self.param_needs_quantization(model, param_name)
+        return 1.0 if coded else float(param.element_size())
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantise()
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Plain linear layers again, with the weights that the fp8 ones compute with."""
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Fp8Linear):
+                model.set_submodule(name, _plain(module, dtype))
+        return model
+
+    def is_serializable(self) -> Any:
+        return False
+
+    @property
+    def is_trainable(self) -> Any:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+register_quantization_config(METHOD)(Fp8BaseConfig)
+register_quantizer(METHOD)(Fp8BaseQuantizer)
+
+
+class _Quantise(ConversionOps):
+    """One weight as it is read -> its codes and scale; what is coded already stays as it is."""
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *_: Any, **given: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, value in input_dict.items():
+            value = value[0] if isinstance(value, list) else value
+            if name.endswith(SCALE):
+                layer = get_module_from_name(given["model"], name)[0]
+                made[name] = value.float().reshape(-1, 1).expand(layer.out_features, 1).contiguous()
+                continue
+            if value.dtype != E4M3:
+                value, made[f"{name.removesuffix('weight')}{SCALE}"] = quantise_rows(value)
+            made[name] = torch.nn.Parameter(value, requires_grad=False)
+        return made
+
+
+def stored_layers(files: list[str]) -> set[str]:
+    """Names of the layers whose weights a checkpoint's files hold in fp8."""
+    found = set[str]()
+    for path in files:
+        if str(path).endswith(".safetensors"):
+            with safe_open(path, framework="pt") as file:
+                keys: list[str] = list(file.keys())
+            found |= {key.removesuffix(f".{SCALE}") for key in keys if key.endswith(f".{SCALE}")}
+    return found
+
+
+def renamed(model: Any, names: set[str]) -> set[str]:
+    """Layers of a checkpoint by the names that they have in the model: transformers renames what it reads
+    (Gemma 3's `language_model.model.layers`)."""
+    mapping = get_model_conversion_mapping(model) if names else []
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    known = dict.fromkeys((f"{name}.weight" for name, _ in model.named_modules()), True)
+    given = (renamings, [], model.base_model_prefix, known)
+    return {rename_source_key(f"{name}.weight", *given)[0].removesuffix(".weight") for name in names}
+
+
+def check_checkpoint(config: Any) -> None:
+    """Refuse a checkpoint that is quantised otherwise than the fp8 base can take.
+
+    Raises:
+        UserError: what it is, and what to use in its place (exit 2).
+    """
+    held = getattr(config, "quantization_config", None)
+    if held is None:
+        return
+    held = held if isinstance(held, dict) else held.to_dict()
+    method = str(held.get("quant_method"))
+    weights = [group.get("weights") or {} for group in (held.get("config_groups") or {}).values()]
+    rowwise = [
+        (w.get("num_bits"), w.get("type"), w.get("symmetric", True)) == (8, "float", True)
+        and w.get("strategy") in ("channel", "tensor")
+        for w in weights
+    ]
+    if method != "compressed-tensors" or not rowwise or not all(rowwise):
+        kinds = ", ".join(
+            sorted({f"{w.get('type')}{w.get('num_bits')} by {w.get('strategy')}" for w in weights})
+        )
+        blocks = held.get("weight_block_size")
+        kinds = kinds or (f"blocks of {blocks[0]} x {blocks[1]}" if blocks else "")
+        raise UserError(
+            Problem(
+                "the checkpoint is quantised in a way that the fp8 base can't take over exactly",
+                "model.name",
+                found=f"{method} ({kinds})" if kinds else method,
+                expected="e4m3 with a scale for each output (compressed-tensors), or not quantised",
+                fix="the model it was made from: it is quantised while it loads",
+            )
+        )
+
+
+def products(layers: list[Any]) -> int:
+    """fp8 products of a forward pass through decoder layers: one for each stack of fused layers, and for each
+    layer that is in none."""
+    stacks: dict[int, int] = {}
+    alone: dict[int, Fp8Linear] = {
+        id(m): m for layer in layers for m in layer.modules() if isinstance(m, Fp8Linear)
+    }
+    for module in (m for layer in layers for m in layer.modules() if hasattr(m, "finetune_fused")):
+        for stack in module.finetune_fused:
+            if hasattr(stack, "stored"):
+                stacks[id(stack)] = len(stack.stored) == 2  # codes and scales
+                for one in stack.layers:
+                    for inside in one.modules():
+                        alone.pop(id(inside), None)
+    return sum(stacks.values()) + len(alone)
+
+
+def refuse_merges(adapted: Any) -> None:
+    """PEFT merges by adding an adapter to its layer's weight: to codes, as if they were numbers. Here it says
+    so instead, at the layer's own `merge`."""
+    for layer in adapted.modules():
+        if isinstance(layer, BaseTunerLayer) and isinstance(layer.get_base_layer(), Fp8Linear):
+            layer.merge = MethodType(_merge, layer)
+
+
+def _merge(layer: Any, *args: Any, **options: Any) -> Any:
+    if not isinstance(layer.get_base_layer(), Fp8Linear):  # it has been dequantised since
+        return type(layer).merge(layer, *args, **options)
+    what, fix = (
+        "no adapter can be added to a weight in fp8 codes",
+        "finetune merge RUN, from the whole weights",
+    )
+    fix += "; here: model.get_base_model().dequantize(torch.bfloat16) first"
+    raise UserError(Problem(what, "speed.base", found="fp8", fix=fix))
+
+
+def pack(base: Any) -> None:
+    """Codes as FSDP can split them: see `Fp8Linear.pack`."""
+    for layer in base.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.pack()
+
+
+def _module(model: Any, name: str) -> Any:
+    return dict(model.named_modules()).get(name)
+
+
+def _unread(plain: torch.nn.Module, *, coded: bool) -> Fp8Linear:
+    """The layer before its weight is read. It says the dtype that a weight is to be read in: the model's own,
+    so that it is quantised from that, unless it comes as codes."""
+    assert isinstance(plain, torch.nn.Linear)
+    size, dtype = (plain.in_features, plain.out_features), plain.weight.dtype
+    made = Fp8Linear(*size, bias=plain.bias is not None, compute_dtype=dtype, device="meta")
+    if not coded:
+        empty = torch.empty(plain.weight.shape, dtype=dtype, device="meta")
+        made.weight = torch.nn.Parameter(empty, requires_grad=False)
+    return made
+
+
+def _plain(layer: Fp8Linear, dtype: torch.dtype | None) -> torch.nn.Linear:
+    made = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    weight = layer.dequantize().to(dtype or layer.compute_dtype)
+    made.weight, made.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
+    return made

@@ -1,0 +1,288 @@
+"""Settings of a recipe that exclude an adapter's, or would be without effect; known before anything loads."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import nearest
+from finetune.recipe.adapter_types import (
+    CONFIGURED_INITS,
+    FAST_ON_FP8,
+    FOUR_BIT,
+    PREPARED_INITS,
+    QUANTISED,
+    REBASING_INITS,
+    UNSERVED,
+    all_types,
+    obstacle,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from finetune.recipe.adapter_types import AdapterType
+    from finetune.recipe.schema import Adapter, Eval, Speed
+
+    Found = list[tuple[str, str, dict[str, str]]]  # dotted key, what is wrong, the message's other texts
+
+OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be kept on the CPU
+INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
+_INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
+# In names of modules that quantised bases keep as codes, and of those that they leave as they are; of others
+# the live model decides
+_CODED = re.compile(r"(proj|c_attn|c_fc|query_key_value|dense|fc\d|w\d)$")
+_UNCODED = re.compile("embed|head|norm|wte")
+EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed_in", "word_embeddings"), ("lm_head", "embed_out")
+# PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
+HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
+WITH_HEAD = "[embed_tokens, lm_head]"
+# Vectors before every row: their encoder reads the base's own embeddings, not a copy that PEFT trains
+PROMPTS = ("prompt_tuning", "p_tuning")
+
+
+def conflicts(raw: Mapping[str, Any]) -> Found:
+    """Of a recipe as it was read: values may have any type."""
+    sections = {name: raw.get(name) for name in ("adapter", "speed", "data", "model", "train")}
+    adapter, speed, data, model, train = (s if isinstance(s, dict) else {} for s in sections.values())
+    name = adapter.get("type")
+    kind = all_types().get(name) if isinstance(name, str) else None
+    if kind is None or kind.refused:
+        return []
+    found = _base(str(name), kind, speed.get("base"))
+    base = speed.get("base") if speed.get("base") in QUANTISED else kind.storage
+    if base and not found:
+        found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base)
+    for key, why in UNSERVED.get(kind.peft, {}).items():
+        if adapter.get(key) is not None and adapter[key] is not False:
+            found.append((f"adapter.{key}", why, {"found": str(adapter[key]), "fix": "drop it"}))
+    if kind.peft:
+        found += _init(str(name), kind, adapter, speed.get("base"), bool(model.get("add_tokens")))
+        found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
+    if kind.peft == "adalora":
+        found += _schedule(adapter, train.get("max_steps"))
+    found += _offload(kind, adapter, speed, train)
+    if train.get("per_device_train_batch_size") == "auto":
+        found += _searched(data, train)
+    flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
+    if kind.prompt and flat:
+        what = f"excludes adapter.type: {name}, which puts its vectors before every row"
+        found.append((f"data.{flat}", what, {"found": "true", "fix": f"{flat}: false"}))
+    smoothing = train.get("label_smoothing_factor")
+    if kind.peft in PROMPTS and smoothing:  # whose vectors have logits, and no labels
+        what = f"excludes adapter.type: {name}: upstream wants a label for each of its vectors"
+        found.append(("train.label_smoothing_factor", what, {"found": str(smoothing), "fix": "drop it"}))
+    return found
+
+
+def _base(name: str, kind: AdapterType, base: Any) -> Found:
+    if kind.storage and base not in (None, "auto", *FOUR_BIT):
+        fix = f"drop speed.base, or adapter.type: {name[1:]}"
+        what = f"excludes adapter.type: {name}, which means a 4-bit base"
+        return [("speed.base", what, {"found": str(base), "fix": fix})]
+    if name == "full" and base == "bf16":
+        what = "full fine-tuning keeps fp32 weights: small steps are lost in bf16's eight bits"
+        return [("speed.base", what, {"found": "bf16", "fix": "base: auto"})]
+    if isinstance(base, str) and obstacle(name, base):
+        texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
+        return [("speed.base", obstacle(name, base), texts)]
+    return []
+
+
+def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
+    """`per_device_train_batch_size: auto` tries the longest rows, which must be known; so must the steps."""
+    if train.get("dataloader_drop_last"):
+        what = "with auto, how many rows the last batch of an epoch has is not known"
+        return [("train.dataloader_drop_last", what, {"found": "true", "fix": "false, or a number of rows"})]
+    if not data.get("streaming"):
+        return []
+    what = "auto tries the longest rows, and of streamed data these are not known"
+    return [("train.per_device_train_batch_size", what, {"found": "auto", "fix": "a number, or null"})]
+
+
+def _offload(
+    kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
+) -> Found:
+    """What moves to the CPU's memory must be there, and be what torchao can move."""
+    asked, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
+    found: Found = []
+    again = str(speed.get("recompute"))
+    if asked.startswith(("activations", "all")) and (
+        again in ("none", "cheap") or again.startswith(("mlp:", "int8:"))
+    ):
+        what = "keeps in the CPU's memory what recomputed layers leave, and not all are recomputed"
+        found.append(("speed.offload", what, {"found": asked, "fix": "speed.recompute: auto"}))
+    if asked not in ("optimizer", "all"):
+        return found
+    without = "activations" if asked == "all" else "none"
+    if optim not in OFFLOADED:
+        texts = {"found": str(optim), "expected": " or ".join(OFFLOADED)}
+        found.append(("train.optim", f"speed.offload: {asked} is for torch's AdamW", texts))
+    if adapter.get("loraplus_lr_ratio"):
+        what = f"has an optimizer of its own, which excludes speed.offload: {asked}"
+        found.append(("adapter.loraplus_lr_ratio", what, {"fix": f"speed.offload: {without}"}))
+    if kind.peft == "adalora":
+        what = "AdaLoRA masks ranks between steps, which weights that step on the CPU do not see"
+        found.append(("speed.offload", what, {"found": asked, "fix": without}))
+    return found
+
+
+def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
+    """Why `speed.base: auto` does not store the base in fp8 in this recipe; the empty string: it may."""
+    options = adapter.options()
+    init = options.get("init_lora_weights")
+    if adapter.type not in FAST_ON_FP8:
+        return f"under {adapter.type} it is not known to pay"
+    if isinstance(init, str) and init not in ("gaussian", "eva"):
+        return f"init_lora_weights: {init} wants the weights themselves"
+    if speed.qat:
+        return "speed.qat rounds whole weights"
+    if evaluation.tasks and evaluation.engine == "vllm":
+        return "eval.engine: vllm serves the adapter on a base in bf16"
+    if not all(_UNCODED.search(name) for name in options.get("modules_to_save") or ()):
+        return "modules_to_save trains whole layers, which on the fp8 base may be codes"
+    return "; ".join(f"{key} {what}" for key, what, _ in _on_fp8(options))
+
+
+def _on_fp8(adapter: Mapping[str, Any]) -> Found:
+    """Options that read or train the weights of layers which are codes on the fp8 base."""
+    found: Found = []
+    init = adapter.get("init_lora_weights")
+    if init in ("orthogonal", "mica"):
+        what = "takes the dtype of its first weights, or these themselves, from weights that are codes in fp8"
+        found.append(("adapter.init_lora_weights", what, {"found": str(init), "fix": "true, or base: bf16"}))
+    if adapter.get("target_parameters"):
+        what = "adds to weights themselves, which are codes in fp8"
+        found.append(("adapter.target_parameters", what, {"fix": "target_modules, or base: bf16"}))
+    return found + _coded(adapter, "fp8")
+
+
+def _coded(adapter: Mapping[str, Any], base: str) -> Found:
+    """Layers to be trained as a whole that are codes on a quantised base, as far as their names say it."""
+    whole = adapter.get("modules_to_save")
+    names = map(str, whole) if isinstance(whole, list) else ()
+    return coded([name for name in names if _CODED.search(name)], base)
+
+
+def coded(whole: list[str], base: str) -> Found:
+    """What is said of such layers, by name."""
+    what = f"trains whole layers, which on the {base} base are codes"
+    texts = {"found": ", ".join(whole), "fix": "target_modules, or a base in bf16"}
+    return [("adapter.modules_to_save", what, texts)] if whole else []
+
+
+def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool) -> Found:
+    """Of `init_lora_weights`: spelling, and what it can't be combined with."""
+    key, init = "adapter.init_lora_weights", adapter.get("init_lora_weights")
+    found: Found = [
+        (f"adapter.{its}_config", f"has no effect without init_lora_weights: {its}", {"fix": "drop it"})
+        for its in CONFIGURED_INITS
+        if adapter.get(f"{its}_config") is not None and init != its
+    ]
+    if not isinstance(init, str):
+        return found
+    if not _INIT.fullmatch(init):
+        texts = {
+            "found": init,
+            "expected": f"true, false, {', '.join(INITS)}",
+            "fix": nearest(init.lower(), INITS),
+        }
+        return [*found, (key, "no such initialisation", texts)]
+    if init.startswith(PREPARED_INITS) and kind.peft != "lora":
+        texts = {"found": f"{init} with {name}", "fix": "true"}
+        found.append((key, "is prepared for LoRA and DoRA only", texts))
+    if init == "loftq" and not (kind.storage or base in FOUR_BIT):
+        what = "makes good what a 4-bit base loses; this base is not stored in 4 bits"
+        found.append((key, what, {"found": init, "fix": "adapter.type: qlora"}))
+    if init == "eva" and adapter.get("rank_pattern"):
+        found.append(("adapter.rank_pattern", "EVA chooses the ranks itself", {"fix": "drop one of the two"}))
+    if init == "eva" and (added or adapter.get("trainable_token_indices")):
+        what = "PEFT's EVA does not know rows of embeddings that train"
+        found.append((key, what, {"found": init, "fix": "true"}))
+    if init.startswith(REBASING_INITS):
+        found += _rebasing(init, name, kind, adapter, base, added)
+    return found
+
+
+def _rebasing(
+    init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool
+) -> Found:
+    """Weights out of the base's are saved as a difference of LoRAs; PEFT drops all else that was trained."""
+    key = "adapter.init_lora_weights"
+    found: Found = []
+    if kind.storage or base in QUANTISED:
+        what = "takes its first weights out of the base's, which a quantised base can't give exactly"
+        found.append((key, what, {"found": init, "fix": "speed.base: auto, or loftq"}))
+    if kind.sets.get("use_dora"):
+        what = "is saved as a difference of LoRAs, which DoRA's magnitudes don't allow"
+        found.append((key, what, {"found": f"{init} with {name}", "fix": "adapter.type: lora"}))
+    beside = [
+        k for k in ("modules_to_save", "trainable_token_indices", "target_parameters") if adapter.get(k)
+    ]
+    beside += ["bias"] if adapter.get("bias") not in (None, "none") else []
+    beside += ["model.add_tokens"] if added else []
+    patterns = [k for k in ("rank_pattern", "alpha_pattern") if adapter.get(k)]
+    beside += patterns if kind.sets.get("use_rslora") or adapter.get("use_rslora") else []
+    if beside:
+        what = "is saved as a difference of LoRAs, which has no place for what else trains"
+        found.append((key, what, {"found": f"{init} with {', '.join(beside)}", "fix": "drop one of them"}))
+    return found
+
+
+def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any) -> Found:
+    """New tokens need rows that train."""
+    saved = adapter.get("modules_to_save")
+    saved = saved if isinstance(saved, list) else []
+    names = _last(saved)
+    whole = "embed_tokens" in names
+    if kind.peft in PROMPTS and names & {*EMBEDDINGS}:
+        what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
+        return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
+    if added and whole and not ("lm_head" in names or adapter.get("ensure_weight_tying")):
+        fix = WITH_HEAD + (", or ensure_weight_tying: true" if "ensure_weight_tying" in kind.keys else "")
+        return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
+    if not added or whole or "trainable_token_indices" in kind.keys:
+        return []
+    fix = "" if kind.peft in PROMPTS else f"adapter.modules_to_save: {WITH_HEAD}, or "
+    fix += "adapter.type: lora"
+    return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
+
+
+def _last(names: Iterable[Any]) -> set[str]:
+    """`model.embed_tokens` -> `embed_tokens`."""
+    return {str(name).rpartition(".")[2] for name in names}
+
+
+def rows_beside(options: Mapping[str, Any], tied: bool, added: bool) -> Found:
+    """Why rows of the embeddings can't train: these or the head train as a whole, and the other does not.
+
+    Args:
+        options: PEFT's, of the recipe or of a config.
+        tied: the base's head has the embeddings' weights.
+        added: there are tokens that are new to the base.
+    """
+    saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
+    whole, what, fix = _last(saved), "", ""
+    if added and "embed_tokens" in whole:
+        if "lm_head" not in whole and not (tied and options.get("ensure_weight_tying")):
+            what, fix = HEAD_STAYS, WITH_HEAD
+    elif tied and "lm_head" in whole and (added or own):
+        what = "a head of its own has no part in rows of the embeddings that train"
+        fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
+    return [("adapter.modules_to_save", what, {"found": str(list(saved)), "fix": fix})] if what else []
+
+
+def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:
+    """AdaLoRA's, as far as the recipe says how many steps there are."""
+    if type(steps) is not int:
+        return []
+    begin, end = adapter.get("tinit", steps // 10), adapter.get("tfinal", steps // 3)
+    if type(begin) is int and type(end) is int and begin + end >= steps - 1:
+        what, found = "no step is left in which AdaLoRA could allocate ranks", f"tinit {begin} + tfinal {end}"
+        texts = {"found": f"{found}, with {steps} steps", "expected": "tinit + tfinal < steps - 1"}
+        return [("adapter.tinit", what, texts)]
+    every = adapter.get("orth_reg_every", 1)
+    if type(every) is int and every > steps:
+        what = "the orthogonality term would never be computed"
+        return [("adapter.orth_reg_every", what, {"found": str(every), "expected": f"<= {steps}"})]
+    return []

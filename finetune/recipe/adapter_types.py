@@ -1,0 +1,336 @@
+"""Every adapter type by its one key: PEFT's own, and what we know of them. No torch or PEFT is imported.
+
+A type that PEFT has and this file does not name takes PEFT's own keys and PEFT's own defaults. One that needs
+more costs an entry in `_KNOWN` and, if its options depend on the model or the run, one function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import ceil, gcd, log
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+from finetune.recipe import upstream_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from finetune.recipe.schema import Adapter
+
+    Shapes = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class AdapterType:
+    """What a type takes from a recipe, and what makes it the type it is."""
+
+    peft: str
+    """PEFT's name of it; the empty string: no adapter."""
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    """PEFT keys that make it this type; a recipe can't set them."""
+    decides: frozenset[str] = frozenset()
+    """PEFT keys that the run decides, or that have no effect here."""
+    own_defaults: Mapping[str, Any] = field(default_factory=dict)
+    build: Callable[[dict[str, Any], int, Shapes], dict[str, Any]] | None = None
+    """The recipe's options, the run's optimizer steps and the model's shapes -> PEFT's options."""
+    builds: tuple[str, ...] = ()
+    """PEFT keys that `build` may add."""
+    learning_rate: tuple[float, float] | None = None
+    """Peak rates that usually work; a recipe outside gets one line of advice, never a change."""
+    storage: str = ""
+    """The storage of the base that the type means: the q-types' nf4."""
+    prompt: bool = False
+    """Trained vectors before the prompt, and no layer changed."""
+    refused: str = ""
+    """Why it can't be had in supervised fine-tuning."""
+
+    @property
+    def sources(self) -> tuple[upstream_options.Source, ...]:
+        return upstream_options.peft_config(upstream_options.peft_types()[self.peft]) if self.peft else ()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """PEFT's keys that a recipe may set."""
+        return (
+            frozenset(upstream_options.fields(self.sources))
+            - self.decides
+            - set(self.sets)
+            - _BY_RUN
+            - _NO_EFFECT
+        )
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a recipe that does not say gets: every linear layer, unless the type has layers of its own."""
+        targeted = self.peft not in OWN_TARGETS and "target_modules" in upstream_options.fields(self.sources)
+        return {**({"target_modules": "all-linear"} if targeted else {}), **self.own_defaults}
+
+
+def adalora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """AdaLoRA (arXiv 2303.10512). The schedule comes from the run: a tenth of the steps before ranks are
+    taken away, a third of them after the budget is reached."""
+    options = dict(options)
+    rank = options.pop("r")
+    options.setdefault("target_r", rank)
+    options.setdefault("init_r", ceil(1.5 * options["target_r"]))
+    options.setdefault("tinit", steps // 10)
+    options.setdefault("tfinal", steps // 3)
+    if options["init_r"] <= options["target_r"]:
+        found = f"init_r: {options['init_r']}, target_r: {options['target_r']}"
+        problem = Problem("AdaLoRA starts with more ranks than it ends with", "adapter.init_r", found=found)
+        raise UserError(problem)
+    if steps < 2 or options["tinit"] + options["tfinal"] >= steps - 1:
+        found = f"tinit {options['tinit']} + tfinal {options['tfinal']}, with {steps} steps"
+        what = "no step is left in which AdaLoRA could allocate ranks"
+        raise UserError(Problem(what, "adapter.tinit", found=found, expected="tinit + tfinal < steps - 1"))
+    return {**options, "total_step": steps}
+
+
+def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
+    """What a run of a few steps has of AdaLoRA's schedule, by recipe key, where the recipe states it for a
+    whole one."""
+    if find(adapter.type).peft != "adalora":
+        return {}
+    stated = {key: value for key, value in adapter if key in adapter.model_fields_set and value is not None}
+    few = {"tinit": steps // 10, "tfinal": steps // 3}
+    few["orth_reg_every"] = min(stated.get("orth_reg_every", 1), steps)
+    return {f"adapter.{key}": value for key, value in few.items() if key in stated}
+
+
+def ia3(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """(IA)^3 (arXiv 2205.05638): a trained scale for keys, values and the feed-forward's input.
+
+    "all-linear" is spelt out: PEFT would save it as full names, of which `feedforward_modules` is no subset,
+    and then refuse to load what it saved.
+    """
+    options = dict(options)
+    if options.get("target_modules") == "all-linear":
+        options["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes})
+    if isinstance(options.get("target_modules"), list):
+        down = [name for name in options["target_modules"] if name.rpartition(".")[2] == "down_proj"]
+        options.setdefault("feedforward_modules", down)
+    return options
+
+
+def oft(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """OFT (arXiv 2306.07280): `r` blocks, or blocks of `oft_block_size`; PEFT wants the other one to be 0."""
+    return {"oft_block_size": 0, **options} if options.get("r") else {"r": 0, **options}
+
+
+def c3a(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """C3A (arXiv 2407.19342): the largest block, up to 256, that divides every layer's width."""
+    return {"block_size": _common_divisor(shapes, 256), **options}
+
+
+def vblora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+    """VB-LoRA (arXiv 2405.15179): the longest vectors, up to 256, that divide every layer's width."""
+    return {"vector_length": _common_divisor(shapes, 256), **options}
+
+
+def find(name: str) -> AdapterType:
+    return all_types()[name]
+
+
+@cache
+def all_types() -> dict[str, AdapterType]:
+    """By the name a recipe uses: ours first, then every other type of the installed PEFT."""
+    installed = upstream_options.peft_types()
+    known = {name: kind for name, kind in _KNOWN.items() if not kind.peft or kind.peft in installed}
+    others = {name: AdapterType(name) for name in sorted(installed) if name not in known}
+    return {**known, **others}
+
+
+def obstacle(name: str, storage: str) -> str:
+    """Why a type can't be trained on a base stored so; the empty string if it can (a test keeps it true)."""
+    if storage not in QUANTISED:
+        return ""
+    kind = all_types()[name]
+    if kind.peft in _NEEDS_THE_WEIGHTS or kind.peft in _NOT_ON.get(storage, ()):
+        return f"PEFT's {name} computes with the weights themselves, and takes their codes for numbers"
+    if name == "full":
+        return "full fine-tuning trains the base itself"
+    return ""
+
+
+def called(name: str, key: str) -> str:
+    """What a type calls a key that it has not and another type has (lora_alpha: alpha under loha,
+    vera_dropout under vera for lora_dropout), or the empty string."""
+    own, (before, _, word) = all_types()[name], key.rpartition("_")
+    if word not in ("alpha", "dropout") or (before and before not in upstream_options.peft_types()):
+        return ""
+    return next((one for one in (word, f"{own.peft}_{word}") if one in own.keys), "")
+
+
+def advice(name: str, rate: float, options: Mapping[str, Any]) -> list[str]:
+    """What is worth knowing of a type with this peak learning rate and these options; nothing is changed."""
+    kind, said = all_types()[name], []
+    low, high = kind.learning_rate or (0.0, rate)
+    if not low <= rate <= high:
+        said = [
+            f"learning_rate {rate:g} is outside the usual {low:g} to {high:g} for {name}; it is used as it is"
+        ]
+    if kind.sets.get("use_dora") and options.get("lora_dropout"):
+        said.append(
+            "PEFT's DoRA drops inputs of the scaled base too, not of the adapter alone, and multiplies them "
+            "by the base a second time (peft 0.21.2, lora/dora.py); lora_dropout: 0 is exact and faster"
+        )
+    return said
+
+
+def unmerged(name: str, options: Mapping[str, Any]) -> str:
+    """What PEFT says to merging a type with these options; the empty string: it does. BEFT's biases have no
+    place in layers without one."""
+    kind = all_types().get(name)
+    if kind and (kind.prompt or kind.peft in ("", "lily", "beft")):
+        return "can't merge it" if kind.peft else "has nothing to merge"
+    return "can't merge it into layers without a bias" if options.get("lora_bias") else ""
+
+
+def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
+    """A peak learning rate for a type, from one that suits type `own`; and how it was come by.
+
+    It is as far up in the type's usual range, on a log scale, as the other one is in that of `own`.
+    """
+    here, there = all_types()[own].learning_rate, all_types()[name].learning_rate
+    if here == there:
+        return rate, "the recipe's"
+    if here is None or there is None or rate <= 0:
+        return rate, "the recipe's; no usual range is known to scale it by"
+    place = log(rate / here[0]) / log(here[1] / here[0])
+    scaled = float(f"{there[0] * (there[1] / there[0]) ** place:.2g}")
+    return scaled, f"the recipe's place in the usual range, {there[0]:g} to {there[1]:g}"
+
+
+def _common_divisor(shapes: Shapes, most: int) -> int:
+    widths = gcd(*(width for shape in shapes.values() for width in shape))
+    return max(size for size in range(1, most + 1) if widths % size == 0)
+
+
+REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
+PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
+CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # each by a key of its own: `eva_config`
+QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8")
+FOUR_BIT = ("nf4", "fp4")
+
+_BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})
+# Without effect on the linear layers of a LLaMA in training, or for what is not one adapter on one base
+_NO_EFFECT = frozenset(
+    [
+        "megatron_config",
+        "megatron_core",
+        "fan_in_fan_out",
+        "runtime_config",
+        "use_qalora",
+        "qalora_group_size",
+        "arrow_config",
+        "alora_invocation_tokens",
+        "layer_replication",
+        "loftq_config",
+    ]
+)
+# PEFT's options that nothing here can keep its word about, by PEFT's type (peft 0.21.2), and why
+UNSERVED = {
+    "lora": {
+        "kasa_config": "PEFT leaves both terms of KaSA's loss to its caller, and nothing here adds them",
+        "monteclora_config": "PEFT leaves MonteCLoRA's own loss to its caller, and nothing here adds it",
+        "velora_config": "VeLoRA makes its projection while it trains, and no checkpoint says whether it has",
+    },
+    "adamss": {"use_asa": "nothing would move the masks of AdaMSS's adaptive allocation during training"},
+    "pvera": {
+        "generator_seed": "has a generator of its own, which neither recomputation nor a resumed run winds "
+        "back; without it train.seed seeds what is drawn",
+        "sample_at_inference": "draws anew at each forward: what is saved can't be held against what trained",
+    },
+    "vblora": {"save_only_topk_weights": "saves less than was trained, and no training can go on from it"},
+}
+# PEFT's types whose forward torch.compile can't take as one graph
+BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
+FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `base: auto` puts on fp8
+OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
+NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
+# What FSDP2 can't divide, for layers share it; and what it can't hand on from rank 0, which keeps buffers
+# (peft 0.21.2, torch 2.13, accelerate 1.15; seen by dividing each type)
+SHARES = frozenset({"vblora", "tinylora", "unilora"})
+WITH_BUFFERS = frozenset(
+    ["adamss", "delora", "frod", "glora", "pvera", "randlora", "supertuning", "tinylora", "vera"]
+)
+# Computed with codes of a quantised weight as if they were weights, or fail: seen by training each on each
+# (peft 0.21.2; tests/test_adapter_bases.py repeats it).
+_NEEDS_THE_WEIGHTS = frozenset(
+    ["adamss", "deft", "delora", "frod", "glora", "hra", "osf", "peanut", "psoft", "supertuning", "tinylora"]
+)
+_NOT_ON = {
+    "fp8": frozenset({"hira", "shira"}),
+    "nf4": frozenset({"loha", "lokr", "unilora"}),
+    "fp4": frozenset({"loha", "lokr", "unilora"}),
+    "int8": frozenset({"unilora"}),
+    "torchao_int8": frozenset({"hira"}),
+}
+_LORA_RATES = (1e-5, 1e-2)
+_LORA = AdapterType(
+    "lora",
+    decides=frozenset({"use_dora"}),
+    own_defaults={"r": 16, "lora_alpha": 32},
+    learning_rate=_LORA_RATES,
+)
+_DORA = replace(_LORA, sets={"use_dora": True}, decides=frozenset())
+_ADALORA = AdapterType(
+    "adalora",
+    decides=frozenset(  # what AdaLoRA's config has from LoRA's, and AdaLoRA does not read
+        [
+            "use_dora",
+            "total_step",
+            "rank_pattern",
+            "alpha_pattern",
+            "use_rslora",
+            "lora_bias",
+            "use_bdlora",
+            "target_parameters",
+            "eva_config",
+            "corda_config",
+            "lora_ga_config",
+            "velora_config",
+            "monteclora_config",
+            "kasa_config",
+        ]
+    ),
+    own_defaults={"r": 16, "lora_alpha": 32},
+    build=adalora,
+    builds=("target_r", "init_r", "tinit", "tfinal"),
+    learning_rate=(1e-4, 3e-2),
+)
+_PROMPT = AdapterType(
+    "prompt_tuning",
+    decides=frozenset({"token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers"}),
+    own_defaults={"num_virtual_tokens": 20},
+    learning_rate=(1e-3, 3e-1),
+    prompt=True,
+)
+_NEEDS_TASKS = "it wants the number of a task with each row, which supervised fine-tuning has not"
+_KNOWN = {
+    "lora": _LORA,
+    "rslora": replace(_LORA, sets={"use_rslora": True}),
+    "dora": _DORA,
+    "adalora": _ADALORA,
+    "ia3": AdapterType("ia3", build=ia3, builds=("feedforward_modules",), learning_rate=(1e-3, 1e-1)),
+    "qlora": replace(_LORA, storage="nf4"),
+    "qdora": replace(_DORA, storage="nf4"),
+    "qadalora": replace(_ADALORA, storage="nf4"),
+    "full": AdapterType("", learning_rate=(1e-6, 1e-3)),
+    "oft": AdapterType("oft", build=oft, builds=("r", "oft_block_size")),
+    "c3a": AdapterType("c3a", build=c3a, builds=("block_size",)),
+    "vblora": AdapterType("vblora", build=vblora, builds=("vector_length",)),
+    "adaption_prompt": AdapterType("adaption_prompt", refused="TRL 1.16 computes its loss past it"),
+    "frod": AdapterType("frod", own_defaults={"progressbar": False}),
+    "prompt_tuning": _PROMPT,
+    "p_tuning": replace(_PROMPT, peft="p_tuning"),
+    "prefix_tuning": replace(_PROMPT, peft="prefix_tuning"),
+    "cartridge": replace(_PROMPT, peft="cartridge"),
+    "cpt": replace(_PROMPT, peft="cpt", refused="it wants the kind of every token, which the data has not"),
+    "multitask_prompt_tuning": replace(_PROMPT, peft="multitask_prompt_tuning", refused=_NEEDS_TASKS),
+    "poly": AdapterType("poly", refused=_NEEDS_TASKS),
+    "xlora": AdapterType("xlora", refused="it mixes adapters that are trained already; it trains none"),
+    "shadow": AdapterType("shadow", refused="PEFT 0.21's does not run in the layers of transformers 5"),
+}

@@ -1,0 +1,159 @@
+"""Build a Recipe from parsed YAML, and the JSON schema from its sections."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, Field, create_model
+
+from finetune.recipe import adapter_types, upstream_options
+from finetune.recipe.renames import owner_of
+from finetune.recipe.schema import (
+    ADALORA_KEYS,
+    LORA_KEYS,
+    PEFT_KEYS,
+    Adapter,
+    Data,
+    Eval,
+    Expect,
+    Model,
+    Publish,
+    Qat,
+    Recipe,
+    Section,
+    Source,
+    Speed,
+    Train,
+)
+
+_create: Any = create_model  # its overloads don't know fields made at run time
+
+
+_LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself checks late or not at all
+    "r": {"ge": 1},
+    "lora_alpha": {"gt": 0},
+    "lora_dropout": {"ge": 0, "lt": 1},
+    "target_r": {"ge": 1},
+    "init_r": {"ge": 1},
+    "tinit": {"ge": 0},
+    "tfinal": {"ge": 0},
+    "deltaT": {"ge": 1},
+    "orth_reg_weight": {"ge": 0},
+    "weight_decay": {"ge": 0},
+    "adam_beta1": {"ge": 0, "lt": 1},
+    "adam_beta2": {"ge": 0, "lt": 1},
+    "adam_epsilon": {"ge": 0, "allow_inf_nan": False},
+    "warmup_steps": {"ge": 0, "le": 1e15},
+    "max_grad_norm": {"ge": 0},
+    "logging_steps": {"gt": 0, "le": 1e15},
+    "dataloader_num_workers": {"ge": 0},
+}
+
+
+@cache
+def sections(kind: str = "") -> dict[str, type[BaseModel]]:
+    """The complete models, ours plus upstream's fields, by section name and `recipe`; its adapter is of type
+    `kind`, or a mapping that is not looked into."""
+    adapter: Any = _adapter_section(kind) if kind else dict[str, Any]
+    train = _train_section()
+    recipe = _create("Recipe", __base__=Recipe, adapter=(adapter, ...), train=(train, train()))
+    named = {"model": Model, "data": Data, "speed": Speed, "train": train, "eval": Eval, "publish": Publish}
+    return {"recipe": recipe, **named, **({"adapter": adapter} if kind else {})}
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema editors use to complete and check a recipe."""
+    offered = [name for name, kind in adapter_types.all_types().items() if not kind.refused]
+    types = tuple(_adapter_section(name) for name in offered)
+    union = Annotated[Union[types], Field(discriminator="type")]  # noqa: UP007 (from a tuple)
+    recipe = _create("Recipe", __base__=sections()["recipe"], adapter=(union, ...))
+    schema = recipe.model_json_schema()
+    for name, described in schema["$defs"].items():
+        texts = _texts_beside_keys(name)
+        for key in texts.keys() & described.get("properties", {}).keys():
+            described["properties"][key].setdefault("description", texts[key])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "finetune recipe",
+    }
+
+
+def _texts_beside_keys(name: str) -> dict[str, str]:
+    """Key -> the docstring that stands under it in sections.py, for a section or one made from it.
+
+    Pydantic reads them too (`use_attribute_docstrings`), in 0.1 s that every command would pay.
+    """
+    made, todo = {}, [Section]
+    while todo:
+        made |= {kind.__name__: kind for kind in todo}
+        todo = [below for kind in todo for below in kind.__subclasses__()]
+    texts: dict[str, str] = {}
+    for kind in reversed(made[name].__mro__):
+        if kind.__module__ == Section.__module__:
+            texts |= upstream_options.texts_beside_fields(Path(inspect.getfile(kind)), kind.__name__)
+    return texts
+
+
+@cache
+def _train_section() -> type[Train]:
+    found = upstream_options.fields(upstream_options.SFT_CONFIG)
+    names = [name for name in found if not owner_of(name) and name not in Train.model_fields]
+    return _create("Train", __base__=Train, **{name: _field(name, found[name]) for name in names})
+
+
+@cache
+def _adapter_section(name: str) -> type[Adapter]:
+    kind = adapter_types.find(name)
+    found = upstream_options.fields(kind.sources)
+    fields = {key: _field(key, found[key]) for key in found if key in kind.keys}
+    return _create(name.capitalize(), __base__=Adapter, type=(Literal[name], ...), **fields, **_ours(kind))
+
+
+def _ours(kind: adapter_types.AdapterType) -> dict[str, Any]:
+    """Keys of ours that a type takes besides PEFT's."""
+    own = {"lora": LORA_KEYS, "adalora": ADALORA_KEYS}.get(kind.peft, {})
+    return {**PEFT_KEYS, **own} if kind.peft else {}
+
+
+def _field(name: str, source: upstream_options.UpstreamField) -> tuple[Any, Any]:
+    """An upstream field as pydantic's; its default is never used: only what was set is passed on."""
+    plain: Any = source.annotation
+    if source.nested:  # a config class of PEFT's, as a mapping of its own fields
+        (*_, class_name), inner = source.nested[0], upstream_options.fields(source.nested)
+        plain = _create(class_name, __base__=Section, **{key: _field(key, inner[key]) for key in inner})
+    annotation = Annotated[plain, Field(**_LIMITS.get(name, {}))]
+    first_sentence = source.help.partition(". ")[0][:200]
+    return (annotation, Field(default=None, description=first_sentence))
+
+
+@cache
+def known_keys() -> dict[str, frozenset[str]]:
+    """Section, or `adapter.<type>` -> its keys."""
+    ours = {name: frozenset(section.model_fields) for name, section in sections().items()}
+    types = adapter_types.all_types()
+    inner = {  # of `eva_config:` and the like
+        f"adapter.{key}": frozenset(upstream_options.fields(held.nested))
+        for kind in types.values()
+        for key, held in upstream_options.fields(kind.sources).items()
+        if held.nested
+    }
+    nested = {"speed.qat": Qat, "data.expect": Expect, "data.name": Source}
+    return (
+        ours
+        | {name: frozenset(section.model_fields) for name, section in nested.items()}
+        | inner
+        | {f"adapter.{name}": adapter_keys(name) for name in types}
+    )
+
+
+def adapter_keys(name: str) -> frozenset[str]:
+    kind = adapter_types.find(name)
+    return kind.keys | {"type", *_ours(kind)}
+
+
+def of_another_type(key: str) -> bool:
+    return any(key in keys for name, keys in known_keys().items() if name.startswith("adapter."))

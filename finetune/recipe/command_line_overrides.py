@@ -1,0 +1,83 @@
+"""Apply `key=value` overrides to a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.core import strict_yaml
+from finetune.core.errors import Problem
+from finetune.recipe.schema import Origin
+
+
+def apply_overrides(
+    raw: dict[str, Any], overrides: tuple[str, ...] | list[str], origin: Origin
+) -> list[Problem]:
+    problems, before, now = list[Problem](), dict[str, Any](), dict[str, Any]()
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        section, dot, name = key.partition(".")
+        where = f"override {text!r}"
+        if not (equals and dot and name):
+            expected = "section.key=value, such as train.learning_rate=1e-4"
+            problems.append(Problem("not an override", where=where, expected=expected))
+            continue
+        document = strict_yaml.parse(value, where)
+        problems += document.problems
+        target, path = raw, (section, *name.split("."))
+        for depth, part in enumerate(path[:-1], start=1):  # adapter.rank_pattern.q_proj=8
+            origin.where.setdefault(path[:depth], where)
+            if not isinstance(target.setdefault(part, {}), dict):
+                problems.append(Problem("holds a value, not keys", ".".join(path[:depth]), where))
+                target = {}
+                break
+            target = target[part]
+        before.setdefault(key, target.get(path[-1]))
+        now.pop(key, None)
+        target[path[-1]] = now[key] = document.value
+        origin.where[path] = where
+        origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
+    _displace(raw, before, now, origin)
+    return problems
+
+
+def _displace(raw: dict[str, Any], before: dict[str, Any], now: dict[str, Any], origin: Origin) -> None:
+    """Leave out, on record, what overrides leave no sense: of the file, and of rivals that come before them.
+
+    Args:
+        before: what the file says, by dotted key.
+        now: the overrides, in order.
+    """
+    for key, value in reversed(now.items()):
+        if _said(raw, key) is None:  # null, or displaced by a later one
+            continue
+        changed = (key, f"{key}={value}") if value != before[key] else ()
+        of_another = [rival for one in changed for rival in OF_ANOTHER.get(one, ())]
+        rivals = [*RIVALS.get(key, ()), *(one for one in of_another if one not in now)]
+        for rival in rivals:
+            if (said := _said(raw, rival)) is not None:
+                origin.notices.append(f"{rival}: {said} is displaced by the override of {key}")
+                origin.set_by.pop(rival, None)
+                section, name = rival.split(".")
+                del raw[section][name]
+
+
+def _said(raw: dict[str, Any], key: str) -> Any:
+    """What a recipe, as it was read, says of a dotted key."""
+    section, _, name = key.partition(".")
+    content = raw.get(section)
+    return content.get(name) if isinstance(content, dict) else None
+
+
+RIVALS = {  # an override of one displaces the other; both in one file is an error
+    "train.max_steps": ("train.num_train_epochs",),
+    "train.num_train_epochs": ("train.max_steps",),
+    "data.validation": ("data.validation_fraction",),
+    "data.validation_fraction": ("data.validation",),
+}
+# An override of one with another value, or with this one, leaves what the file says of the others no sense
+OF_ANOTHER = {
+    "model.name": ("model.revision",),
+    "data.name": ("data.revision", "data.subset"),
+    "train.save_strategy=epoch": ("train.save_steps",),
+    "data.streaming=True": ("train.train_sampling_strategy", "train.data_seed"),
+}

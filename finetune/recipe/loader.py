@@ -1,0 +1,160 @@
+"""A recipe: seven sections, read strictly, frozen once read. Nothing here imports torch.
+
+    recipe = load("recipes/quickstart.yaml", ["adapter.type=ia3"])
+
+`train:` takes SFTConfig's own keys and `adapter:` PEFT's own keys for the chosen type (`adapter_types.py`);
+both are checked against the installed classes (`upstream.py`). `sections.py` holds what is ours.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune.core import paths, shipped_files, strict_yaml
+from finetune.core.errors import Problem, UserError, nearest
+from finetune.recipe import adapter_types, build, command_line_overrides, recipe_errors
+from finetune.recipe.schema import Origin, Recipe
+
+
+def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+    """Read a recipe file, apply `section.key=value` overrides, and check everything.
+
+    Raises:
+        UserError: with every problem found, each with its place in the file (exit 2).
+    """
+    origin = Origin(Path(path))
+    document = _read(origin.path)
+    raw, problems = document.value, list(document.problems)
+    if not isinstance(raw, dict):
+        fix = "start from one that works: finetune recipes quickstart --copy ."
+        raise UserError(Problem("a recipe is a mapping of sections", where=str(path), fix=fix))
+    origin.where = document.where
+    origin.set_by = {".".join(key): "recipe" for key in document.where if len(key) == 2}
+    for section in [name for name, content in raw.items() if content is None]:
+        raw[section] = {}  # `train:` with every line commented out
+    problems += command_line_overrides.apply_overrides(raw, overrides, origin)
+    problems += recipe_errors.secrets(raw, origin.where)
+    problems += recipe_errors.conflicts(raw, origin.where)
+    kind, unknown = _adapter_type(raw, origin)
+    problems += unknown
+    if kind:
+        problems += _complete_adapter(raw["adapter"], kind, origin)
+    _resolve_paths(raw, origin.path.parent)
+    recipe: Any = None
+    try:
+        recipe = build.sections(kind)["recipe"].model_validate(raw)
+    except ValidationError as error:
+        problems += recipe_errors.explain(error, raw, origin.where, build.known_keys())
+    if problems:
+        raise UserError(*problems)
+    recipe._origin = origin
+    return recipe
+
+
+def _read(path: Path) -> strict_yaml.Document:
+    try:
+        text = strict_yaml.text_of(path, "the recipe")
+    except OSError as error:
+        near, ships = paths.similar_files(path), shipped_files.named(path)
+        if ships and not os.path.exists(near):
+            near = f"it ships with this program: finetune recipes {ships} --copy . writes it here"
+        fix = near or "finetune recipes lists the shipped ones"
+        raise UserError(
+            Problem(f"cannot read the recipe: {error.strerror}", where=str(path), fix=fix)
+        ) from None
+    return strict_yaml.parse(text, str(path))
+
+
+def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Problem]]:
+    """The recipe's `adapter.type`, or what is wrong with it."""
+    adapter, types = raw.get("adapter"), adapter_types.all_types()
+    if not isinstance(adapter, dict) or "type" not in adapter:
+        if isinstance(adapter, dict):
+            where = origin.where.get(("adapter",), "")
+            return "", [Problem("is required", "adapter.type", where, fix="type: lora")]
+        return "", []  # explained with the other sections
+    name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
+    if not isinstance(name, str) or name not in types:
+        offered = [name for name, kind in types.items() if not kind.refused]
+        found, near = recipe_errors.show(name), nearest(str(name).lower().replace("-", "_"), offered)
+        return "", [Problem("no such type", "adapter.type", where, found, ", ".join(offered), near)]
+    if types[name].refused:
+        what = f"PEFT's {name} is not for supervised fine-tuning: {types[name].refused}"
+        return "", [Problem(what, "adapter.type", where, fix="lora, dora, or another type")]
+    return name, []
+
+
+def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> list[Problem]:
+    """Leave out keys that only other types have, and add our defaults, both on record.
+
+    Returns:
+        Keys that this type has under another name, where it was not swapped by an override: such a recipe
+            means them, and would be trained without.
+    """
+    swapped, found = origin.set_by.get("adapter.type") == "override", []
+    for key in [key for key in adapter if key not in build.adapter_keys(kind) and build.of_another_type(key)]:
+        value, name = adapter.pop(key), adapter_types.called(kind, key)
+        if name and not swapped:
+            where = origin.where.get(("adapter", key), "")
+            what, fix = f"{kind} has no such key", f"{name}: {value}"
+            found.append(Problem(what, f"adapter.{key}", where, recipe_errors.show(value), fix=fix))
+            continue
+        instead = f" ({kind} calls it {name})" if name else ""
+        origin.notices.append(f"adapter.{key}: {kind} has no such key{instead}; left out ({value})")
+        origin.set_by[f"adapter.{key}"] = f"left out: {kind} has no such key"
+    if kind in adapter_types.NOT_LINEAR and adapter.get("target_modules") == "all-linear":
+        adapter.pop("target_modules")
+        origin.notices.append(f"adapter.target_modules: all-linear is nothing to {kind}; left out")
+        origin.set_by["adapter.target_modules"] = f"left out: {kind} changes no linear layers"
+    if adapter.get("from"):
+        return found  # its own config says what it is
+    for key, value in adapter_types.find(kind).defaults.items():
+        if key not in adapter:
+            adapter[key] = value
+            origin.set_by[f"adapter.{key}"] = "default"
+    return found
+
+
+def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
+    """Relative paths are looked up from the working directory first, then from the recipe's folder.
+
+    Of `eval.tasks` only those that end as files do: a folder may be called as one of lm-eval's tasks is.
+    """
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolve(item) for item in value]
+        if isinstance(value, dict) and isinstance(value.get("name"), str):  # one of several sources
+            return {**value, "name": resolve(value["name"])}
+        if not isinstance(value, str) or not value or os.path.isabs(value) or value.startswith("~"):
+            return os.path.expanduser(value) if isinstance(value, str) else value
+        if os.path.exists(value) or glob.glob(value):
+            return value
+        if os.path.exists(folder / value):
+            return str(folder / value)
+        pattern = os.path.join(glob.escape(str(folder)), value)  # brackets of the folder are its name
+        return pattern if glob.glob(pattern) else value
+
+    for section, key in (
+        ("model", "name"),
+        ("data", "name"),
+        ("data", "validation"),
+        ("data", "chat_template"),
+        ("data", "cache"),
+        ("adapter", "from"),
+        ("eval", "general"),
+    ):
+        if isinstance(raw.get(section), dict) and raw[section].get(key):
+            raw[section][key] = resolve(raw[section][key])
+    train = raw.get("train")
+    if isinstance(train, dict) and isinstance(train.get("output_dir"), str):  # made, not looked up
+        train["output_dir"] = os.path.expanduser(train["output_dir"])
+    asked = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
+    if isinstance(asked, list):
+        files = (".yaml", ".yml")
+        raw["eval"]["tasks"] = [resolve(name) if str(name).endswith(files) else name for name in asked]

@@ -1,0 +1,274 @@
+"""What is wrong with a recipe, said so that a person can mend it: located, with the nearest name."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import privacy
+from finetune.core.errors import Problem, nearest
+from finetune.core.privacy import SECRET, masked
+from finetune.recipe import adapter_rules, command_line_overrides, qat_rules, train_rules
+from finetune.recipe.renames import RENAMED, owner_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic import ValidationError
+
+    Where = Mapping[tuple[str, ...], str]
+    Known = Mapping[str, frozenset[str]]
+
+_SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
+
+_EXPECTED = {  # pydantic's error types in a recipe writer's words
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "none_required": "null",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+}
+
+
+def explain(
+    error: ValidationError, raw: dict[str, Any], where: Where, known: Known, under: tuple[str, ...] = ()
+) -> list[Problem]:
+    """One problem for each place pydantic complained about, unions merged ("text or a list").
+
+    Args:
+        under: where in `raw` stands what was validated.
+    """
+    grouped: dict[tuple[str, ...], list[Any]] = {}
+    for item in error.errors(include_url=False):
+        path = _place({**item, "loc": (*under, *item["loc"])}, where)
+        grouped.setdefault(path, []).append(item)
+    inside = {path[:depth] for path in grouped for depth in range(1, len(path))}  # what is round a mistake
+    return [_problem(path, items, raw, where, known) for path, items in grouped.items() if path not in inside]
+
+
+def secrets(
+    raw: Any, where: Where, path: tuple[str, ...] = (), known: list[str] | None = None
+) -> list[Problem]:
+    """Recipes are shared and pushed: a secret is refused, masked in the message, and removed from `raw`.
+
+    Args:
+        known: secrets of this process; `None`: asked for here.
+    """
+    found, known = [], privacy.secrets() if known is None else known
+    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, value in list(items):
+        here = (*path, str(key))
+        named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
+        if named or (isinstance(value, str) and masked(value, known) != value):
+            fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
+            place = masked(place_of(here, where), known)  # an override is its own place
+            found.append(Problem("a secret in a recipe", ".".join(here), place, "****", fix=fix))
+            raw[key] = None  # no later message shows it
+        else:
+            found += secrets(value, where, here, known)
+    return found
+
+
+def secrets_in(text: str, token: str) -> list[tuple[int, str]]:
+    """Line of each secret in a text, and its first characters; `token` is known beside the environment's."""
+    found = [match.span() for match in SECRET.finditer(text)]
+    for value in {token, *privacy.secrets()} - {""}:
+        found += [match.span() for match in re.finditer(re.escape(value), text)]
+    return [(text.count("\n", 0, start) + 1, f"{text[start : start + 3]}****") for start, _ in sorted(found)]
+
+
+def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
+    """Settings that exclude each other, or that would be silently without effect."""
+
+    def get(key: str) -> Any:
+        section, name = key.split(".")
+        return raw[section].get(name) if isinstance(raw.get(section), dict) else None
+
+    def problem(key: str, what: str, **texts: str) -> None:
+        found.append(Problem(what, key, place_of(tuple(key.split(".")), where), **texts))
+
+    found: list[Problem] = []
+    for key, (rival,) in list(command_line_overrides.RIVALS.items())[::2]:
+        if get(key) is not None and get(rival) is not None:
+            problem(
+                key,
+                f"excludes {rival}",
+                found=f"{get(key)} and {get(rival)}",
+                fix="drop one of the two",
+            )
+    every = get("eval.every")
+    if every is not None and get("data.validation") is None and get("data.validation_fraction") is None:
+        problem("eval.every", "needs held-out rows", fix="data.validation or data.validation_fraction")
+    for key in ("eval.patience", "eval.best"):
+        if every is None and get(key) not in (None, "loss"):
+            problem(key, "needs eval.every: it is about evaluations in training", fix="eval.every: 50")
+    flat = next((key for key in ("data.packing", "data.padding_free") if get(key)), None)
+    if flat and get("train.pad_to_multiple_of") not in (None, 1):
+        what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
+        fix = "drop it: batches that stand end to end have one shape where they are compiled"
+        problem("train.pad_to_multiple_of", what, found=str(get("train.pad_to_multiple_of")), fix=fix)
+    if flat and get("train.neftune_noise_alpha"):
+        what = f"excludes {flat}: upstream would divide the noise by the whole batch's length, not a row's"
+        problem("train.neftune_noise_alpha", what, fix=f"{flat}: false")
+    added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
+    if repeated := [str(token) for index, token in enumerate(added) if token in added[:index]]:
+        problem(
+            "model.add_tokens", "a token is added once", found=f"{', '.join(repeated)} again", fix="drop it"
+        )
+    best = get("eval.best")
+    if isinstance(best, str) and "/" not in best and best not in ("loss", "exact_match"):
+        expected = "loss, exact_match, or task/metric such as arc_easy/acc"
+        problem("eval.best", "no such metric", found=best, expected=expected)
+    elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
+        problem(
+            "eval.best", "needs its task in eval.tasks", found=best, fix=f"tasks: [{best.rpartition('/')[0]}]"
+        )
+    effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
+    if all(type(n) is int and n > 0 for n in (effective, stated)) and effective % stated:
+        low, high = effective // stated * stated, (effective // stated + 1) * stated
+        near = f"{low} or {high}" if low else f"{high}"
+        what = f"is not a multiple of per_device_train_batch_size: {stated}"
+        problem("train.effective_batch_size", what, found=str(effective), expected=near)
+    looks = (adapter_rules.conflicts, qat_rules.conflicts, train_rules.conflicts)
+    return found + [
+        Problem(what, key, place_of(tuple(key.split(".")), where), **texts)
+        for conflicts_of in looks
+        for key, what, texts in conflicts_of(raw)
+    ]
+
+
+def _place(item: Any, where: Where) -> tuple[str, ...]:
+    """pydantic's `loc` without the union branches in it: the longest prefix that stands in the file."""
+    loc = [str(part) for part in item["loc"]]
+    if item["type"] in ("missing", "extra_forbidden"):  # the last one stands nowhere, or has no branch
+        path: tuple[str, ...] = ()
+        for part in loc[:-1]:
+            path = (*path, part) if (*path, part) in where else path
+        return (*path, loc[-1])
+    while len(loc) > 1 and tuple(loc) not in where:
+        loc.pop()
+    return tuple(loc)
+
+
+def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, known: Known) -> Problem:
+    key, kind, value = ".".join(path), items[0]["type"], items[0]["input"]
+    if kind == "extra_forbidden":
+        return unknown_key(path, raw, where, known)
+    if kind == "missing":
+        return Problem("is required", key, place_of(path[:-1], where))
+    expected = dict.fromkeys(_expected(item) for item in items)
+    allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
+    what = (
+        "out of range" if kind in _BOUNDS else "not allowed here" if kind == "literal_error" else "wrong type"
+    )
+    return Problem(
+        what,
+        key,
+        place_of(path, where),
+        show(value),
+        " or ".join(expected),
+        nearest(str(value), allowed),
+    )
+
+
+def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> Problem:
+    """Say what an unknown key was called, where it belongs, or what it is near to - the first that fits."""
+    section, name, at = path[0], path[-1], place_of(path, where)
+    if len(path) == 1:
+        return _unknown_section(section, raw, at, known)
+    adapter = raw.get("adapter")
+    kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
+    inner = ".".join(part for part in path[:-1] if not part.isdecimal())  # `data.name` of one of its sources
+    around = (".".join(path[:-1]), inner, section, kind)
+    own = next((known[place] for place in around if known.get(place)), frozenset())
+    homes = [s for s, names in known.items() if name in names and s != "recipe"]
+    many = ("adapter.", "rungs.")  # have a line for each type, for each rung
+    homes = [home.split(".")[0] if home.startswith(many) else home for home in homes]
+    homes = [home for home in homes if home not in (section, inner)]
+    renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
+    if not renamed and name in own | {"use_dora", "use_rslora"}:
+        renamed = "decided by adapter.type"
+    what, fix = "unknown key", nearest(name, own)
+    if renamed:
+        what, fix = "not a key of this section", renamed
+    elif homes and not fix:
+        what, fix = "a key of another section", f"it belongs under {homes[0]}:"
+    elif owner_of(name):
+        what, fix = "not a key of this section", owner_of(name)
+    elif homes:
+        fix = f"{fix}, or move it under {homes[0]}:"
+    allowed = ", ".join(sorted(own)) if len(own) <= 20 else ""
+    return Problem(what, ".".join(path), at, show(_value(raw, path)), allowed, fix)
+
+
+def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
+    allowed = ["model", "data", "adapter", "speed", "train", "eval", "publish"]
+    if "recipe" not in known:  # of a ladder
+        allowed = sorted({section.split(".")[0] for section in known})
+    homes = [
+        section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"
+    ]
+    fix = RENAMED.get(name, "") or owner_of(name) or nearest(name, allowed)
+    if homes and name not in RENAMED:
+        fix = f"it belongs under {homes[0]}:"
+    return Problem("unknown section", name, at, show(raw.get(name)), ", ".join(allowed), fix)
+
+
+def _expected(item: Any) -> str:
+    kind = str(item["type"])
+    if kind in _BOUNDS:
+        sign, name = _BOUNDS[kind]
+        return f"{sign} {item['ctx'][name]:g}"
+    if kind == "literal_error":
+        return ", ".join(map(str, _literals(item)))
+    if kind == "string_pattern_mismatch":
+        return f"text of the form {item['ctx']['pattern'].strip('^$')}"
+    return _EXPECTED.get(kind, str(item["msg"]))
+
+
+def _literals(item: Any) -> list[str]:
+    return re.findall(r"'([^']*)'", item["ctx"]["expected"])
+
+
+def _value(raw: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
+        if isinstance(raw, list):
+            raw = dict(zip(map(str, range(len(raw))), raw, strict=True))
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
+
+
+def place_of(path: tuple[str, ...], where: Where) -> str:
+    """The place of a key, or of the nearest thing round it that stands in the file."""
+    while path and path not in where:
+        path = path[:-1]
+    return where.get(path, "")
+
+
+def show(value: Any) -> str:
+    """A found value with its type, short."""
+    text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
+    names = {
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "a truth value",
+        list: "a list",
+    }
+    if isinstance(value, str):
+        return f'"{text}" (text)'
+    if value is None:
+        return "null"
+    return f"{text} ({names[type(value)]})" if type(value) in names else text

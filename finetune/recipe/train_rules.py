@@ -1,0 +1,145 @@
+"""Settings of `train:` that the schedule or the optimizer named beside them would refuse, or never read."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, nearest
+from finetune.recipe import upstream_options
+from finetune.recipe.schema import Train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+Found = tuple[str, str, dict[str, str]]  # key, what is wrong, the problem's other texts
+SCHEDULED = {"lr_scheduler_type", "lr_scheduler_kwargs"}
+GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # by the Trainer
+ONE_OF = ("min_lr", "min_lr_rate")  # the floor that schedules with one in their name want
+ENDS = ("lr_end", "min_lr")  # rates themselves, not shares of the peak
+LARGEST = 1e300  # of a rate: whole numbers in a recipe may be more than a float holds
+OF_METRICS = ("reduce_lr_on_plateau", "greedy")
+# Whose options the Trainer makes of `optim_args` (transformers 5.22, trainer_optimizer.py)
+_READS_ARGS = re.compile(
+    ".*ademamix.*|adamw_anyprecision|sgd|adagrad|rmsprop.*|galore.*|apollo.*|grokadamw|adamw_torch_[48]bit"
+    "|stable_adamw"
+)
+
+# What torch's optimizers are given of it there; the others, what they were asked for or defaults
+_ARGS = {
+    "sgd": {"momentum", "dampening", "weight_decay", "nesterov"},
+    "adagrad": {"lr_decay", "weight_decay", "eps"},
+    "rmsprop": {"momentum", "alpha", "eps", "weight_decay", "centered"},
+}
+
+
+def conflicts(raw: Mapping[str, Any]) -> list[Found]:
+    """What contradicts the schedule or the optimizer, in a recipe as it was read."""
+    train = raw.get("train")
+    if not isinstance(train, dict):
+        return []
+    name, given = train.get("lr_scheduler_type", "linear"), train.get("lr_scheduler_kwargs") or {}
+    named = isinstance(name, str) and isinstance(given, dict) and train.keys() & SCHEDULED
+    known = upstream_options.schedules().get(str(name)) if named else None
+    found: list[Found] = []
+    if known:
+        peak = train.get("learning_rate", Train.model_fields["learning_rate"].default)
+        taken = {one: given[one] for one in given if one in known[1]}
+        found += [*_of_schedule(str(name), given, *known), *_of_rates(taken, peak)]
+    if isinstance(given, str):  # which upstream's type lets through
+        texts = {"found": given, "fix": "{num_cycles: 0.5}, or what the schedule takes"}
+        found.append(("train.lr_scheduler_kwargs", "is a mapping", texts))
+    data = raw.get("data")
+    streamed = isinstance(data, dict) and data.get("streaming")
+    found += [*_of_numbers(train), *_of_order(train, streamed=bool(streamed))]
+    return [*found, *_of_optimizer(str(train.get("optim") or DEFAULT), train)]
+
+
+def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
+    """What upstream says of the settings that it was given, at the first of them that it names."""
+    said = " ".join(str(error).split())
+    named = re.search(rf"\b({'|'.join(map(re.escape, given))})\b", said) if given else None
+    return Problem(f"{by} refuses it", f"train.{named[1]}" if named else "train", found=said)
+
+
+def _of_schedule(
+    name: str, given: dict[str, Any], needed: frozenset[str], taken: frozenset[str]
+) -> Iterator[Found]:
+    key, options = "train.lr_scheduler_kwargs", taken - GIVEN
+    if name in OF_METRICS:
+        what = "follows the Trainer's own evaluations, which `eval.every` stands in for here"
+        yield "train.lr_scheduler_type", what, {"found": name, "fix": "cosine"}
+        return
+    for one in sorted(given.keys() - options, key=str):
+        expected = ", ".join(sorted(options)) or "none: it takes no options"
+        texts = {"found": one, "expected": expected, "fix": nearest(str(one), options)}
+        yield f"{key}.{one}", f"is no option of {name}", texts
+    missing = sorted(needed - GIVEN - given.keys())
+    if missing:
+        yield key, f"{name} needs {', '.join(missing)}", {"fix": f"{{{missing[0]}: 100}}"}
+    if set(ONE_OF) <= options and not any(given.get(one) is not None for one in ONE_OF):
+        yield key, f"{name} needs the rate that it ends at", {"fix": "{min_lr_rate: 0.1}"}
+
+
+def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
+    """Numbers under which upstream takes the rate above its peak, or to 0 where nothing says so; or which it
+    refuses once the model has loaded."""
+    for one, number in given.items():
+        key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": str(number)}
+        if isinstance(number, float) and not math.isfinite(number):
+            yield key, "wrong type", {**texts, "expected": "a finite number"}
+        elif not isinstance(number, int | float):
+            continue
+        elif "lr" in one and number < 0:
+            yield key, "out of range", {**texts, "expected": ">= 0"}
+        elif one in ENDS and isinstance(peak, int | float) and 0 < peak <= min(number, LARGEST):
+            what = f"is no end to go down to: train.learning_rate is {peak:g}"
+            yield key, what, {**texts, "fix": f"{{{one}: {peak / 10:g}}}"}
+
+
+def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
+    """What upstream refuses where training starts, and types can't say."""
+    every, multiple = train.get("logging_steps"), train.get("pad_to_multiple_of")
+    if isinstance(every, float) and 1 < every < math.inf and every % 1:
+        texts = {"found": f"{every:g}", "expected": "a whole number, or a share of the run below 1"}
+        yield "train.logging_steps", "steps are whole", texts
+    if isinstance(multiple, int) and multiple < 1:
+        yield "train.pad_to_multiple_of", "out of range", {"found": str(multiple), "expected": ">= 1"}
+
+
+def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
+    """What decides on the order of rows, and on when to save, and would not be looked at."""
+    strategy = train.get("train_sampling_strategy")
+    if streamed and strategy not in (None, "random"):
+        what = "a stream is read in its own order, shuffled in data.shuffle_buffer"
+        yield "train.train_sampling_strategy", what, {"found": str(strategy), "fix": "drop it"}
+    if streamed and train.get("data_seed") is not None:
+        what = "a stream is shuffled by train.seed"
+        yield "train.data_seed", what, {"found": str(train["data_seed"]), "fix": "drop it"}
+    if train.get("save_strategy") == "epoch" and train.get("save_steps") is not None:
+        what = "save_strategy: epoch saves at the ends of epochs alone"
+        texts = {"found": str(train["save_steps"]), "fix": "drop it; or save_strategy: steps"}
+        yield "train.save_steps", what, texts
+
+
+def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
+    if optim.startswith("schedule_free"):
+        what = "what it trains is not what is to be saved, but an average that it keeps: not made here"
+        yield "train.optim", what, {"found": optim, "fix": f"optim: {DEFAULT}"}
+    elif train.get("optim_args") and not _READS_ARGS.fullmatch(optim):
+        fix = "train.adam_beta1, adam_beta2, adam_epsilon, weight_decay"
+        yield "train.optim_args", f"{optim} reads none", {"found": str(train["optim_args"]), "fix": fix}
+    elif optim in _ARGS and isinstance(train.get("optim_args"), str):
+        for name in (part.partition("=")[0].strip() for part in train["optim_args"].split(",")):
+            if name not in _ARGS[optim]:
+                expected = ", ".join(sorted(_ARGS[optim]))
+                texts = {"found": name, "expected": expected, "fix": nearest(name, _ARGS[optim])}
+                yield "train.optim_args", f"{optim} reads no such option", texts
+    if train.get("optim_target_modules") and not PROJECTS.fullmatch(optim):
+        what = f"{optim} reads none: it projects no gradients"
+        yield "train.optim_target_modules", what, {"fix": "drop it; or optim: galore_adamw"}
+
+
+DEFAULT = "adamw_torch_fused"
+PROJECTS = re.compile("(galore|apollo).*")  # gradients, with state that no checkpoint keeps

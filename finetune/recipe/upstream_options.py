@@ -1,0 +1,279 @@
+"""What the installed libraries accept, read from their source without importing them.
+
+`SFTConfig` takes 5 s to import and checks no types; its fields can be read with `ast` in 20 ms. So a recipe's
+`train:` and `adapter:` keys are checked against the very versions that will run.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+from finetune.core import packages
+
+SFT_CONFIG = (  # base classes first, so that a subclass's default wins
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("trl", "trainer/sft_config.py", "SFTConfig"),
+)
+
+Source = tuple[str, str, str]  # package, file, class
+_ENUMS = (("transformers", "trainer_utils.py"), ("transformers", "training_args.py"))
+_PLAIN = {
+    "str": str,
+    "int": int,
+    "float": int | float,
+    "bool": bool,
+    "dict": dict,
+    "list": list,
+    "Any": Any,
+}
+
+
+@dataclass(frozen=True)
+class UpstreamField:
+    """One dataclass field of a library: its type as far as a recipe can hold it, and its help text."""
+
+    annotation: Any
+    help: str
+    nested: tuple[Source, ...] = ()
+    """The class whose fields this field holds (`eva_config: EvaConfig`), if it is one."""
+
+
+@cache
+def fields(sources: tuple[Source, ...]) -> dict[str, UpstreamField]:
+    """The dataclass fields of a class, by name; `sources` lists its bases first."""
+    found: dict[str, UpstreamField] = {}
+    for package, file, class_name in sources:
+        enums = _enums() | _string_enums(package, file)
+        for node in _class(package, file, class_name).body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                nested = _nested(package, file, node.annotation)
+                found[node.target.id] = UpstreamField(
+                    _type(node.annotation, enums), _help(node.value), nested
+                )
+    return found
+
+
+@cache
+def peft_types() -> dict[str, str]:
+    """Every adapter type of the installed PEFT, by PEFT's own name -> its config class."""
+    return {
+        ast.literal_eval(options["name"]): ast.unparse(options["config_cls"])
+        for path in sorted(packages.source_of("peft", "tuners").glob("*/__init__.py"))
+        for options in _registrations(path)
+    }
+
+
+@cache
+def peft_config(class_name: str) -> tuple[Source, ...]:
+    """A config class of PEFT's and its bases, bases first, but `PeftConfig`: its fields are the run's."""
+    stands = re.compile(rf"^class {class_name}\b", re.MULTILINE)
+    file = next((file for file, text in _peft_configs().items() if stands.search(text)), "")
+    if not file or class_name == "PeftConfig":
+        return ()
+    bases = _class("peft", file, class_name).bases
+    return (*(s for base in bases for s in peft_config(ast.unparse(base))), ("peft", file, class_name))
+
+
+@cache
+def _peft_configs() -> dict[str, str]:
+    """The files in which PEFT's config classes stand, as text: to parse them all takes 0.1 s."""
+    root = packages.source_of("peft", "")
+    files = (root / "config.py", *sorted(root.glob("tuners/*.py")), *sorted(root.glob("tuners/*/config.py")))
+    return {str(file.relative_to(root)): file.read_text(encoding="utf-8") for file in files}
+
+
+@cache
+def trackers() -> frozenset[str]:
+    """The names that `report_to` may hold."""
+    callbacks = _dict("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK")
+    return frozenset(ast.literal_eval(key) for key in callbacks.keys if key)
+
+
+@cache
+def schedules() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """Of each learning-rate schedule, by name, what transformers' function needs, and all that it takes."""
+    tree = _tree("transformers", "optimization.py")
+    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = _constants(_class("transformers", "trainer_utils.py", "SchedulerType"))
+    by_type, made = _dict("optimization.py", "TYPE_TO_SCHEDULER_FUNCTION"), {}
+    for key, value in zip(by_type.keys, by_type.values, strict=True):
+        arguments = functions[ast.unparse(value)]
+        takes = [argument.arg for argument in arguments.args]
+        needs = takes[: len(takes) - len(arguments.defaults)]
+        name = names[ast.unparse(key).removeprefix("SchedulerType.") if key else ""]
+        made[name] = frozenset(needs), frozenset(takes)
+    return made
+
+
+def of_family(family: str, kind: str) -> str:
+    """transformers' file of a model family, its `kind` configuration or modeling; "" if there is none."""
+    names = family, family.removesuffix("_text"), family.replace("-", "_"), family.partition("-")[0]
+    files = (f"models/{folder}/{kind}_{folder}.py" for folder in dict.fromkeys(names) if folder)
+    return next((file for file in files if packages.source_of("transformers", file).exists()), "")
+
+
+@cache
+def causal_flags(family: str) -> dict[str, Any]:
+    """The constants of the class that transformers makes for a family's config, inherited ones too.
+
+    Empty for a family whose class it does not have.
+    """
+    file = of_family(family, "modeling")
+    named = re.search(rf'\("{re.escape(family)}", "(\w+)"\)', _causal_classes())
+    if not file or not named:
+        return {}
+    classes = {node.name: node for node in _tree("transformers", file).body if isinstance(node, ast.ClassDef)}
+    found: dict[str, Any] = {}
+    at = classes.get(named[1])
+    while at:
+        found = _constants(at) | found
+        at = next((classes[name] for name in map(ast.unparse, at.bases) if name in classes), None)
+    return found
+
+
+@cache
+def moe_patterns() -> dict[str, str]:
+    """Families of experts by the pattern that PEFT follows where it adapts their stacked weights."""
+    patterns = _dict("conversion_mapping.py", "_MODEL_TO_CONVERSION_PATTERN")
+    return {**ast.literal_eval(patterns), "mixtral": "mixtral"}  # the last one is PEFT's own
+
+
+def _causal_classes() -> str:
+    """The lines of `modeling_auto.py` that name the causal class of each family."""
+    text = packages.source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")
+    _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
+    assert found, "transformers has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: upstream.py must follow it"
+    return rest.partition("\n)\n")[0]
+
+
+def texts_beside_fields(file: Path, class_name: str) -> dict[str, str]:
+    """The string that follows each annotated field of a class, by the field's name."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+@cache
+def _tree(package: str, file: str) -> ast.Module:
+    return ast.parse(packages.source_of(package, file).read_text(encoding="utf-8"))
+
+
+def _class(package: str, file: str, name: str) -> ast.ClassDef:
+    for node in _tree(package, file).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+    raise AssertionError(f"{package}/{file} has no class {name}: upstream.py must follow it")
+
+
+def _constants(node: ast.ClassDef) -> dict[str, Any]:
+    """What a class sets to constants, by name: an enum's members, too."""
+    return {
+        ast.unparse(one.targets[0]): one.value.value
+        for one in node.body
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant)
+    }
+
+
+def _dict(file: str, name: str) -> ast.Dict:
+    """The dict that a file of transformers gives this name."""
+    for node in _tree("transformers", file).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            assert isinstance(node.value, ast.Dict)
+            return node.value
+    raise AssertionError(f"transformers has no {name}: upstream.py must follow it")
+
+
+def _registrations(path: Path) -> list[dict[str, ast.expr]]:
+    """The keywords of each `register_peft_method(...)` of a tuner's package."""
+    return [
+        {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "register_peft_method"
+    ]
+
+
+def _nested(package: str, file: str, annotation: ast.expr) -> tuple[Source, ...]:
+    """A dataclass of the same file that the annotation names."""
+    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    classes = {node.name for node in _tree(package, file).body if isinstance(node, ast.ClassDef)}
+    return tuple((package, file, name) for name in sorted(names & classes) if name.endswith("Config"))
+
+
+@cache
+def _enums() -> dict[str, Any]:
+    """The string enums that annotate `TrainingArguments`, each as the `Literal` of its values."""
+    return {name: kind for place in _ENUMS for name, kind in _string_enums(*place).items()}
+
+
+@cache
+def _string_enums(package: str, file: str) -> dict[str, Any]:
+    """The enums of a file by name, each as the `Literal` of its values."""
+    return {
+        node.name: Literal[tuple(_constants(node).values())]
+        for node in _tree(package, file).body
+        if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases)
+    }
+
+
+def _type(node: ast.expr, enums: dict[str, Any]) -> Any:
+    """An annotation as a type pydantic can check; what a recipe can't hold (config objects) is left out."""
+    if isinstance(node, ast.BinOp):  # X | Y
+        return _union([node.left, node.right], enums)
+    if isinstance(node, ast.Constant):
+        return None if node.value is None else Any
+    if isinstance(node, ast.Name):
+        return enums.get(node.id, _PLAIN.get(node.id, Any))
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        arguments = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        match node.value.id:
+            case "Optional":
+                return Optional[_type(arguments[0], enums)]  # noqa: UP045 (the operand may be a typing object)
+            case "Union":
+                return _union(arguments, enums)
+            case "Literal":
+                values = tuple(ast.literal_eval(a) for a in arguments)
+                patterns = any("[" in str(value) for value in values)  # "pissa_niter_[number of iters]"
+                return str if patterns else Literal[values]
+            case "list":
+                return list[_type(arguments[0], enums)]
+            case "dict":
+                key, value = arguments
+                return dict[_type(key, enums), _type(value, enums)]
+    return Any
+
+
+def _union(nodes: list[ast.expr], enums: dict[str, Any]) -> Any:
+    names = {n.id for n in nodes if isinstance(n, ast.Name)}
+    if names & enums.keys():  # `SchedulerType | str`: the string must be one of the enum's values
+        nodes = [n for n in nodes if not (isinstance(n, ast.Name) and n.id == "str")]
+    types = [_type(n, enums) for n in nodes]
+    known = tuple(t for t in types if t is not Any) or (Any,)
+    return Union[known]  # noqa: UP007 (built from a tuple)
+
+
+def _help(value: ast.expr | None) -> str:
+    """The `metadata={"help": ...}` of a dataclass field, in one line."""
+    if isinstance(value, ast.Call):
+        for keyword in value.keywords:
+            if keyword.arg == "metadata":
+                try:
+                    return " ".join(str(ast.literal_eval(keyword.value).get("help", "")).split())
+                except ValueError:  # a help text put together at run time
+                    return ""
+    return ""

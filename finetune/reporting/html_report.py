@@ -1,0 +1,289 @@
+"""One page about a run: whether it worked, what it did, and what proves it: `finetune report RUN`.
+
+It is made from the run folder alone, whole or not and wherever it lies; the same run gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import html_pages
+from finetune.core.console import Console
+from finetune.core.paths import writing
+from finetune.data import preview
+from finetune.recipe import adapter_types
+from finetune.reporting import run_files, scores
+from finetune.reporting.plots import Curve, curves, smoothed
+from finetune.reporting.scores import Verdict, number, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.reporting.run_files import Run
+
+REPORT = Path(__file__).with_name("report.html.jinja")
+CHARTS = (  # key in metrics.jsonl, name, whether the axis begins at zero, what is said under it
+    ("learning_rate", "learning rate", True, "{most} at most, {last} at the end"),
+    ("grad_norm", "gradient norm", False, "{median} in the median, {most} at most"),
+    ("tokens_per_second", "tokens a second", True, "{median} in the median"),
+    ("mfu", "share of the hardware's peak (MFU)", True, "{median} in the median"),
+    ("gpu_memory_gib", "GPU memory, GiB", True, "{most} at most"),
+    ("host_memory_gib", "host memory, GiB", True, "{most} at most"),
+    ("data_wait", "share of the time spent waiting for data", True, "{median} in the median"),
+)
+
+
+def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdict]:
+    """Write the page of a run.
+
+    Args:
+        output: the page; `None`: report.html in the run folder.
+
+    Raises:
+        UserError: `path` is no run folder, or `output` can't be written (exit 2).
+    """
+    found = run_files.read(Path(path))
+    verdict = judge(found)
+    page, target = render(found, verdict), Path(output or found.path / "report.html")
+    with writing(target):
+        target.write_bytes(page.encode("utf-8", "replace"))  # half a surrogate pair is no text
+    return target, verdict
+
+
+def show(page: Path, verdict: Verdict, *, quiet: bool) -> None:
+    Console(quiet=quiet).say(f"{verdict.title}. {verdict.why}", *verdict.doubts, f"wrote {page}")
+
+
+def after(path: Path, screen: Console) -> None:
+    """The page at the end of a run, which it must not spoil: what goes wrong is said, and no more."""
+    try:
+        run(path)
+    except Exception as error:  # of whatever kind: the run itself is done
+        said = " ".join(str(error).split())
+        screen.say(f"note: no report.html ({type(error).__name__}: {said}); try: finetune report {path}")
+
+
+def judge(run: Run) -> Verdict:
+    """Whether it worked; what throws doubt on that is said beside it."""
+    failed = sum(not receipt["ok"] for receipt in run.receipts)
+    if not run.saved:
+        return _unfinished(run)
+    held_out = run.data["validation"].kept if run.data else None
+    verdict = scores.judge(run.evaluation, held_out, training_loss(run))
+    doubts = [f"{failed} of {len(run.receipts)} receipts do not match: see below"] if failed else []
+    kind = "mixed" if failed and verdict.kind == "good" else verdict.kind
+    return verdict._replace(kind=kind, doubts=[*verdict.doubts, *doubts])
+
+
+def _unfinished(run: Run) -> Verdict:
+    """How far a run came that has no weights; not every step is logged, so a checkpoint may be newer."""
+    last = max(run.steps[-1]["step"] if run.steps else 0, run.kept)
+    ended = f"It ended after step {last:.0f}." if last else "No step was logged."
+    if run.kept:
+        ended += f" Step {run.kept} is saved: the same command with --resume goes on from there."
+    failed = f"It failed: {'only a checkpoint' if run.kept else 'nothing'} was saved"
+    title = failed if run.error else "It did not finish, or is still running"
+    return Verdict("bad" if run.error else "unknown", title, f"{ended}\n{run.error}".strip(), [])
+
+
+def training_loss(run: Run) -> tuple[float, float] | None:
+    """Where the loss began and ended, each as a mean of a twentieth of the logged steps."""
+    losses = [step["loss"] for step in run.steps if step["loss"] is not None]
+    part = max(1, len(losses) // 20)
+    return (sum(losses[:part]) / part, sum(losses[-part:]) / part) if losses else None
+
+
+def seconds(run: Run) -> float:
+    """Time in optimizer steps: each logged line has the mean of those since the line before."""
+    before, total = 0.0, 0.0
+    for step in run.steps:
+        total += (step.get("step_seconds") or 0.0) * (step["step"] - before)
+        before = step["step"]
+    return total
+
+
+def duration(time: float) -> str:
+    """45 s, 3 min 5 s or 2 h 10 min."""
+    whole = round(time)
+    if whole < 60:
+        return f"{time:.2g} s" if time < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def summary(run: Run) -> str:
+    """What was trained on what, how long: one sentence."""
+    kind = run.get("adapter.type")
+    options = f" (r {run.get('adapter.r')})" if run.get("adapter.r") else ""
+    what = "Full fine-tuning" if kind == "full" else f"{kind}{options}" if kind else "Something"
+    model = "/".join(Path(str(run.get("model.name", "an unknown base"))).parts[-2:])
+    said = [f"{what} on {model}"]
+    if run.data:
+        rows = run.data["train"].kept
+        names = ", ".join(Path(str(name)).name for name in run.data["train"].formats) or "a stream"
+        said.append(f"trained on {rows:,} rows of {names}" if rows else f"trained on {names}")
+    if run.steps:
+        epochs = run.steps[-1].get("epoch")
+        passes = f" ({epochs:.3g} epoch{'s' * (epochs != 1)})" if epochs else ""
+        said.append(f"for {run.steps[-1]['step']:,.0f} steps{passes} in {duration(seconds(run))}")
+    device = run.environment.get("hardware", {})
+    if device:
+        count = f"{device['count']} x " if device.get("count", 1) > 1 else ""
+        said.append(f"on {count}{device.get('name', 'unknown hardware')}")
+    return " ".join(said[:1]) + ", " + " ".join(said[1:]) + "." if said[1:] else said[0] + "."
+
+
+def headlines(run: Run) -> list[tuple[str, str]]:
+    """The few numbers that are shown large: what, how much."""
+    found = scores.headlines(run.evaluation)
+    if run.steps:
+        found.append(("time in training", duration(seconds(run))))
+    if run.receipts:
+        ok = sum(bool(receipt["ok"]) for receipt in run.receipts)
+        found.append(("receipts that match", f"{ok} of {len(run.receipts)}"))
+    return found
+
+
+def charts(run: Run) -> Iterator[tuple[str, str]]:
+    """The plots of a run, each with what is said under it."""
+    if run.steps:
+        yield _loss_chart(run)
+    for key, name, zero, said in CHARTS:
+        values = [step.get(key) for step in run.steps]
+        known = sorted(_known(values))
+        if len(known) > 2:  # two points are no curve, and metrics.jsonl has them
+            as_text = share if key in ("mfu", "data_wait") else number
+            told = {"median": known[len(known) // 2], "most": known[-1], "last": _known(values)[-1]}
+            caption = said.format(**{what: as_text(value) for what, value in told.items()})
+            line = Curve(name, [step["step"] for step in run.steps], values)
+            yield curves([line], name, zero=zero, alt=f"{name}: {caption}"), caption
+
+
+def _loss_chart(run: Run) -> tuple[str, str]:
+    places, losses = ([step[key] for step in run.steps] for key in ("step", "loss"))
+    long = len(losses) >= 30
+    lines = [Curve("each step", places, losses, "faint"), Curve("mean", places, smoothed(losses))]
+    lines = lines if long else [Curve("training", places, losses)]
+    began, ended = training_loss(run) or (math.nan, math.nan)
+    caption, mark = f"from {number(began)} to {number(ended)}", None
+    bad = sum(loss is None or not math.isfinite(loss) for loss in losses)
+    caption += f"; {bad} steps have no finite loss" if bad else ""
+    held = [(check["step"], check["eval_loss"]) for check in run.checks if check.get("eval_loss") is not None]
+    if held:
+        lines.append(Curve("held out", [step for step, _ in held], [loss for _, loss in held], "points"))
+        step, least = min(held, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)
+        caption += f"; held out least at step {step:,.0f}: {number(least)}"
+        mark = (step, f"best: step {step:,.0f}")
+    return curves(lines, "loss", mark=mark, alt=f"loss: {caption}"), caption
+
+
+def _known(values: list[Any]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
+    """What to do next: why, and the command."""
+    name, found = shlex.quote(run.path.resolve().name), []
+    again = f"finetune train {name}/recipe.resolved.yaml train.output_dir=runs/again"
+    rate, losses = run.get("train.learning_rate"), training_loss(run)
+    slower = f"{again} train.learning_rate={number(rate / 5)}" if rate else ""
+    if rate == 0:
+        found.append(("the learning rate is 0: nothing can be learnt", f"{again} train.learning_rate=2e-4"))
+    elif slower and (verdict.kind == "bad" or (losses and not losses[1] < losses[0])):
+        found.append(("a lower learning rate, if the loss rose or jumped", slower))
+    if verdict.kind == "same" and rate:
+        found.append(
+            ("more steps, or a higher learning rate", f"{again} train.learning_rate={number(rate * 3)}")
+        )
+    held_out = run.get("data.validation") or run.get("data.validation_fraction")
+    if verdict.kind == "unknown" and not held_out:
+        found.append(("hold rows out, to know", f"{again} data.validation_fraction=0.02"))
+    if verdict.kind != "bad" or run.evaluation:
+        found.append(("measure it again, from the folder alone", f"finetune evaluate {name}"))
+        found.append(("talk to base and tuned side by side", f"finetune chat {name}"))
+    if verdict.kind in ("good", "mixed"):
+        adapter = run.recipe.get("adapter") or {}
+        if not adapter_types.unmerged(str(adapter.get("type")), adapter):
+            found.append(("one set of weights, proven equal", f"finetune merge {name}"))
+        found.append(("what would go to the Hub", f"finetune publish {name} --dry-run"))
+    return found
+
+
+def reproduce(run: Run) -> tuple[str, list[str]]:
+    """The command that makes this run again, and what it needs."""
+    launch, name = run.environment.get("launch", {}), shlex.quote(run.path.resolve().name)
+    train = f"train {name}/recipe.resolved.yaml train.output_dir=runs/again"
+    processes, needs = launch.get("processes", 1), []
+    command = f"finetune {train}"
+    if processes > 1:
+        given = launch.get("environment") or {}
+        precision = given.get(
+            "ACCELERATE_MIXED_PRECISION", launch.get("precision")
+        )  # Accelerate's own is none
+        command = (
+            f"accelerate launch --num_processes {processes} --mixed_precision {precision} -m finetune {train}"
+        )
+        split = f", the base split by {launch['splitter']}" if launch.get("splitter") else ""
+        needs.append(f"{processes} processes, precision {precision}{split}")
+    git = run.environment.get("git")
+    if git:
+        dirty = ", with changes that were not committed" if git.get("dirty") else ""
+        needs.append(f"finetune at commit {git['commit']}{dirty}")
+    sources = run.data["train"].sources if run.data else {}
+    needs += [f"{Path(path).name} with sha256 {digest[:12]}..." for path, digest in sources.items()]
+    return command, needs
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """Hardware, launch, code and versions."""
+    found, rows = run.environment, []
+    device, launch, git = (found.get(key) or {} for key in ("hardware", "launch", "git"))
+    if device:
+        said = f"{device.get('count', 1)} x {device.get('name')}, {device.get('memory_gib', 0):.0f} GiB"
+        rows.append(("hardware", f"{said}, {device.get('cpu_cores')} CPU cores"))
+    if launch:
+        how = f"{launch.get('launcher')}, processes: {launch.get('processes')}"
+        rows.append(("launched by", f"{how}, precision {launch.get('precision')}"))
+        rows += list((launch.get("environment") or {}).items())
+    if git:
+        dirty = ", with changes that were not committed" if git.get("dirty") else ""
+        rows.append(("code", f"commit {git.get('commit')}{dirty}"))
+    rows += [("python", found.get("python", "?")), ("platform", found.get("platform", "?"))]
+    return rows + [(name, at or "not installed") for name, at in (found.get("packages") or {}).items()]
+
+
+@functools.cache
+def template(path: Path = REPORT) -> Any:
+    """A page's template, which a comparison of many runs compiles once."""
+    pages = html_pages.templates(path.parent)
+    pages.filters |= {"shown": shown, "share": share, "value": number, "duration": duration}
+    return pages.get_template(path.name)
+
+
+def render(run: Run, verdict: Verdict) -> str:
+    """The page."""
+    drawn = list(charts(run))
+    given = {"run": run, "verdict": verdict, "summary": summary(run), "headlines": headlines(run)}
+    given |= {"name": run.path.resolve().name, "charts": drawn, "scores": scores.table(run.evaluation)}
+    given |= {"sources": scores.sources(run.evaluation), "advice": advice(run, verdict)}
+    command, needs = reproduce(run)
+    given |= {"command": command, "needs": needs, "environment": environment(run)}
+    given |= {"receipts": sorted(run.receipts, key=lambda r: bool(r["ok"]))}
+    given |= {"facts": [], "remarks": [], "mix": []}
+    if run.data:
+        given |= {"facts": preview.described(run.data), "remarks": preview.remarks(run.data)}
+        given["mix"] = preview.mix(run.data["train"])
+    return template().render(given)
+
+
+def shown(text: Any) -> str:
+    """A text of the data: no character that would act on the page's order, and not all of a long one."""
+    text = str(text)
+    acting = {code: sign for code, sign in preview.SIGNS.items() if code not in (ord("\n"), ord("\t"))}
+    cut = f" ... {len(text) - run_files.LONGEST:,} more characters" if len(text) > run_files.LONGEST else ""
+    return text[: run_files.LONGEST].translate(acting) + cut

@@ -1,0 +1,125 @@
+"""Read the files of a run folder for the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpointing import checkpoints
+from finetune.core import strict_json, strict_yaml
+from finetune.core.errors import Problem, UserError
+from finetune.data.audit import Report
+from finetune.run_folder import run_folder
+
+FILES = {  # what a run leaves, and what can't be said without it
+    "recipe.resolved.yaml": "what was asked for",
+    "environment.json": "versions and hardware",
+    "data_report.json": "what became of the rows",
+    "metrics.jsonl": "how training went",
+    "receipts.json": "what was asked and what was got",
+    "eval.json": "base against tuned (finetune evaluate makes it)",
+}
+LONGEST = 2000  # characters of a text that are shown
+
+
+@dataclass
+class Run:
+    """What a run folder holds, as far as it does."""
+
+    path: Path
+    missing: list[str] = field(default_factory=list)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    settings: list[run_folder.Setting] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Report] = field(default_factory=dict)
+    receipts: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Logged training steps."""
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations during training."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    saved: bool = True
+    kept: int = 0
+    """The step of the newest checkpoint; 0: there is none."""
+    error: str = ""
+    """What ended a run that has no weights."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A recipe's value by its dotted key."""
+        section, _, name = key.partition(".")
+        return (self.recipe.get(section) or {}).get(name, default)
+
+
+def read(path: Path) -> Run:
+    """What is there; a file that is not, or that can't be read, is named in `missing`."""
+    if not any((path / name).exists() for name in FILES):
+        raise UserError(Problem("not a run folder", where=str(path), found=f"none of {', '.join(FILES)}"))
+    found = Run(path)
+    readers = {
+        "recipe.resolved.yaml": _read_recipe,
+        "environment.json": lambda run, text: run.environment.update(json.loads(text)),
+        "data_report.json": _read_data,
+        "metrics.jsonl": _read_metrics,
+        "receipts.json": lambda run, text: run.receipts.extend(json.loads(text)),
+        "eval.json": lambda run, text: run.evaluation.update(strict_json.scores(json.loads(text))),
+    }
+    for name, reader in readers.items():
+        try:
+            reader(found, (path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            found.missing.append(f"{name} is not there: {FILES[name]}")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+            said = " ".join(str(error).split())[:120]
+            found.missing.append(f"{name} can't be read: {FILES[name]} ({said})")
+    found.saved = (path / "adapter").exists() or (path / "model").exists()
+    if not found.saved:
+        found.missing.append("adapter/ and model/ are not there: what was trained")
+        found.kept = max(map(checkpoints.step_of, checkpoints.published(path / "checkpoints")), default=0)
+        found.error = _last_error(path / "log.txt")
+    return found
+
+
+def _read_recipe(found: Run, text: str) -> None:
+    left_out = "# left out: "
+    found.notices += [line.removeprefix(left_out) for line in text.split("\n") if line.startswith(left_out)]
+    found.settings += run_folder.settings(text)
+    found.recipe.update(strict_yaml.parse(text, "recipe.resolved.yaml").value)
+
+
+def _read_data(found: Run, text: str) -> None:
+    known = {each.name for each in fields(Report)}
+    splits = {
+        split: Report(**{key: value for key, value in report.items() if key in known})
+        for split, report in json.loads(text).items()
+    }
+    if "train" not in splits:
+        raise ValueError("nothing of the training data is in it")
+    found.data.update({"validation": Report()} | splits)
+
+
+def _read_metrics(found: Run, text: str) -> None:
+    """Training lines and those of evaluations; numbers that are not finite stand there as text."""
+    torn = 0
+    for line in text.splitlines():
+        try:
+            record = {key: _float(value) for key, value in json.loads(line).items()}
+        except ValueError:
+            torn += 1
+            continue
+        (found.steps if "loss" in record else found.checks).append(record)
+    if torn:
+        found.missing.append(f"metrics.jsonl: {torn} lines can't be read, and are left out")
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _last_error(log: Path) -> str:
+    """The last error in the log, with its lines; none, if the run went on after it."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    _, mark, said = ("\n" + text).rpartition("\nerror: ")
+    return (mark + said).strip()[:LONGEST] if mark and "\nstep " not in said else ""

@@ -1,0 +1,158 @@
+"""What eval.json says of a run, as a page shows it; what a run was not asked is left out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune.core import formatting
+
+NAMES = {"loss": "held-out loss", "exact_match": "exact match", "ended": "stopped by itself"}
+TITLES = {
+    "better": ("good", "It worked: better than its base"),
+    "same": ("same", "No different from its base"),
+    "worse": ("bad", "Worse than its base"),
+    "mixed": ("mixed", "Better in some, worse in other ways"),
+    "unknown": ("unknown", "Not known whether it is better"),
+}
+
+
+class Verdict(NamedTuple):
+    kind: str
+    """good | mixed | same | bad | unknown"""
+    title: str
+    why: str
+    doubts: list[str]
+
+
+class Row(NamedTuple):
+    """One metric of base and tuned."""
+
+    name: str
+    base: str
+    tuned: str
+    change: str
+    """Tuned minus base, with its sign."""
+    interval: str
+    verdict: str
+    """better | same | worse | too few rows, or nothing if it was not tested."""
+    note: str = ""
+
+
+def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, float] | None) -> Verdict:
+    """The verdict of eval.json; without one, whether there was something to measure.
+
+    Args:
+        held_out: rows that were held out, if that is known.
+        losses: training loss at the beginning and at the end.
+    """
+    said = found.get("verdict") or {}
+    forgot = said.get("forgot") or []
+    doubts = [f"it forgot: worse than its base on {', '.join(map(str, forgot))}"] if forgot else []
+    learnt = f" Training loss went from {number(losses[0])} to {number(losses[1])}." if losses else ""
+    if said:
+        kind, title = TITLES.get(str(said.get("word")), TITLES["unknown"])
+        if kind == "good" and forgot:
+            kind, title = "mixed", "Better than its base, but it forgot something"
+        more = f".{learnt}" if kind == "unknown" and learnt else ""
+        return Verdict(kind, title, str(said.get("why", "")) + more, doubts)
+    if held_out:
+        return Verdict("unknown", TITLES["unknown"][1], f"It was trained, but not evaluated.{learnt}", [])
+    return Verdict("unknown", TITLES["unknown"][1], f"No rows were held out to measure it on.{learnt}", [])
+
+
+def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Loss and exact match, base to tuned."""
+    rows = [row for row in _held_out(found) if row.name != NAMES["ended"]]
+    return [(row.name, f"{row.base} \N{RIGHTWARDS ARROW} {row.tuned}") for row in rows]
+
+
+def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
+    """Held-out rows, tasks and what may have been forgotten: (title, rows)."""
+    tasks, kept = [], []
+    for name, task in (found.get("tasks") or {}).items():
+        (kept if task.get("forgetting") else tasks).extend(_task(str(name), task))
+    groups = [
+        ("On the held-out rows", _held_out(found)),
+        ("Tasks", tasks),
+        ("What it may have forgotten", kept),
+    ]
+    return [(title, rows) for title, rows in groups if rows]
+
+
+def sources(found: dict[str, Any]) -> list[Row]:
+    """Held-out loss by source, where there are several."""
+    rows, all_of_them = [], found.get("sources") or []
+    for source in all_of_them if len(all_of_them) > 1 else []:
+        base, tuned = source.get("base") or {}, source.get("tuned") or {}
+        change = (source.get("difference") or {}).get("loss")
+        name, note = Path(str(source.get("source"))).name, f"{source.get('rows', 0):,} rows"
+        rows.append(_row(name, "loss", base, tuned, change, note))
+    return rows
+
+
+def _held_out(found: dict[str, Any]) -> list[Row]:
+    base, tuned, change = (found.get(key) or {} for key in ("base", "tuned", "difference"))
+    known = [key for key in NAMES if base.get(key) is not None and tuned.get(key) is not None]
+    rows = (found.get("settings") or {}).get("rows")
+    note = f"{rows:,} rows" if rows else ""
+    return [_row(NAMES[key], key, base, tuned, change.get(key), note) for key in known]
+
+
+def _task(name: str, task: dict[str, Any]) -> list[Row]:
+    """The task's main metric first."""
+    base, tuned, change = (task.get(key) or {} for key in ("base", "tuned", "difference"))
+    main = task.get("main")
+    metrics = [key for key in base if key in tuned and not key.endswith("_stderr") and base[key] is not None]
+    metrics.sort(key=lambda key: key != main)
+    rows = f"{task['rows']:,} rows" if task.get("rows") else ""
+    better = task.get("higher_is_better") or {}
+    found = []
+    for key in metrics:
+        way = "" if key not in better else "higher is better" if better[key] else "lower is better"
+        note = ", ".join(part for part in (rows, way) if part)
+        found.append(_row(f"{name}: {key}", key, base, tuned, change.get(key), note))
+    return found
+
+
+def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | None, note: str) -> Row:
+    text, by = (share, points) if formatting.is_share(key, base, tuned) else (number, number)
+
+    def side(scores: Any) -> str:
+        error = scores.get(f"{key}_stderr")
+        said = "-" if scores.get(key) is None else text(scores[key])
+        return f"{said} \N{PLUS-MINUS SIGN} {text(error)}" if error else said
+
+    if change:
+        interval = f"{signed(change['low'], by)} to {signed(change['high'], by)}"
+        value, word = signed(change["value"], by), str(change.get("verdict", ""))
+        return Row(name, side(base), side(tuned), value, interval, word, note)
+    known = base.get(key) is not None and tuned.get(key) is not None
+    value = signed(tuned[key] - base[key], by) if known else ""
+    return Row(name, side(base), side(tuned), value, "", "", note)
+
+
+def signed(value: float, text: Any) -> str:
+    """With a plus, or a real minus."""
+    return ("+" if value >= 0 else "\N{MINUS SIGN}") + text(abs(value)) if math.isfinite(value) else "?"
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def points(value: float) -> str:
+    """A difference of two shares, in percentage points."""
+    return f"{100 * value:.1f}"
+
+
+def number(value: float | None) -> str:
+    """Four digits at most, or a whole number with its thousands."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"

@@ -1,0 +1,121 @@
+"""What a run says: the plan at its start, the result at its end, and the files that hold both."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from finetune.autoconfig.batch_size import short_of_peak
+from finetune.core import formatting
+from finetune.core.formatting import is_share
+from finetune.recipe import adapter_types
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from finetune.core.console import Console
+    from finetune.core.run_checks import RunChecks
+    from finetune.data.audit import Report
+    from finetune.recipe.schema import Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+
+def show_plan(
+    screen: Console, recipe: Recipe, chosen: run_folder.Choices, data: dict[str, Report], notes: list[str]
+) -> None:
+    """One table: what will happen, and why so; and notes."""
+    train, held_out = data["train"], data["validation"]
+    rows = [
+        ("model", recipe.model.name, ""),
+        ("adapter", recipe.adapter.type, _options(recipe)),
+        (
+            "data",
+            f"{train.kept} rows, {train.trained_tokens:,} tokens with loss of {train.tokens:,}",
+            f"{train.dropped} of {train.rows} left out",
+        ),
+        (
+            "held out",
+            f"{held_out.kept} rows",
+            "" if held_out.rows else "no data.validation: nothing to evaluate on",
+        ),
+        (
+            "learning rate",
+            f"{recipe.train.learning_rate:g}",
+            recipe.origin.set_by.get("train.learning_rate", "default"),
+        ),
+    ]
+    paths = run_folder.local_paths(recipe)
+    rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
+    screen.table("plan", ("what", "value", "why"), rows)
+    held = [f"held out: {remark}" for remark in held_out.remarks()]
+    for notice in [*train.remarks(), *held, *recipe.origin.notices, *notes]:
+        screen.say(f"note: {notice}")
+    kind, rate = recipe.adapter.type, recipe.train.learning_rate
+    advice = adapter_types.advice(kind, rate, recipe.adapter.options())
+    for line in [*advice, *short_of_peak(recipe.train, chosen["train.steps"][0])]:
+        screen.say(f"note: {line}")
+    screen.say("")
+
+
+def show_result(screen: Console, folder: RunFolder, ledger: RunChecks, result: dict[str, Any]) -> None:
+    """Receipts, base against tuned, samples side by side, and what to do next."""
+    receipts = [(r.option, "yes" if r.ok else "NO", r.asked, r.got) for r in ledger.receipts]
+    screen.table("receipts", ("what", "true", "asked", "got"), receipts)
+    show_scores(screen, result)
+    show_next(screen, folder)
+
+
+def show_scores(screen: Console, result: dict[str, Any]) -> None:
+    """Base against tuned, and samples side by side."""
+    rows = [
+        _score_row(name, key, result)
+        for key, name in (
+            ("loss", "held-out loss"),
+            ("exact_match", "exact match"),
+            ("ended", "stopped by itself"),
+        )
+        if result["base"].get(key) is not None
+    ]
+    if len(result["sources"]) > 1:
+        rows += [_score_row(f"loss of {source['source']}", "loss", source) for source in result["sources"]]
+    for name, task in result["tasks"].items():
+        rows += [_score_row(f"{name} {metric}", metric, task) for metric in task["higher_is_better"]]
+    if rows:
+        screen.table("result", ("", "base", "tuned", "difference, 95 %", ""), rows)
+    said = result["verdict"]
+    forgot = f"; forgot: {', '.join(said['forgot'])}" if said["forgot"] else ""
+    screen.say(Text(f"{said['word']}: {said['why']}{forgot}", style="bold"))
+    for note in result["settings"]["notes"]:
+        screen.say(f"note: {note}")
+    for sample in result["samples"]:
+        prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
+        rows = [
+            ("asked", prompt),
+            *((name, sample[name][:400]) for name in ("reference", "base", "tuned")),
+        ]
+        screen.table("", ("", ""), rows)
+
+
+def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
+    """A metric's base, tuned and difference."""
+    share = is_share(key, scores["base"], scores["tuned"])
+    base, tuned = (formatting.number(scores[side][key], share=share) for side in ("base", "tuned"))
+    found = scores["difference"].get(key)
+    if found is None:
+        return name, base, tuned, "", ""
+    low, value, high = (formatting.number(found[part], share=share) for part in ("low", "value", "high"))
+    return name, base, tuned, f"{value} ({low} to {high})", found["verdict"]
+
+
+def show_next(screen: Console, folder: RunFolder) -> None:
+    path = shlex.quote(str(folder.path))
+    screen.say("", Text(f"the run is in {folder.path}", style="bold"), "next:")
+    screen.say(f"  open {path}/report.html in a browser")
+    screen.say(f"  finetune evaluate {path}")
+    screen.say(f"  finetune chat {path}")
+    screen.say(f"  less {path}/log.txt")
+
+
+def _options(recipe: Recipe) -> str:
+    return ", ".join(f"{key} {value}" for key, value in recipe.adapter.options().items())

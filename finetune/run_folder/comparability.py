@@ -1,0 +1,156 @@
+"""Decide whether two runs can be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finetune.core.paths import local_path
+from finetune.recipe import adapter_types
+from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
+
+SAME_BASE = 1e-2  # relative, of the base's held-out loss: kernels and dtypes move it less, other weights more
+MISSING = "-"
+AT_MOST = 8  # rows of a table of differences
+OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache")
+
+
+class Found(NamedTuple):
+    """What is unequal in one part of two runs."""
+
+    part: str
+    rows: list[tuple[str, str, str]]
+    """What it is, as A has it, as B has it."""
+    summary: str = ""
+
+
+def recipes(a: RunFolder, b: RunFolder) -> Found:
+    """Key by key, with who set it. Where files and folders stand is not a difference."""
+    left, right = resolved(a), resolved(b)
+    rows = []
+    for key in dict.fromkeys([*left, *right]):
+        one, other = left.get(key, (MISSING, "")), right.get(key, (MISSING, ""))
+        place = key in OF_THE_PLACE and Path(one[0].strip('"')).name == Path(other[0].strip('"')).name
+        if one[0] != other[0] and not place and key != "train.output_dir":
+            rows.append((key, *(f"{value}  ({who})" if who else value for value, who in (one, other))))
+    return Found("recipe", rows)
+
+
+def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
+    """Dotted key -> value as it is written in recipe.resolved.yaml, and who set it."""
+    found = run_folder.settings(folder.recipe.read_text(encoding="utf-8"))
+    return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
+
+
+def data(a: RunFolder, b: RunFolder) -> Found:
+    """The files' content, and what became of their rows."""
+
+    def of(folder: RunFolder) -> dict[str, Any]:
+        counted = ("rows", "kept", "tokens", "trained_tokens")
+        report = folder.read("data_report.json")
+        files = {name: sorted(set(split["sources"].values())) for name, split in report.items()}
+        return {name: {"files": files[name], **{k: report[name][k] for k in counted}} for name in report}
+
+    return Found("data", unequal(of(a), of(b)))
+
+
+def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]:
+    """The leaves of two JSON values that are not the same, by dotted name."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        keys = dict.fromkeys([*left, *right])
+        pairs = ((f"{name}.{key}" if name else key, left.get(key), right.get(key)) for key in keys)
+        return [row for key, one, other in pairs for row in unequal(one, other, key)]
+    same = left == right or (left != left and right != right)  # NaN, which is a loss like any other here
+    return [] if same else [(name, shown(left), shown(right))]
+
+
+def facts(folder: RunFolder) -> dict[str, Any]:
+    """What has to be equal for the figures of two runs to be compared; each is said as a reason."""
+    environment, report = folder.read("environment.json"), folder.read("data_report.json")
+    recipe, result = load_recipe(folder.recipe), folder.found("eval.json")
+    machine, launch = environment["hardware"], environment["launch"]
+    beside = ("batch_size", "seconds", "notes", "storage")
+    settings = {k: v for k, v in result.get("settings", {}).items() if k not in beside}
+    settings["data"] = sorted(settings.get("data", {}).values())
+    if isinstance(settings.get("general"), str):  # a file, whose content is in `data`
+        settings["general"] = Path(settings["general"]).name
+    settings["max_new_tokens"] = recipe.eval.max_new_tokens
+    data = recipe.data.model_dump(exclude={"name", "validation", "cache", "expect", "chat_template"})
+    template = Path(recipe.data.chat_template).name if recipe.data.chat_template else None
+    return {
+        "hardware": f"{machine['count']} x {machine['name']}, {machine['cpu_cores']} cores, "
+        f"{machine['memory_gib']:.0f} GiB",
+        "processes": launch["processes"],
+        "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
+        "precision": launch["precision"],
+        **environment["packages"],
+        **{f"{name} files": sorted(set(report[name]["sources"].values())) for name in report},
+        **{f"data.{key}": value for key, value in {**data, "chat_template": template}.items()},
+        **{f"evaluation {key}": value for key, value in settings.items()},
+        "evaluation tasks": sorted(result.get("tasks", {})),
+        "base model": base_name(folder),
+        "steps": "until it learns no more" if recipe.eval.patience else last_step(folder),
+    }
+
+
+def base_name(folder: RunFolder) -> str:
+    """The base of a run, and its commit on the Hub."""
+    recipe = load_recipe(folder.recipe)
+    saved = RunFolder(folder.adapter).found("adapter_config.json")
+    return named(recipe.model.name, saved.get("revision") or recipe.model.revision)
+
+
+def named(base: str, commit: str | None) -> str:
+    """A base by its name alone, since its folder may stand elsewhere, and its commit."""
+    name = Path(base).absolute().name if local_path(base) else base
+    return f"{name} {commit or ''}".strip()
+
+
+def last_step(folder: RunFolder) -> int:
+    return max((line["step"] for line in folder.steps()), default=0)
+
+
+def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
+    """Why the figures of two runs can't be compared; empty if they can.
+
+    Args:
+        steps: whether another number of steps is such a reason.
+    """
+    left, right = facts(a), facts(b)
+    keys = [key for key in dict.fromkeys([*left, *right]) if steps or key != "steps"]
+    unequal = [key for key in keys if left.get(key) != right.get(key)]
+    said = [f"{key}: {shown(left.get(key))} against {shown(right.get(key))}" for key in unequal]
+    return said + ([] if "base model" in unequal else other_weights(a, b))
+
+
+def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
+    """Bases of one name whose losses on the same held-out file are not the same."""
+    recipes = [load_recipe(folder.recipe) for folder in (a, b)]
+    losses = [folder.found("eval.json").get("base", {}).get("loss") for folder in (a, b)]
+    storages = {adapter_types.find(r.adapter.type).storage or r.speed.base for r in recipes}
+    if None in losses or len(storages) > 1 or not all(recipe.data.validation for recipe in recipes):
+        return []
+    if near(*losses):
+        return []
+    return [
+        f"base model: its weights are others, by its held-out loss: {losses[0]:.4f} against {losses[1]:.4f}"
+    ]
+
+
+def near(one: float, other: float) -> bool:
+    """Whether two losses on the same rows may well be of the same weights."""
+    return math.isclose(one, other, rel_tol=SAME_BASE) or math.isnan(one) or math.isnan(other)
+
+
+def shown(value: Any) -> str:
+    """A value in a line: hashes and long texts shortened."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if len(text) == 64 and not set(text) - set("0123456789abcdef"):
+        return text[:12]
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,174 @@
+"""A run's folder is one run's: free when it starts, and its own until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import re
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import psutil
+
+from finetune.core.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCK = ".lock"
+HELD = (errno.EAGAIN, errno.EACCES)  # what is said of a lock that another process holds
+BEAT, SILENT = 15.0, 60.0  # seconds between touches of a lock's file where a disk knows no locks; without one
+
+
+def check_free(output_dir: str | None) -> None:
+    """A folder that already holds something is left alone (exit 2)."""
+    path = Path(output_dir or "")
+    if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
+        return
+    held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"
+    fix = "a new name: train.output_dir=..., or none for a dated one; nothing was deleted"
+    if (path / LOCK).is_file():
+        held += _user(path / LOCK)
+    if any(path.glob("checkpoints/step-*")):
+        fix = f"--resume, to go on with it; or {fix}"
+    raise UserError(Problem(f"{path} is not empty", "train.output_dir", found=held, fix=fix))
+
+
+def _user(path: Path) -> str:
+    """Whose a lock's file is, and whether that one goes on. Not to be asked by who holds it."""
+    with path.open(encoding="utf-8") as file:
+        held = file.read().strip()
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD or _alive(file, held):
+                return f"; in use by {held}"
+    return f"; left by {held}, which is gone"
+
+
+def dated(name: str) -> str:
+    """A new folder for a run without one, made here: of two in the same second each has its own."""
+    path = Path(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    make(str(path.parent))
+    for more in ("", *(f"-{number}" for number in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            Path(f"{path}{more}").mkdir()
+            return f"{path}{more}"
+    raise UserError(Problem(f"{path} and what follows exist", "train.output_dir", fix="a name of your own"))
+
+
+def _entries(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+
+
+@contextlib.contextmanager
+def claimed(output_dir: str | None, name: str) -> Iterator[str | None]:
+    """Keep a run folder from other runs on this or another machine for as long as this one lasts.
+
+    The lock is the system's, so it ends with the process, however that ends; the file says whose it is. Where
+    a network's disk knows no locks, the file is touched every BEAT seconds in its place. It is not to be
+    opened meanwhile: the lock is POSIX's, which processes that were forked do not hold on to, and which ends
+    when this one closes any handle of the file.
+
+    Args:
+        output_dir: the folder; `None`: a new one, called by `name` and the time.
+
+    Yields:
+        The folder; where rank 0 holds and names it, what was given.
+
+    Raises:
+        UserError: another run has it (exit 2).
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield output_dir
+        return
+    made = output_dir is None or not Path(output_dir).exists()
+    first = made and output_dir is None and not Path("runs").exists()
+    folder = Path(output_dir or dated(name))
+    make(str(folder))
+    path = folder / LOCK
+    file, locked = _locked(path)
+    with file, contextlib.nullcontext() if locked else _beating(path):
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n")
+        file.flush()
+        try:
+            yield str(folder)
+        finally:
+            path.unlink(missing_ok=True)
+            if made and folder.exists() and not any(folder.iterdir()):
+                folder.rmdir()
+                if first and not any(folder.parent.iterdir()):
+                    folder.parent.rmdir()
+
+
+def _locked(path: Path) -> tuple[IO[str], bool]:
+    """The lock's file, of this name and not one that its holder deleted; whether the system holds it."""
+    while True:
+        try:
+            file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            what = f"can't write in {path.parent}: {error.strerror}"
+            raise UserError(Problem(what, "train.output_dir"), code=Exit.ENVIRONMENT) from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            held, unknown = file.read().strip(), error.errno not in HELD
+            if unknown and not _alive(file, held):
+                said = f"no locks on this file system ({error.strerror}): a file is touched instead"
+                print(f"note: {path.parent}: {said}", file=sys.stderr)
+                return file, False
+            file.close()
+            what, fix = "another run is writing there", "a new train.output_dir, or wait for it"
+            fix += f": it is over if {path} is not touched for {SILENT:.0f} s" if unknown else ""
+            raise UserError(Problem(what, "train.output_dir", found=held, fix=fix)) from None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file, True
+        file.close()
+
+
+def _alive(file: IO[str], held: str) -> bool:
+    """Whether the run that a lock's file names goes on: by its process if here, else by the file's time."""
+    named = re.match(r"process (\d+) on (\S+),", held)
+    if not named or (named[2] == platform.node() and not psutil.pid_exists(int(named[1]))):
+        return False
+    folder = Path(file.name).parent
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK, suffix=".tmp") as now:  # the disk's clock
+        return os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < SILENT
+
+
+@contextlib.contextmanager
+def _beating(path: Path) -> Iterator[None]:
+    """A sign of life in a file's time, for as long as this lasts."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT):
+            with contextlib.suppress(OSError):  # a disk that is away for a while
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def make(path: str) -> None:
+    """Make the folder (exit 3 if that can't be)."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem(f"can't make {path}: {error.strerror}", "train.output_dir")
+        raise UserError(problem, code=Exit.ENVIRONMENT) from None

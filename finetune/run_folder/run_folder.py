@@ -1,0 +1,325 @@
+"""The run folder: what a run leaves behind, and all that later commands read.
+
+recipe.resolved.yaml  environment.json  data_report.json  receipts.json  metrics.jsonl  eval.json  log.txt
+adapter/ (or model/ after full fine-tuning)
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel
+
+from finetune.core import strict_json, untrusted_files
+from finetune.core.errors import Problem, UserError
+from finetune.core.paths import local_path
+from finetune.hub import client
+from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Source, Train
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.recipe.schema import Recipe
+
+EVALUATED = "eval.json"
+_SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
+HELD_OUT = "held_out.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
+# What of a run is published beside its weights, so that it can be opened elsewhere
+PUBLISHED = (
+    "recipe.resolved.yaml",
+    "eval.json",
+    "receipts.json",
+    "data_report.json",
+    "environment.json",
+    "metrics.jsonl",
+    "merge.json",
+)
+PACKAGES = [
+    "finetune-toolkit",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "bitsandbytes",
+    "torchao",
+    "tokenizers",
+    "safetensors",
+]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def weights(self) -> Path:
+        """What was trained: `model/` after full fine-tuning, else `adapter/`."""
+        return self.model if self.model.exists() else self.adapter
+
+    @property
+    def staging(self) -> Path:
+        """The Trainer's own output_dir."""
+        return self.path / "checkpoints" / ".staging"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.resolved.yaml"
+
+    @property
+    def finished(self) -> bool:
+        """Trained, saved and evaluated."""
+        return self.weights.exists() and (self.path / "eval.json").exists()
+
+    def write(self, name: str, value: Any) -> None:
+        """Write `value` as JSON, whole or not at all; a number that is not finite as its name."""
+        self.write_text(name, json.dumps(strict_json.spelt(value), indent=1, allow_nan=False) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file whole or not at all."""
+        path = self.path / name
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def read(self, name: str) -> Any:
+        found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        return strict_json.scores(found) if name == EVALUATED else found
+
+    def found(self, name: str) -> Any:
+        """What `read` gives; of a file that is not there an empty mapping."""
+        return self.read(name) if (self.path / name).exists() else {}
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that are of training steps."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+def _instead(run: RunFolder) -> str:
+    """What may have been meant by a path that is no finished run."""
+    if run.recipe.exists():
+        return "finetune train with --resume=auto, which goes on with it"
+    dated = [path for path in run.path.parent.glob(f"{run.path.name}-[0-9]*") if RunFolder(path).finished]
+    if dated:
+        return str(max(dated, key=lambda path: path.stat().st_mtime))
+    if RunFolder(run.path.parent).finished:
+        return str(run.path.parent)
+    return "a run folder, or organisation/name@revision for one on the Hub"
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """An existing run: a folder, or a published one, `organisation/name@revision` (exit 2 if it is none)."""
+    run = RunFolder(Path(path))
+    if "@" in str(path) and not run.path.exists():
+        run = _fetch(str(path))
+    if not run.recipe.exists() or not run.weights.exists():
+        missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
+        fix = _instead(run)
+        raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}", fix=fix))
+    check = untrusted_files.check_adapter if run.weights == run.adapter else untrusted_files.check_model
+    check(run.weights, "")
+    return run
+
+
+def _fetch(name: str) -> RunFolder:
+    """A published run as runs/<name>-<commit>: its small files, and its weights in the Hub's cache."""
+    patterns = ["*.safetensors", "*.json", "*.jsonl", "*.yaml", "*.jinja", "*.model", "*.txt"]
+    snapshot, commit = client.download(name, patterns)
+    target = Path("runs") / f"{client.split(name)[0].rpartition('/')[2]}-{commit[:8]}"
+    if not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
+        for file in (snapshot / name for name in PUBLISHED):
+            if file.exists():
+                shutil.copyfile(file, made / file.name)
+        kind = "adapter" if (snapshot / "adapter_config.json").exists() else "model"
+        (made / kind).symlink_to(snapshot.absolute())
+        try:
+            os.rename(made, target)
+        except OSError:  # another process was first
+            shutil.rmtree(made)
+    return RunFolder(target)
+
+
+def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:
+    """The recipe of a run, with `overrides`; a run that came from another machine needs some.
+
+    Args:
+        files: the base and the held-out rows are going to be read, so they must be here (exit 2).
+    """
+    recipe = load_recipe(run.recipe, list(overrides))
+    data, needed = recipe.data, [("model.name", recipe.model.name)]
+    kept = (run.path / HELD_OUT).exists() and not any(text.startswith("data.") for text in overrides)
+    if data.validation is not None and not kept:
+        needed.append(("data.validation", data.validation))
+    elif data.validation_fraction is not None and not kept:
+        names = data.name if isinstance(data.name, list) else [data.name]
+        needed += [("data.name", name.name if isinstance(name, Source) else name) for name in names]
+    needed += [("eval.tasks", name) for name in recipe.eval.tasks if name.endswith((".yaml", ".yml"))]
+    needed += [("eval.general", recipe.eval.general)] if isinstance(recipe.eval.general, str) else []
+    gone = [
+        (key, name)
+        for key, name in (needed if files else ())
+        if local_path(name) and not os.path.exists(name) and not glob.glob(name)
+    ]
+    fix = "where it is here, at the end of the command: {}=PATH"
+    fixes = {"model.name": fix, "data.validation": fix + "; or {}=null, to do without", "data.name": fix}
+    fixes |= {"eval.tasks": "{}=[PATH], or {}=[], to do without", "eval.general": fix + "; or {}=true"}
+    if gone:
+        what, where = "is not on this machine", str(run.recipe)
+        raise UserError(*(Problem(what, k, where, name, fix=fixes[k].format(k, k)) for k, name in gone))
+    return recipe
+
+
+@functools.cache
+def packages() -> dict[str, str | None]:
+    """The versions of what training goes through; `None`: not installed."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
+    """The recipe with every value it had, and in a comment who set it. The result loads as a recipe.
+
+    Args:
+        chosen: dotted key -> (value, who chose it and why). A key that recipes don't have becomes a comment.
+    """
+    lines = [f"# The recipe of this run with every value it had, made from {recipe.origin.path.name}."]
+    lines += ["# Beside each value: who set it (recipe, override, launch, hardware, default)."]
+    chosen = dict(chosen)
+    for section in type(recipe).model_fields:
+        lines.append(f"{section}:")
+        for key in _shown(recipe, section):
+            dotted = f"{section}.{key}"
+            default = (
+                getattr(getattr(recipe, section), key),
+                recipe.origin.set_by.get(dotted, "default"),
+            )
+            value, who = chosen.pop(dotted, default)
+            lines.append(f"  {key}: {flow(value)}  # {who}")
+        for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
+            value, who = chosen.pop(dotted)
+            lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({who})")
+    lines += [f"# left out: {notice}" for notice in recipe.origin.notices]
+    return "\n".join(lines) + "\n"
+
+
+class Setting(NamedTuple):
+    """A line of recipe.resolved.yaml."""
+
+    section: str
+    key: str
+    value: str
+    """As it is written there."""
+    who: str
+    """Who set it and why; "default" if nobody."""
+
+
+def settings(resolved: str) -> list[Setting]:
+    """Of the text that `resolved_yaml` makes."""
+    found, section = list[Setting](), ""
+    for line in resolved.split("\n"):
+        if match := _SETTING.fullmatch(line):
+            value, _, who = match["rest"].rpartition("  (" if match["note"] else "  # ")
+            who = who.removesuffix(")") if match["note"] else who
+            found.append(Setting(section, match["key"], value or match["rest"], who if value else ""))
+        elif line.endswith(":") and not line.startswith(("#", " ")):
+            section = line[:-1]
+    return found
+
+
+def _shown(recipe: Recipe, section: str) -> list[str]:
+    """Keys with a value of ours or of the user's; environment.json has upstream's defaults."""
+    content = getattr(recipe, section)
+    if section == "adapter":
+        return [key for key in type(content).model_fields if key in content.model_fields_set]
+    if section == "train":
+        return [
+            key
+            for key in type(content).model_fields
+            if key in content.model_fields_set | Train.model_fields.keys()
+        ]
+    return list(type(content).model_fields)
+
+
+def flow(value: Any) -> str:
+    """A value on one line, such that strict YAML 1.2 reads the same value back."""
+    if isinstance(value, BaseModel):  # a null is left out where it is what a reader would fill in
+        fields = type(value).model_fields
+        defaults = {key: field.default for key, field in fields.items()}
+        return flow({key: one for key, one in value if one is not None or defaults.get(key) is not None})
+    if isinstance(value, float):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
+    if isinstance(value, str):
+        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
+    if value is None or isinstance(value, (bool, int)):
+        return json.dumps(value)
+    if isinstance(value, (list, tuple, set)):
+        return "[" + ", ".join(flow(item) for item in value) + "]"
+    return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
+
+
+Choices = dict[str, tuple[Any, str]]  # dotted key -> (value, who chose it and why)
+
+
+def local_paths(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's files and folders on this machine, as absolute paths."""
+    named = {
+        "model.name": recipe.model.name,
+        "data.name": recipe.data.name,
+        "data.validation": recipe.data.validation,
+        "data.chat_template": recipe.data.chat_template,
+        "data.cache": recipe.data.cache,
+    }
+    found = {key: _absolute(name) for key, name in named.items()}
+    named |= {"eval.tasks": recipe.eval.tasks, "eval.general": recipe.eval.general}
+    is_file = [name.endswith((".yaml", ".yml")) for name in recipe.eval.tasks]
+    tasks = zip(recipe.eval.tasks, is_file, strict=True)
+    found["eval.tasks"] = [_absolute(name) if file else name for name, file in tasks]
+    found["eval.general"] = _absolute(recipe.eval.general)
+    return {key: path for key, path in found.items() if path != named[key]}
+
+
+def _absolute(name: Any) -> Any:
+    if isinstance(name, list):
+        return [_absolute(item) for item in name]
+    if isinstance(name, Source):
+        return name.model_copy(update={"name": _absolute(name.name)})
+    if isinstance(name, str) and (os.path.exists(name) or glob.glob(name)):
+        return os.path.abspath(name)
+    return name

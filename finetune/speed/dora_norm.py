@@ -1,0 +1,158 @@
+"""DoRA's column scale m / ||W + s B A|| (arXiv 2402.09353) from a norm that is made once a step.
+
+On a GPU one kernel a layer reads W once and sums the squares of what it makes of a tile; elsewhere the norm
+is factored, and so are the receipts' norms everywhere:
+
+    ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (W A^T)_i + s^2 b_i (A A^T) b_i^T        for each output i
+
+||W||^2 is summed once; W A^T is a thin product. Nothing of W's size is made either way. The norm carries no
+gradient (the paper's section 4.3), so it changes only when A, B or s does: it is made anew before a forward
+pass that finds them changed. PEFT makes B A and the norm in every pass, and an identity matrix to do so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from finetune.kernels import ops
+from finetune.quantization import four_bit, fp8_linear
+
+if TYPE_CHECKING:
+    from finetune.core.run_checks import RunChecks
+
+ROWS = 4096  # of W that are in float32 at once
+
+
+def column(layer: Any, name: str) -> torch.Tensor | None:
+    """m / ||W + s B A|| of a DoRA layer [out] with m's gradient; `None` for another layer."""
+    if name not in layer.lora_magnitude_vector:
+        return None
+    return layer.lora_magnitude_vector[name].weight / layer.finetune_norm
+
+
+class Norms:
+    """The norms of all DoRA layers: `finetune_norm` of each [out], float32 or the parameters' wider dtype."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.seen: list[tuple[Any, ...]] = [()] * len(layers)
+        self.squares = [_squares(layer) for layer in layers]
+        for layer, square in zip(layers, self.squares, strict=True):
+            layer.finetune_norm = square.sqrt()
+        self.refreshed = 0
+
+    def refresh(self, *, stepped: bool = False) -> None:
+        """Make the norms of layers whose A, B or scaling has changed.
+
+        Args:
+            stepped: the optimizer has. Fused ones (torch's, bitsandbytes') do not count it as a new version
+                of a weight, which is what shows other changes.
+        """
+        for index, layer in enumerate(self.layers):
+            if not (name := _active(layer)):
+                continue
+            parts = (layer.lora_A[name].weight, layer.lora_B[name].weight)
+            state = (layer.scaling[name], *((part.data_ptr(), part._version) for part in parts))
+            if stepped or state != self.seen[index]:
+                self.seen[index] = state
+                self.refreshed += 1
+                layer.finetune_norm.copy_(norm(layer, name, self.squares[index]))
+
+    def error(self) -> float:
+        """The largest relative difference of a norm from one that is factored now."""
+        both = zip(self.layers, self.squares, strict=True)
+        made = [(one, factored(one, name, square)) for one, square in both if (name := _active(one))]
+        off = [(new - one.finetune_norm).norm() / new.norm() for one, new in made]
+        return float(torch.stack(off).max()) if off else 0.0
+
+    def rebased(self) -> None:
+        """The base's weights are others than they were."""
+        self.squares, self.seen = [_squares(layer) for layer in self.layers], [()] * len(self.layers)
+
+
+def _active(layer: Any) -> str:
+    """The adapter that a layer runs with, if it is one of DoRA's; others have no norm."""
+    return next((name for name in layer.active_adapters if name in layer.lora_magnitude_vector), "")
+
+
+@torch.no_grad()
+def norm(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
+    """||W + s B A|| of each row [out], float32 or float64, given ||W||^2."""
+    base = layer.get_base_layer()
+    weight, scale = _weight(base), base.weight_scale if isinstance(base, fp8_linear.Fp8Linear) else None
+    if not (weight.is_cuda and weight.is_contiguous() and squares.dtype == torch.float32):
+        return factored(layer, name, squares)
+    parts = (layer.lora_A[name].weight.float(), layer.lora_B[name].weight.float())
+    return ops.triton_linear.dora_norm(weight, scale, *parts, layer.scaling[name])
+
+
+@torch.no_grad()
+def factored(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
+    """What `norm` gives, from ||W||^2 and thin products."""
+    exact = squares.dtype
+    a, b = layer.lora_A[name].weight.to(exact), layer.lora_B[name].weight.to(exact)
+    scale = layer.scaling[name]
+    cross = (_times(layer.get_base_layer(), a) * b).sum(1)
+    square = squares + 2 * scale * cross + scale**2 * ((b @ (a @ a.t())) * b).sum(1)
+    return square.clamp(min=0).sqrt()
+
+
+def _times(base: Any, a: torch.Tensor) -> torch.Tensor:
+    """W a^T [out, r] in a's dtype. A 16-bit W goes in as it is, a as three 16-bit parts that sum to it."""
+    weight, exact = _weight(base), a.dtype
+    if isinstance(base, fp8_linear.Fp8Linear):
+        return _parts(weight.to(torch.bfloat16), a) * base.weight_scale
+    return weight @ a.t() if weight.dtype == exact else _parts(weight, a)
+
+
+def _parts(weight: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    if not weight.is_cuda:
+        return weight.to(a.dtype) @ a.t()
+    parts, rest = [], a
+    for _ in range(3):
+        parts.append(rest.to(weight.dtype))
+        rest = rest - parts[-1].to(a.dtype)
+    made = torch.mm(weight, torch.cat(parts).t(), out_dtype=torch.float32)  # on a CPU there is none
+    return made.view(len(weight), 3, len(a)).sum(1)
+
+
+def _weight(base: Any) -> torch.Tensor:
+    """What `base` computes with, but for an fp8 weight's scale; a 4-bit one is made for the occasion."""
+    return four_bit.weight(base) if four_bit.is_four_bit(base) else base.weight
+
+
+@torch.no_grad()
+def _squares(layer: Any) -> torch.Tensor:
+    """||w_i||^2 of each row [out]."""
+    base = layer.get_base_layer()
+    weight = _weight(base)
+    exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    sums = [part.to(exact).square().sum(1) for part in weight.split(ROWS)]
+    scale = base.weight_scale.flatten() if isinstance(base, fp8_linear.Fp8Linear) else 1.0
+    return torch.cat(sums) * scale**2
+
+
+class RefreshNorms(TrainerCallback):
+    """DoRA's norms of the weights as the optimizer left them, with a receipt of the last ones."""
+
+    def __init__(self, norms: Any, ledger: RunChecks) -> None:
+        self.norms, self.ledger = norms, ledger
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.norms.refresh(stepped=True)  # weights may have come from a checkpoint
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.norms.refresh(stepped=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        error, how = self.norms.error(), "||W + s B A|| after the last step against one made anew (relative)"
+        self.ledger.add("DoRA norms", "those of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
+
+
+def refreshing(model: Any, ledger: RunChecks) -> list[TrainerCallback]:
+    """What makes DoRA's norms anew, where they are fused."""
+    norms = getattr(model, "finetune_norms", None)
+    return [RefreshNorms(norms, ledger)] if norms else []

@@ -1,0 +1,333 @@
+"""Put the fast forwards of `lora` on the layers of one model: what they serve, what they leave, and why.
+
+PEFT's modules keep their weights, names and state. Only `forward` is replaced, on the instance; out of
+training, with the adapter off or merged, or with several, it is PEFT's own that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from peft.import_utils import is_bnb_4bit_available
+from peft.tuners import adalora, ia3, lora
+from peft.tuners.ia3 import IA3Layer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from finetune.autoconfig.compilation import MAX_RANK
+from finetune.quantization import four_bit, fp8_linear
+from finetune.speed import dora_norm
+from finetune.speed.fused_lora import Stack, base_of, gated_mlp, project
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TYPES: tuple[Any, ...] = (lora.Linear, adalora.SVDLinear, ia3.Linear)
+if is_bnb_4bit_available():
+    TYPES += (lora.Linear4bit, adalora.SVDLinear4bit, ia3.Linear4bit)
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that share their input
+ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+TOKENS = 64  # on which a fused module is compared with its own forward
+ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # its relative difference; of fewer bits, 2e-2
+
+
+class Group(NamedTuple):
+    """Linear layers that were fused together."""
+
+    members: list[Any]
+    called: list[Any]  # modules whose forward was replaced: the members, or the MLP that they are
+
+
+class Fused:
+    """What was done to a model.
+
+    Attributes:
+        served: linear layers that run through a fast forward.
+        mlps: gated MLPs among them that are fused whole.
+        parts: gated MLPs of which only the linear layers are, counted by the reason.
+        left: adapted layers that do not, counted by the reason.
+        worst: the largest relative difference of a fused module from its own forward.
+        norms: of DoRA layers; to be made anew when the optimizer has stepped (`callbacks.RefreshNorms`).
+    """
+
+    def __init__(self, model: Any, layers: list[nn.Module]) -> None:
+        """Fuse what can be, in the decoder layers of a PEFT model.
+
+        Every fused module is compared with its own forward; one that does not compute the same gets it back.
+        """
+        self.left, self.worst, self.parts = Counter[str](), 0.0, Counter[str]()
+        fast, groups = set[nn.Module](), list[Group]()
+        clipped = getattr(model.config.get_text_config(), "clip_qkv", None) is not None
+        every = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+        for layer in [] if clipped else layers:
+            adapted = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)] or every[:1]
+            for module in layer.modules():
+                if drops := _drops(module):
+                    self.parts["lora_dropout is on down_proj, 0 lets them run whole"] += 1
+                whole = [] if drops else _mlp(module, fast, adapted)
+                groups += whole or _stacks(module, fast)
+        magnitudes = [m for m in fast if getattr(m, "lora_magnitude_vector", None)]
+        self.norms = dora_norm.Norms(magnitudes) if magnitudes else None
+        if groups:
+            model.register_forward_pre_hook(self.start)
+        groups = self._right(groups, fast)
+        self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
+        self.served = sum(len(group.members) for group in groups)
+        self.mlps = sum(group.called != group.members for group in groups)
+        reason = "the model clips q, k and v in place" if clipped else "no forward of ours is for it"
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer) and module not in fast:
+                self.left[obstacle(module) or reason] += 1
+        model.finetune_norms = self.norms
+
+    def start(self, *_: Any) -> None:
+        """Before a forward pass: nothing of one that an error ended, norms of the weights as they are."""
+        followed = False
+        for stack in self.stacks:
+            stack.x, stack.ready = None, {}
+            followed |= stack.follow()
+        if self.norms and followed:
+            self.norms.rebased()
+        if self.norms:
+            self.norms.refresh()
+
+    def _right(self, groups: list[Group], fast: set[nn.Module]) -> list[Group]:
+        """The groups that compute what is asked of them; the others' modules get their own forwards back.
+
+        Of an MLP that can't be one, its linear layers are tried alone: their kernels need less memory.
+        """
+        right, failed, parts = list[Group](), list[tuple[Group, str]](), list[Group]()
+        for group, error in zip(groups, self._errors(groups), strict=True):
+            if not error:
+                right.append(group)
+                continue
+            for module in group.called:
+                del module.forward, module.finetune_fused
+            if group.called == group.members:
+                self.left[error] += sum(map(_adapted, group.members))
+            else:
+                failed.append((group, error))
+                fast.difference_update(group.members)
+                parts += _stacks(group.called[0], fast)
+        right += self._right(parts, fast) if parts else []
+        served = {member for group in right for member in group.members}
+        self.parts.update(error for group, error in failed if served & set(group.members))
+        return right
+
+    def _errors(self, groups: list[Group]) -> list[str]:
+        """What is wrong with each group, with adapters that are not zero; empty strings for nothing."""
+        made = torch.Generator().manual_seed(0)
+        with torch.no_grad(), _stirred([m for group in groups for m in group.called], made):
+            if self.norms:
+                self.norms.refresh()
+            errors = [self._error(group, made) for group in groups]
+        if self.norms:
+            self.norms.refresh()
+        return errors
+
+    def _error(self, group: Group, made: torch.Generator) -> str:
+        inside: Any = base_of(group.members[0])
+        stored: torch.dtype = inside.weight.dtype
+        dtype = getattr(inside, "compute_dtype", stored)
+        if four_bit.is_four_bit(inside):  # it computes exactly with the weight that it stands for
+            stored = dtype = four_bit.compute_dtype(inside)
+        x = torch.randn(1, TOKENS, inside.in_features, generator=made).to(inside.weight.device, dtype)
+        own = torch.cat([type(module).forward(module, x) for module in group.called], dim=-1)
+        try:
+            ours = torch.cat([module.forward(x) for module in group.called], dim=-1)
+            with torch.enable_grad():  # a kernel of backward too may not fit
+                leaf = x.clone().requires_grad_()
+                again = torch.cat([module.forward(leaf) for module in group.called], dim=-1)
+                torch.autograd.grad(again, leaf, torch.ones_like(again))
+        except Exception as error:  # a kernel that does not fit this GPU, say: PEFT's own forward does
+            return f"its fast forward or backward fails here: {' '.join(str(error).split())[:120]}"
+        error = float((ours - own).float().norm() / own.float().norm())
+        if error <= ALLOWED.get(stored, 2e-2):
+            self.worst = max(self.worst, error)
+            return ""
+        return f"its fast forward is not its own: they differ by {error:.0e}"
+
+
+def _stacks_of(module: Any) -> list[Stack]:
+    return [one for one in module.finetune_fused if isinstance(one, Stack)]
+
+
+def _drops(module: Any) -> bool:
+    """Whether an MLP's adapter drops inputs of its last layer, which a whole one never makes."""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, lora.LoraLayer) and _dropout(down)
+
+
+def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> list[Group]:
+    """A gated MLP that can be fused whole, its forward replaced; nothing if it is not one.
+
+    Args:
+        fast: modules that are in a group; those of this one are added.
+        adapted: of the decoder layer, which say whether the adapter is on where none is in the MLP.
+    """
+    down, act = getattr(module, "down_proj", None), getattr(module, "act_fn", None)
+    act = ACTIVATIONS.get(type(getattr(module, "activation_fn", act)).__name__)
+    first: list[Any] = [getattr(module, name, None) for name in TOGETHER[1]]
+    if first == [None, None]:
+        first = [getattr(module, "gate_up_proj", None)]
+    members: list[Any] = [*first, down]
+    if (
+        act is None
+        or "forward" in vars(module)
+        or fast & set(members)
+        or not all(isinstance(one, nn.Module) for one in members)
+    ):
+        return []
+    if any(map(obstacle, members)) or not alike(first):
+        return []
+    if not any(map(_adapted, members)) and not isinstance(base_of(members[-1]), fp8_linear.Fp8Linear):
+        return []  # with nothing adapted there is only the rounding to fp8 to save
+    if any(base_of(one).bias is not None for one in members) or any(map(_entered, first)):
+        return []
+    both, last = Stack(first, adapted), Stack([down], adapted)
+    module.finetune_fused = (both, last, act)
+    module.forward = MethodType(_mlp_forward, module)
+    fast.update(members)
+    return [Group(members, [module])]
+
+
+def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    both, down, act = self.finetune_fused
+    if both.active() and down.active():
+        return gated_mlp(both, down, act, x)
+    return type(self).forward(self, x)
+
+
+def _stacks(module: Any, fast: set[nn.Module]) -> list[Group]:
+    """Groups of a module's own linear layers that run as one, their forwards replaced; added to `fast`."""
+    found: list[Group] = []
+    alone = dict(module.named_children())
+    for names in (*TOGETHER, *((name,) for name in list(alone))):
+        members: list[Any] = [alone.get(name) for name in names]
+        if any(one is None or one in fast or not _linear(one) for one in members):
+            continue
+        if any(map(obstacle, members)) or not alike(members) or not any(map(_adapted, members)):
+            continue
+        stack = Stack(members)
+        for place, member in enumerate(members):
+            member.finetune_fused = (stack, place)
+            member.forward = MethodType(_stacked_forward, member)
+            alone.pop(names[place])
+        fast.update(members)
+        found.append(Group(members, members))
+    return found
+
+
+def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`forward` of each layer of a stack: the first that sees an input computes for all."""
+    stack, place = self.finetune_fused
+    if args or kwargs or not stack.active():
+        return type(self).forward(self, x, *args, **kwargs)
+    if stack.x is not x or place not in stack.ready or stack.tracked != torch.is_grad_enabled():
+        parts = list(project(stack, x).split(stack.sizes, dim=-1))
+        if len(parts) == 1:
+            return parts[0]
+        if len(parts) == 3:  # attention keeps the values for backward, and with a view of them all three
+            parts[2] = parts[2].contiguous()
+        # not before the products are done: checkpointing ends a forward of its own in the midst of them
+        stack.x, stack.ready, stack.tracked = x, dict(enumerate(parts)), torch.is_grad_enabled()
+    y = stack.ready.pop(place)
+    if not stack.ready:
+        stack.x = None
+    return y
+
+
+def obstacle(layer: Any) -> str:
+    """Why a linear layer can't have a fast forward; the empty string if it can."""
+    base = base_of(layer)
+    if type(base) not in (nn.Linear, fp8_linear.Fp8Linear) and not four_bit.is_four_bit(base):
+        return f"the base is stored as {type(base).__name__}"
+    if type(base.weight) not in (torch.Tensor, nn.Parameter) and not four_bit.is_four_bit(base):
+        return f"the base is stored as {type(base.weight).__name__}"  # torchao's own tensors
+    if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TYPES):
+        return f"{type(layer).__module__.split('.')[-2]} has a forward of its own"
+    if four_bit.is_four_bit(base) and (found := four_bit.obstacle(base)):
+        return found
+    if any(parameter.requires_grad for parameter in base.parameters()):
+        return "the base trains"
+    if "forward" in vars(layer):
+        return "its forward is another's already"
+    if not isinstance(layer, BaseTunerLayer):
+        return ""
+    if len(layer.active_adapters) != 1:
+        return "it has several adapters"
+    if isinstance(layer, IA3Layer):
+        return "IA3 scales its bias" if base.bias is not None else ""
+    name = layer.active_adapters[0]
+    adapter: Any = layer
+    rank = adapter.r[name]
+    if rank > MAX_RANK:
+        return f"rank {rank} is over {MAX_RANK}"
+    if getattr(adapter, "lora_bias", {}).get(name):
+        return "lora_bias"
+    variant = getattr(adapter, "lora_variant", {}).get(name)
+    if variant is not None and name not in adapter.lora_magnitude_vector:
+        return f"{type(variant).__name__} has a forward of its own"
+    if variant is not None and _dropout(adapter):
+        return "DoRA with dropout drops the base's input too"
+    return ""
+
+
+def alike(members: list[Any]) -> bool:
+    """Whether layers can lie behind each other: one input, storage and dtype; all with a bias, or none."""
+    bases = [base_of(one) for one in members]
+    kinds = {(type(b), b.in_features, b.weight.dtype, b.weight.device, b.bias is None) for b in bases}
+    ranks = [one.r[one.active_adapters[0]] for one in members if isinstance(one, lora.LoraLayer)]
+    together = len(members) == 1 or not any(map(_entered, members))
+    return len(kinds) == 1 and sum(ranks) <= MAX_RANK and together
+
+
+def _linear(module: nn.Module) -> bool:
+    return isinstance(base_of(module), nn.Linear)
+
+
+def _adapted(module: nn.Module) -> bool:
+    return isinstance(module, BaseTunerLayer)
+
+
+def _entered(layer: nn.Module) -> bool:
+    """Whether an IA3 layer scales its input, which others must not see scaled."""
+    return isinstance(layer, IA3Layer) and bool(layer.is_feedforward)
+
+
+def _dropout(layer: Any) -> bool:
+    return isinstance(layer.lora_dropout[layer.active_adapters[0]], nn.Dropout)
+
+
+@contextlib.contextmanager
+def _stirred(modules: list[nn.Module], made: torch.Generator) -> Iterator[None]:
+    """Modules in training without dropout, their trained parameters moved a little; then as they were."""
+    training = [(module, module.training) for one in modules for module in one.modules()]
+    trained = [(p, p.detach().clone()) for one in modules for p in one.parameters() if p.requires_grad]
+    dropouts = [(module, module.p) for module, _ in training if isinstance(module, nn.Dropout)]
+    for module in modules:
+        module.train()
+    for dropout, _ in dropouts:
+        dropout.p = 0.0
+    with torch.no_grad():  # in place and not on `.data`, so that versions count
+        for parameter, _ in trained:
+            parameter += 0.02 * torch.randn(parameter.shape, generator=made).to(parameter)
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+        for dropout, p in dropouts:
+            dropout.p = p
+        with torch.no_grad():
+            for parameter, before in trained:
+                parameter.copy_(before)

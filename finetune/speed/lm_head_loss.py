@@ -1,0 +1,338 @@
+"""The chunked loss on a model: whether it is that model's own loss, and the forward that computes it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from trl.trainer.utils import add_fused_lm_head
+
+from finetune.autoconfig import memory_estimate
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.run_checks import Choice
+from finetune.distributed import launch_environment
+from finetune.speed.chunked_cross_entropy import IGNORED, TokenLoss, computes_all, token_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from torch import Tensor
+
+    from finetune.core.run_checks import RunChecks
+
+# Relative difference of our logits and the model's own, by the dtype of the head
+ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+TRIED = 16  # tokens of the row on which TRL's loss is tried
+LOGIT_SPREAD = 20.0  # standard deviation of the logits that are tried: a softcap of 30 shows
+
+
+class Formula(NamedTuple):
+    """A family's logits, beyond the product with the head: softcap * tanh(scale * (h W^T + b) / softcap)."""
+
+    scale: float
+    softcap: float | None
+
+
+@dataclass
+class Installed:
+    """How to take the loss out of a model again, and what it did there, for the receipt of the first step."""
+
+    undo: Callable[[], None]
+    calls: int = 0
+    rows: int = 0
+    """Rows of hidden states that came in."""
+    computed: int = 0
+    """Rows that went through the head."""
+    kept: int = 0
+    """Bytes that the first call's backward holds."""
+    logits_kept: bool = False
+    """Whether anything as wide as the vocabulary was among them."""
+
+
+def choose(asked: str, model: Any, arguments: Any) -> Choice:
+    """`chunked` or `trl`, TRL's fused head; `auto` takes the first wherever it gives the same loss.
+
+    Raises:
+        UserError: `chunked`, and it can't be had here; TRL's, and it is not this model's loss (exit 3).
+    """
+    obstacle = run_obstacle(model, arguments) or head_obstacle(base_of(model))
+    if asked == "trl":
+        prove_fused(model, obstacle)
+        return Choice("trl", "asked for")
+    if not obstacle:
+        return Choice("chunked", "asked for" if asked == "chunked" else "auto: it is the model's own")
+    if asked == "chunked":
+        problem = Problem("can't be had here", "speed.loss", found=obstacle, fix="loss: auto")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return Choice("trl", f"auto: {obstacle}; {prove_fused(model, obstacle)}")
+
+
+def prove_fused(model: Any, obstacle: str) -> str:
+    """That TRL's fused head gives the loss of the model's own logits, on a row of random tokens.
+
+    TRL, too, multiplies what `base_model` returns with the head, and knows some of the families' formulas.
+
+    Args:
+        obstacle: why ours can't be had; empty if it can.
+
+    Raises:
+        UserError: it gives another, or none (exit 3).
+    """
+    if is_deepspeed_zero3_enabled() or launch_environment.parallel("CP") > 1:
+        return "TRL's is not tried on split weights"
+    problem = Problem("TRL's fused head does not compute this model's loss", "speed.loss")
+    fix = f"another base model, for ours can't be had: {obstacle}" if obstacle else "loss: auto"
+    try:
+        with trying(model):
+            wanted, got = own_losses(base_of(model)), fused_losses(base_of(model))
+    except Untried as error:
+        return f"TRL's could not be tried: {error}"
+    except Exception as error:  # whatever comes of a head that TRL does not know
+        problem = replace(problem, found=f"{type(error).__name__}: {first_line(error)}", fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    difference = float((got - wanted).norm() / wanted.norm())
+    if difference <= ROUNDING.get(base_of(model).get_output_embeddings().weight.dtype, 2e-2):
+        return f"TRL's is this model's own (relative difference {difference:.1g})"
+    found = f"relative difference {difference:.1g} on a row of random tokens"
+    raise UserError(replace(problem, found=found, fix=fix), code=Exit.ENVIRONMENT)
+
+
+class Untried(Exception):
+    """The model's own forward does not run here: there is nothing to compare with."""
+
+
+@contextlib.contextmanager
+def trying(model: Any) -> Iterator[None]:
+    """The model in evaluation and eager mode, and afterwards as it was, with its own forward."""
+    base, training = base_of(model), model.training
+    before, compiles = vars(base).get("forward"), base.config._attn_implementation == "flex_attention"
+    eager = contextlib.nullcontext() if compiles else torch.compiler.set_stance("force_eager")
+    model.eval()
+    try:
+        with torch.no_grad(), eager:
+            yield
+    finally:
+        model.train(training)
+        if "forward" in vars(base):
+            restore(base, before)
+
+
+def row_of(base: Any) -> Tensor:
+    """Random tokens, on the device of the model's embeddings."""
+    made = torch.Generator().manual_seed(0)
+    ids = torch.randint(base.config.get_text_config().vocab_size, (1, TRIED), generator=made)
+    return ids.to(base.get_input_embeddings().weight.device)
+
+
+def own_losses(base: Any) -> Tensor:
+    """Cross-entropy of each token, of the model's own logits."""
+    ids = row_of(base)
+    try:
+        logits = base(input_ids=ids, use_cache=False).logits[0, :-1].double()
+    except Exception as error:  # whatever a model's own forward raises is the reason
+        raise Untried(f"{type(error).__name__}: {first_line(error)}") from error
+    return torch.nn.functional.cross_entropy(logits, ids[0, 1:].to(logits.device), reduction="none")
+
+
+def fused_losses(base: Any) -> Tensor:
+    """The same as TRL computes it."""
+    ids = row_of(base)
+    add_fused_lm_head(base)
+    return -base(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0].double()
+
+
+def run_obstacle(model: Any, arguments: Any) -> str:
+    """What in this run asks for another loss than the labels' negative log-likelihood, or hides the head."""
+    config = model.config.get_text_config()
+    coefficient = arguments.router_aux_loss_coef
+    if coefficient is None:
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    adapter: Any = getattr(model, "peft_config", {}).get("default")
+    obstacles = {
+        "virtual tokens stand before the text": adapter is not None and adapter.is_prompt_learning,
+        "label smoothing needs all logits": arguments.label_smoothing_factor != 0,
+        f"loss_type {arguments.loss_type} weighs tokens": arguments.loss_type != "nll",
+        "the experts' balance is part of the loss": hasattr(config, "output_router_logits") and coefficient,
+        "fp16 rounds small probabilities to zero": arguments.fp16,
+        "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
+        "context parallelism splits rows": launch_environment.parallel("CP") > 1,
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), "")
+
+
+def head_obstacle(base: Any) -> str:
+    """Why the loss can't be computed from this model's head; the empty string if it can.
+
+    `formula` is proved: of given hidden states the model's own forward makes the same logits. No layer runs.
+    """
+    head = base.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        return f"the output head is no plain linear layer ({type(head).__name__})"
+    if head.weight.is_meta:
+        return "the output head is offloaded"
+    if head.weight.dtype not in ROUNDING:
+        return f"the output head is in {str(head.weight.dtype).removeprefix('torch.')}"
+    if base.base_model is base:
+        return "the model has no part without a head"
+    try:
+        difference = formula_error(base)
+    except Exception as error:  # whatever a model's own forward raises is the reason
+        return (
+            f"its forward can't be tried on hidden states alone: {type(error).__name__}: {first_line(error)}"
+        )
+    if difference > ROUNDING[head.weight.dtype]:
+        return f"this model's logits are not those of its head (relative difference {difference:.1g})"
+    return ""
+
+
+@torch.no_grad()
+def formula_error(base: Any) -> float:
+    """Relative difference of `formula`'s logits and the model's own, on four random hidden states."""
+    weight = base.get_output_embeddings().weight
+    made = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, weight.shape[1], generator=made).to(weight)
+    hidden = hidden * (LOGIT_SPREAD / (hidden @ weight.T).float().std()).to(hidden)
+    with last_hidden_state(base.base_model, hidden):
+        own = base(
+            input_ids=torch.zeros(1, 4, dtype=torch.long, device=weight.device), use_cache=False
+        ).logits
+    scale, cap = formula(base.config)
+    ours = torch.nn.functional.linear(hidden * scale, weight, scaled_bias(base, scale)).to(own.dtype)
+    ours = ours if cap is None else cap * torch.tanh(ours / cap)
+    return float((ours - own).double().norm() / own.double().norm())
+
+
+class _Given(MoeModelOutputWithPast):
+    """Of a backbone: what it says besides (images' hidden states of Gemma 3, keys of Gemma 4) is `None`."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def last_hidden_state(backbone: Any, hidden: Tensor) -> Iterator[None]:
+    """While it lasts, `backbone` returns `hidden` for whatever it is given."""
+    before, output = (
+        vars(backbone).get("forward"),
+        _Given(last_hidden_state=cast("Any", hidden)),
+    )
+    backbone.forward = lambda *args, **inputs: output
+    try:
+        yield
+    finally:
+        restore(backbone, before)
+
+
+def formula(config: Any) -> Formula:
+    """Scale and softcap by the names that families have for them; proved by `head_obstacle`."""
+    config = config.get_text_config()
+    named = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+    scale = next((value for name in named if (value := getattr(config, name, None)) is not None), None)
+    scaling = getattr(config, "logits_scaling", None)
+    if scale is None and scaling is not None:  # Granite and MiniCPM3 divide by it
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return Formula(1.0 if scale is None else scale, memory_estimate.softcap(config))
+
+
+def scaled_bias(base: Any, scale: float) -> Tensor | None:
+    bias = base.get_output_embeddings().bias
+    return None if bias is None else bias * scale
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model under an adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def install(model: Any, *, compiled: bool) -> Installed:
+    """Let the model compute this loss when asked: `model(input_ids=..., labels=..., num_labels=n)`.
+
+    Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels` it answers
+    as before: plain logits, generation, TRL's own loss.
+
+    Args:
+        compiled: whether softmax and its gradient are compiled (fewer passes over a chunk).
+
+    Returns:
+        Its `undo` brings the model's own forward back; the rest is counted at each call.
+    """
+    base, found = base_of(model), formula(base_of(model).config)
+    before, ran = base.forward, Installed(functools.partial(restore, base, vars(base).get("forward")))
+
+    @functools.wraps(type(base).forward)  # generation checks its arguments against the signature
+    def forward(self: Any, *args: Any, num_labels: int | None = None, **inputs: Any) -> Any:
+        if num_labels is None:
+            return before(*args, **inputs)
+        labels = inputs.pop("labels")
+        hidden = self.base_model(*args, **{**inputs, "use_cache": False}).last_hidden_state
+        head = self.get_output_embeddings()
+        weight, bias = (
+            t.full_tensor().to(hidden.device) if isinstance(t, DTensor) else t  # FSDP's part may be the CPU's
+            for t in (head.weight, head.bias)
+        )
+        result = token_loss(
+            hidden * found.scale if found.scale != 1 else hidden,
+            weight,
+            torch.nn.functional.pad(
+                labels[:, 1:], (0, 1), value=IGNORED
+            ),  # a copy of ids, not of hidden states
+            bias=bias if bias is None else bias * found.scale,
+            softcap=found.softcap,
+            num_labels=num_labels,
+            compiled=compiled,
+        )
+        count(ran, result, labels.numel(), num_labels, weight.shape)
+        return result
+
+    base.forward = types.MethodType(forward, base)
+    return ran
+
+
+def restore(module: Any, forward: Any) -> None:
+    """An instance's own forward, or its class's if it had none."""
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+def count(ran: Installed, result: TokenLoss, rows: int, num_labels: int, head: tuple[int, ...]) -> None:
+    """Note what a call computed, and what its backward holds."""
+    ran.calls += 1
+    ran.rows += rows
+    ran.computed += rows if computes_all(rows, num_labels) else num_labels
+    node: Any = result.nll.grad_fn if result.nll is not None else None
+    if ran.calls == 1 and node is not None:
+        held = [tensor for tensor in node.saved_tensors if tensor is not None]
+        ran.kept = sum(tensor.nbytes for tensor in held)
+        vocabulary, hidden = head
+        ran.logits_kept = hidden != vocabulary and any(t.shape[1:] == (vocabulary,) for t in held)
+
+
+def add_receipt(
+    chosen: str,
+    installed: Installed | None,
+    operations: Collection[str],
+    micro_batches: int,
+    ledger: RunChecks,
+) -> None:
+    """Which loss ran in step 1, by the autograd functions among profiled operations, and what ours kept."""
+    names = {"_OutputHead": "chunked", "ChunkedLogProbFunction": "trl"}
+    ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
+    how, code = "profile of the first forward", Exit.ENVIRONMENT
+    if installed is None:
+        ledger.add("speed.loss", chosen, ran, how, code=code)
+        return
+    kept = "logits" if installed.logits_kept else f"{installed.kept / 2**20:.1f} MiB and no logits"
+    got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} rows; kept {kept}"
+    ok = ran == chosen and installed.calls == micro_batches and not installed.logits_kept
+    how += "; calls and rows of step 1; what the first call's backward holds"
+    ledger.add("speed.loss", f"{chosen}, {micro_batches} calls; no logits kept", got, how, ok=ok, code=code)

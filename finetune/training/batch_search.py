@@ -1,0 +1,149 @@
+"""`train.per_device_train_batch_size: auto`: as many rows at once as memory has room for."""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+from accelerate.utils.memory import clear_device_cache
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from finetune.autoconfig.batch_size import MARGIN, Batch, sizes
+from finetune.checkpointing import training_state
+from finetune.core import fault_injection
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.distributed import collectives
+from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
+
+if TYPE_CHECKING:
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Data
+
+
+class Trial(NamedTuple):
+    rows: int
+    peak: float
+    """Bytes in use at most; infinity: memory ran out."""
+
+
+def search(
+    model: Any,
+    rows: Any,
+    data: Data,
+    batch: Batch,
+    pad_token: int,
+    compiled: bool | None,
+    beside: float,
+    ledger: RunChecks,
+) -> Batch:
+    """The largest divisor of each process's share that fits, found with the longest rows.
+
+    Forward, loss and backward of more and more rows, with the optimizer's state and its like stood in for;
+    no weight is changed, and random numbers go on as if nothing had been drawn. The next size is tried only
+    if what the last two took lets it fit: running out of memory is the exception, and ends the search.
+
+    Args:
+        rows: the training data.
+        batch: as it is split so far; only its effective size and share are used.
+        compiled: whether our loss is; `None`: it is not ours, and has all logits.
+        beside: bytes of each trained number beside weight and gradient, as `stages.beside` has them.
+
+    Raises:
+        UserError: not even one row fits (exit 5).
+    """
+    share = batch.per_device * batch.accumulation
+    lengths = torch.tensor([len(ids) for ids in rows["input_ids"]])
+    longest = lengths.argsort(descending=True, stable=True).tolist()
+    total, trials = _total(model.device), list[Trial]()  # other processes' memory is not ours
+    random = training_state.random_state()
+    for size in sizes(share, len(longest)):
+        if len(trials) > 1 and not collectives.all_of(_next(trials, size) <= MARGIN * total):
+            break
+        chosen = [rows[number] for number in longest[:size]]
+        inputs = _collated(chosen, data, pad_token, model.device)
+        trials.append(Trial(size, _peak(model, inputs, size, compiled, beside)))
+        if not collectives.all_of(trials[-1].peak <= MARGIN * total):
+            break
+    torch._dynamo.reset()  # it takes what has had several sizes for one that changes: slower graphs, for good
+    torch._dynamo.utils.counters.clear()
+    training_state.set_random_state(random)
+    fit = [trial for trial in trials if trial.peak <= MARGIN * total]
+    size = min(collectives.gathered(fit[-1].rows if fit else 0))
+    said = ", ".join(f"{t.rows}: {t.peak / 2**30:.2f} GiB" for t in trials)
+    if not size:
+        what = "not even one of the longest rows fits into memory, with a tenth of it to spare"
+        found = f"{said} of {total / 2**30:.1f}"
+        problem = Problem(what, "train.per_device_train_batch_size", found=found, fix="finetune plan")
+        raise UserError(problem, code=Exit.TRAINING)
+    how = f"forward and backward of the longest rows, by rows at once: {said} of {total / 2**30:.1f}"
+    ledger.add("train.per_device_train_batch_size", "auto", size, how, ok=True)
+    return Batch(batch.effective, size, share // size)
+
+
+def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
+    """As the run of a checkpoint was split."""
+    size = contract["chosen"]["train.per_device_train_batch_size"]
+    return Batch(batch.effective, size, batch.per_device * batch.accumulation // size)
+
+
+def _next(trials: list[Trial], size: int) -> float:
+    """Bytes that `size` rows would take, as memory has grown so far."""
+    (a, first), (b, last) = trials[-2:]
+    return last + (last - first) / (b - a) * (size - b)
+
+
+def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[str, Any]:
+    flat = data.packing or data.padding_free
+    inputs = DataCollatorForLanguageModeling(pad_token_id=pad_token, padding_free=flat)(rows)
+    if flat:
+        documents = len(inputs["cu_seq_lens_q"]) - 1 + len(rows)
+        inputs = static_shapes.fixed_shape(inputs, len(rows) * data.max_length, documents, data.max_length)
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, beside: float) -> float:
+    """Bytes in use at most while a step of these rows is made, without its update."""
+    installed = lm_head_loss.install(model, compiled=compiled) if compiled is not None else None
+    trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
+    model.train()  # what is recomputed, and dropout
+    _reset(model.device)
+    try:
+        held = torch.zeros(round(trained * beside), dtype=torch.uint8, device=model.device)
+        found = (
+            model(**inputs, num_labels=chunked_cross_entropy.numbers(inputs)[0]).nll
+            if installed
+            else model(**inputs).loss
+        )
+        found.backward()
+        fault_injection.in_backward(1, rows, set())
+        del held, found
+    except torch.OutOfMemoryError:
+        peak = float("inf")
+    else:
+        peak = _used(model.device)
+    if installed:
+        installed.undo()
+    model.train(training)
+    model.zero_grad()
+    clear_device_cache(garbage_collection=True)
+    return peak
+
+
+def _reset(device: Any) -> None:
+    clear_device_cache(garbage_collection=True)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _used(device: Any) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_reserved(device))
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _total(device: Any) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    return float(psutil.Process().memory_info().rss + training_state.available())

@@ -1,0 +1,164 @@
+"""Evaluation while training (`eval.every`): the best weights are kept; a run that learns no more stops."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from finetune.adapters import trainable_parameters
+from finetune.core.errors import Problem, UserError
+from finetune.data.preparation import held_out
+from finetune.evaluation import lm_eval_harness, scoring
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from finetune.core.run_checks import RunChecks
+    from finetune.data.preparation import HeldOut
+    from finetune.recipe.schema import Data, Eval
+    from finetune.training.step_metrics import Metrics
+
+TOLERANCE = 1e-2  # relative, of the best loss measured again when all is saved: adapters may be rounded then
+
+
+class Validate(TrainerCallback):
+    """Every `eval.every` steps and at the last: held-out loss, and what `eval.best` names."""
+
+    def __init__(
+        self,
+        rows: list[HeldOut],
+        tokenizer: Any,
+        data: Data,
+        settings: Eval,
+        metrics: Metrics,
+        not_before: int,
+    ) -> None:
+        """Args: not_before: a step before which nothing is the best: AdaLoRA is still over its budget."""
+        self.rows, self.tokenizer, self.data, self.settings = rows, tokenizer, data, settings
+        self.metrics, self.screen, self.not_before = metrics, metrics.screen, not_before
+        self.higher = settings.best == "exact_match"  # more of it is better; a task says so itself
+        self.best: float | None = None
+        self.best_step = self.times = self.without_better = 0
+        self.best_loss = math.nan
+        self.weights: dict[str, Any] = {}
+        self.unsaid: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"times": self.times, "without_better": self.without_better}
+        best = {"best": self.best, "best_step": self.best_step, "best_loss": self.best_loss}
+        return {**counts, **best, "higher": self.higher, "weights": self.weights}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        for name, value in kept.items():
+            setattr(self, name, value)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        step, last = state.global_step, state.global_step >= state.max_steps
+        if not last and (self.settings.every is None or step % self.settings.every):
+            return
+        started, training = time.perf_counter(), model.training
+        found = self.measure(model)
+        model.train(training)
+        self.times += 1
+        self.unsaid, control.should_log = found, True
+        value = found[f"eval_{self.settings.best}"]
+        first = self.best is None and not math.isnan(value)
+        better = first or (
+            self.best is not None and (value > self.best if self.higher else value < self.best)
+        )
+        if step >= self.not_before:
+            self.without_better = 0 if better else self.without_better + 1
+            if better:
+                self.best, self.best_step, self.best_loss = value, step, found["eval_loss"]
+                self.keep(model)
+        patience = self.settings.patience
+        if patience is not None and self.without_better >= patience and not last:
+            control.should_training_stop = control.should_log = True
+            self.screen.say(f"note: stopped at step {step}: no better evaluation in {patience}")
+        seconds = time.perf_counter() - started
+        self.metrics.pause(seconds)
+        if state.is_world_process_zero:
+            self.write(step, state.epoch, found, seconds)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Trackers, which come later, hear it with the step's loss."""
+        logs.update(self.unsaid)
+        self.unsaid = {}
+
+    def measure(self, model: Any) -> dict[str, float]:
+        """Held-out loss, and what `eval.best` needs beside it; random generators stay as they are."""
+        asks = self.settings.best == "exact_match"
+        with torch.compiler.set_stance("force_eager"):  # shapes of its own, which would be compiled for
+            score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
+        found = {"eval_loss": score.loss}
+        if asks:
+            share = score.as_json()["exact_match"]
+            if share is None:
+                what, fix = "no held-out row asks for an answer", "eval.best: loss"
+                raise UserError(Problem(what, "eval.best", fix=fix))
+            found["eval_exact_match"] = share
+        if "/" in self.settings.best:
+            task, _, metric = self.settings.best.rpartition("/")
+            asked = lm_eval_harness.of_task(self.settings, task)
+            with torch.compiler.set_stance("force_eager"):
+                results = lm_eval_harness.run(model, self.tokenizer, asked, seeded=False)
+            found[f"eval_{self.settings.best}"], self.higher = lm_eval_harness.one(results, task, metric)
+        return found
+
+    def keep(self, model: Any) -> None:
+        """Copy what is trained to the host."""
+        if self.settings.keep_best:
+            trained = trainable_parameters.trainable(model)
+            self.weights = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+
+    def write(self, step: int, epoch: float, found: dict[str, float], seconds: float) -> None:
+        best = "  best so far" if self.best_step == step else ""
+        said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        self.screen.say(f"step {step}: {said}{best}")
+        record = {"step": step, "epoch": epoch, **found, "eval_seconds": seconds}
+        self.metrics.append(record)
+
+    def restore(self, model: Any, state: Any, ledger: RunChecks) -> None:
+        """Put the best weights back, and leave a receipt of how often was evaluated."""
+        steps = state.global_step
+        every = self.settings.every or steps
+        asked = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
+        how = "evaluations that ran"
+        ledger.add("eval.every", asked, self.times, how)
+        if not self.weights:
+            return
+        for name, parameter in trainable_parameters.trainable(model).items():
+            with torch.no_grad():  # not on `.data`: it counts as a change, which DoRA's norms follow
+                parameter.copy_(self.weights[name])
+
+    def add_receipt(self, loss: float, ledger: RunChecks) -> None:
+        """The loss of the saved weights is the best evaluation's."""
+        if self.weights:
+            ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+            asked = f"step {self.best_step}, held-out loss {self.best_loss:.6f}"
+            how = "held-out loss of the saved weights, reopened"
+            ledger.add("best weights kept", asked, f"{loss:.6f}", how, ok=ok)
+
+
+def asked(
+    data: Data,
+    settings: Eval,
+    tokenizer: Any,
+    adapted: Any,
+    metrics: Metrics,
+    seed: int,
+    declared: Collection[int] = (),
+) -> list[Validate]:
+    """The evaluation while training, if `eval.every` asks for one."""
+    if settings.every is None:
+        return []
+    rows = held_out(data, tokenizer, seed, declared)
+    config: Any = getattr(adapted, "peft_config", {}).get("default")
+    allocates: bool = config is not None and config.peft_type == "ADALORA"
+    # before its budget is reached it has more ranks than were asked for
+    in_budget: int = config.total_step - config.tfinal if allocates and config else 0
+    return [Validate(rows, tokenizer, data, settings, metrics, in_budget)]

@@ -1,0 +1,233 @@
+"""Read back from the first training step which kernels and dtypes ran."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from transformers import TrainerCallback
+
+from finetune.core.errors import Exit
+from finetune.distributed import collectives
+from finetune.kernels import kernel_limits
+from finetune.quantization import fp8_loading, qat
+from finetune.speed import activation_offload, apply_to_model
+from finetune.training import optimizers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.run_checks import Choice, RunChecks
+
+GRAPHS_COUNTED = "torch._dynamo's own count after the first step"
+
+
+class FirstStep(TrainerCallback):
+    """Receipts of the first optimizer step, read from the operations and batches that really ran."""
+
+    add_loss: Callable[..., None] | None = None
+    """Adds the loss's receipt, from the profiled operations and the number of micro-batches."""
+    first = 1
+    """The first step of this process: a resumed run has gone further."""
+    optimizer: Any = None
+    """The class that `train.optim` means."""
+    rounding: qat.Watch | None = None
+    offloaded: activation_offload.Activations | None = None
+
+    def __init__(
+        self,
+        ledger: RunChecks,
+        setup: Setup,
+        *,
+        steps: int,
+        batch: int,
+        compiled: Choice | None = None,
+        cudagraphs: Choice | None = None,
+    ) -> None:
+        self.ledger, self.steps, self.batch = ledger, steps, batch
+        self.compiled = compiled if compiled and compiled.value == "on" else None
+        self.cudagraphs = cudagraphs is not None and cudagraphs.value == "on"
+        self.compiled_graphs = 0
+        self.processes = setup.launch.rows_apart
+        self.dtype, self.attention = setup.compute_dtype, setup.attention.value
+        self.seen_dtype = "none seen"
+        # TransformerEngine's products are not torch's
+        self.own_fp8 = setup.storage.value == "fp8"
+        self.fp8 = (self.own_fp8 or setup.launch.fp8 == "AO") and setup.hardware.device == "cuda"
+        self.operations: dict[str, list[list[int]]] = {}
+        self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
+        self.flat = False
+        self.loaded = 0  # micro-batches of the step as the loader made them; each may be divided
+
+    @contextlib.contextmanager
+    def watch(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Count a micro-batch of this process, and see which operations the first one runs.
+
+        The profiler only looks on; a dispatch mode would keep compiled attention from being compiled, and
+        hooks that are gone after the first forward would have every layer compiled again.
+        """
+        self.micro_batches += 1
+        self.rows += len(inputs["input_ids"])
+        self.flat = "attention_mask" not in inputs
+        self.loss_tokens += int((inputs["labels"][:, 1:] != -100).sum())
+        if self.micro_batches > 1:
+            yield
+            return
+        self.rounding = qat.Watch(model)
+        try:
+            with torch.autograd.profiler.profile(record_shapes=True) as profile:
+                yield
+        finally:
+            for hook in self.rounding.hooks:
+                hook.remove()
+        # not `profile.function_events`, which makes a tree of them: seconds for a large model
+        events = cast("Any", profile).kineto_results.events()
+        self.seen_dtype = product_dtype(events)
+        self.operations = {event.name(): event.shapes() for event in events}
+        self.fp8_gemms = sum(event.name() == "aten::_scaled_mm" for event in events)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.first = state.global_step + 1
+        self.offloaded = activation_offload.of(model)
+        if self.offloaded:
+            self.offloaded.restart()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.first:
+            return
+        add, step = self.ledger.add, f"step {self.first}"
+        how = f"rows of {step}: {self.micro_batches} micro-batches x {self.processes} processes"
+        rows = self.rows * self.processes
+        if self.flat:  # all rows of a batch are one there: the loader knows how many
+            loader = kwargs["train_dataloader"]
+            at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
+            rows = self.loaded * at_once * self.processes
+        # A run may be resumed before the last step of an epoch, which takes the rows that are left
+        ok = rows == self.batch or (self.first > 1 and rows < self.batch and float(state.epoch).is_integer())
+        add("train.effective_batch_size", self.batch, rows, how, ok=ok)
+        add("steps", self.steps, state.max_steps, "the Trainer's own count")
+        # of all ranks: one that shares a long row may have none of its answer
+        labels = sum(collectives.gathered(self.loss_tokens))
+        add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
+        how, code = "what most FLOPs of the first forward's matrix products are in", Exit.ENVIRONMENT
+        add("dtype", self.dtype, self.seen_dtype, how, code=code)
+        ran = attention_that_ran(self.operations)
+        how = "profile of the first forward"
+        add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
+        if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
+            add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
+        if self.fp8:
+            got, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
+            add("fp8 products", f"at least {least}", got, how, ok=self.fp8_gemms >= least, code=code)
+        if self.add_loss:
+            self.add_loss(sorted(self.operations), self.micro_batches, self.ledger)
+        if self.rounding:
+            self.rounding.add_receipt(self.ledger)
+        if self.offloaded:
+            self.offloaded.add_receipt(self.micro_batches, self.ledger)
+        optim = getattr(args.optim, "value", args.optim)  # the name: str() of transformers' enum is another
+        optimizers.add_receipt(kwargs["optimizer"], optim, self.optimizer, self.ledger)
+        if self.compiled:
+            counters = torch._dynamo.utils.counters
+            breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+            over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
+            how, got = GRAPHS_COUNTED, f"{breaks} graph breaks, {graphs} graphs"
+            got += ", some layers in eager mode: over torch._dynamo.config.recompile_limit" if over else ""
+            whole, self.compiled_graphs = not breaks and not over, graphs
+            add("speed.compile", "0 graph breaks", got, how, ok=whole or self.compiled.reason != "asked for")
+        self.ledger.check()
+
+    def _fp8_products(self, model: Any) -> int:
+        """Those of a forward through the decoder; 1 where layers lend others their keys, or by torchao."""
+        layers = apply_to_model.decoder_layers(model)
+        text = model.config.get_text_config() if layers else None
+        if not self.own_fp8 or getattr(text, "num_kv_shared_layers", 0):
+            return 1
+        return max(1, fp8_loading.products(layers))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
+        if self.cudagraphs:
+            add_receipt(self.ledger, len(apply_to_model.decoder_layers(kwargs["model"])))
+        if self.compiled and self.compiled_graphs:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.compiled_graphs
+            how = "of batches of other lengths: data.packing and padding_free have one"
+            self.ledger.add(
+                "graphs compiled after the first step", "as few as can be", f"{graphs}", how, ok=True
+            )
+
+
+# The kernels of matrix products, and which of their inputs is the left one; fp8 GEMMs are counted apart
+PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+DTYPES = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16"}
+
+
+def product_dtype(events: Sequence[Any]) -> str:
+    """The dtype in which most FLOPs of the profiled matrix products are."""
+    flops: Counter[str] = Counter()
+    for event in events:
+        if (left := PRODUCTS.get(event.name())) is not None:
+            shapes = event.shapes()
+            flops[event.dtypes()[left]] += math.prod(shapes[left]) * shapes[left + 1][-1]
+    return DTYPES.get(found := max(flops, key=flops.__getitem__, default="none seen"), found)
+
+
+class Ran(NamedTuple):
+    """The attention that ran."""
+
+    names: tuple[str, ...]
+    """What a recipe may call it."""
+    kernel: str
+    mask: str
+    """Shape of the mask of every token against every other that it was given; empty: none."""
+
+    def __str__(self) -> str:
+        return f"{self.names[0]} ({self.kernel})" if self.kernel else self.names[0]
+
+
+# A part of an operation's name, and what a recipe calls that attention; the first that is found is it
+OPERATIONS = {
+    "finetune::flash_attention_4": ("flash_attention_4",),
+    "flash_attn_3::": ("flash_attention_3",),
+    "flash_attn::": ("flash_attention_2",),
+    "torch_attn::_varlen_attn": ("varlen",),
+    "_scaled_dot_product_cudnn": ("sdpa", "cudnn"),
+    "_scaled_dot_product": ("sdpa",),
+    "flex_attention": ("flex_attention",),
+    "triton_tem": ("flex_attention",),  # Inductor's template kernels: matrix products are not among them
+    "aten::_softmax": ("eager",),
+}
+
+
+def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
+    """The attention among profiled operations, each with the shapes of its inputs, and the kernel."""
+    for part, names in OPERATIONS.items():
+        for name, shapes in operations.items():
+            if part in name:
+                kernel = "" if names == ("eager",) else name.rpartition("::")[2]
+                kernel = kernel.removeprefix("_scaled_dot_product_")
+                inputs = shapes[3:] if names[0] == "sdpa" else []  # after queries, keys and values
+                masks = [shape for shape in inputs if len(shape) == 4]
+                mask = " x ".join(map(str, masks[0])) if masks else ""
+                return Ran(names, kernel.removesuffix("_attention").lstrip("_"), mask)
+    return Ran(("none seen",), "", "")
+
+
+def add_receipt(ledger: RunChecks, layers: int) -> None:
+    """How many graphs were recorded: one forward and one backward a layer, or some were recorded again; and
+    what torch has left out."""
+    import torch
+    from torch._inductor import cudagraph_trees
+
+    manager: Any = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    recorded = next(manager.graph_counter) if manager else 0
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    got = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
+    how = "torch's own counts when training ended; a run of one pass has none"
+    if recorded > 2 * layers:
+        how += "; recording again takes time: speed.compile: default records nothing"
+    ledger.add("CUDA graphs", f"{2 * layers} recorded", got, how, ok=True)

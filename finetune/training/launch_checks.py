@@ -1,0 +1,167 @@
+"""What a launch asked for, read back from the Accelerator, and from the model and optimizer it prepared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from finetune.core.errors import Exit
+from finetune.distributed import collectives, sharded_tensors, transformer_engine_layers
+from finetune.distributed.launch_environment import BACKENDS, said, zero_stage
+from finetune.quantization import four_bit, fp8_linear
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.core.run_checks import RunChecks
+
+
+def add(trainer: Any, launch: Launch, ledger: RunChecks) -> None:
+    """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
+    got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
+    ledger.add("precision", launch.precision, got.mixed_precision, how, code=code)
+    ledger.add("processes", launch.processes, got.num_processes, how, code=code)
+    if launch.fp8 in BACKENDS:
+        backend, handler = got.fp8_backend, got.te_recipe_handler or got.ao_recipe_handler
+        ledger.add("fp8 backend", launch.fp8, getattr(backend, "value", str(backend)), how, code=code)
+        for name, value in asked_of(launch.fp8).items():
+            held = getattr(getattr(handler, "config", handler), name)
+            ledger.add(f"fp8_config.{name}", value, str(held).lower(), "its fp8 recipe", code=code)
+    split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(got.distributed_type.value, "")
+    ledger.add("splits what trains", launch.splitter or "nothing", split or "nothing", how, code=code)
+    trainer.add_callback(Prepared(launch, trainer, ledger))
+    rows: Any = getattr(trainer, "train_dataset", None)
+    if launch.processes > 1 and hasattr(rows, "__len__") and not trainer.args.dataloader_drop_last:
+        twice = repeated(len(rows), trainer.args.per_device_train_batch_size, launch.rows_apart)
+        how = "of an epoch, whose end Accelerate fills up from its beginning: every process has full batches"
+        ledger.add("rows trained once", len(rows), f"{len(rows) - twice}, and {twice} twice", how, ok=True)
+
+
+def repeated(rows: int, per_device: int, shards: int) -> int:
+    """Rows that an epoch gives a second time, so that all processes have as many full batches: its end is
+    filled up from its beginning (accelerate's BatchSamplerShard, even_batches).
+
+    Args:
+        shards: processes that have rows of their own.
+    """
+    return -rows % (per_device * shards)
+
+
+def asked_of(backend: str) -> dict[str, str]:
+    """What the accelerate config says of the fp8 recipe, by the names of the object that holds it."""
+    names = {"TE": ("fp8_format", "amax_history_len", "amax_compute_algo"), "AO": ()}[backend]
+    found = {name: said(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}") for name in names}
+    if backend == "AO":
+        found = {
+            "enable_fsdp_float8_all_gather": said("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "true")
+        }
+    return {name: value for name, value in found.items() if value}
+
+
+class Prepared(TrainerCallback):
+    """Receipts of the model as it is prepared: what trains, what of it the optimizer holds, what is split;
+    and after the first step of what was multiplied, or gathered, in codes."""
+
+    def __init__(self, launch: Launch, trainer: Any, ledger: RunChecks) -> None:
+        self.launch, self.trainer, self.ledger = launch, trainer, ledger
+        self.trained, self.looked = numbers(trainer.model), False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        model, optimizer = given["model"], given["optimizer"]
+        how, add = "parameters with requires_grad, before and after preparing", self.ledger.add
+        add("trained numbers of the prepared model", self.trained, numbers(model), how)
+        inner = getattr(optimizer, "optimizer", optimizer)
+        groups = [group["params"] for group in inner.param_groups]
+        collectives.wait_alike()
+        if self.launch.splitter == "DeepSpeed":  # it steps on flattened copies; by ZeRO-1 and 2, or by 3
+            groups = getattr(inner, "bit16_groups", None) or inner.fp16_groups
+        held = {id(p) for group in groups for p in group}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not type(inner).__module__.startswith(_COPIES):
+            got = sum(id(p) in held for p in trained)
+            add("tensors that the optimizer holds", len(trained), got, "the optimizer's groups")
+        if self.launch.splitter == "DeepSpeed":
+            self._by_zero(model)
+        if self.launch.sharded == "FSDP":
+            split = [p for p in model.parameters() if isinstance(p, DTensor)]
+            whole = sum(p.numel() for p in model.parameters())
+            share = sum(p.to_local().numel() for p in split) / whole
+            got = f"{share:.1%} of the model's numbers, {len(split)} tensors"
+            how, ok = "DTensors of this process", bool(split) and share < 1.5 / self.launch.processes
+            add(
+                "split by FSDP", f"1 of {self.launch.processes} parts", got, how, ok=ok, code=Exit.ENVIRONMENT
+            )
+        if self.launch.fp8 in BACKENDS:
+            self._converted(model)
+        self.ledger.check()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.looked:
+            return
+        self.looked = True
+        if self.launch.fp8 == "TE":
+            made, got = (
+                len(transformer_engine_layers.layers(given["model"])),
+                transformer_engine_layers.rounded(given["model"]),
+            )
+            how = f"what its layers keep for their scales after step {state.global_step}"
+            asked, ok = f"{made} layers, forward and backward", got == made > 0
+            self.ledger.add("fp8 products", asked, f"{got} layers", how, ok=ok, code=Exit.ENVIRONMENT)
+        if self.launch.sharded == "FSDP":
+            self._gathered(given["model"])
+        self.ledger.check()
+
+    def _gathered(self, model: Any) -> None:
+        """Codes as a forward sees them, which are any bits and no numbers, beside the stored parts."""
+        sharded_tensors.give_back(model)
+        coded = {
+            name: module
+            for name, module in model.named_modules()
+            if four_bit.is_four_bit(module) or isinstance(module, fp8_linear.Fp8Linear)
+        }
+        if not coded:
+            return
+        split = {name: m.weight for name, m in coded.items() if isinstance(m.weight, DTensor)}
+        stored, seen = sharded_tensors.sums(split), dict[str, tuple[int, int]]()
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+                whole = {name: coded[name].weight for name in split.keys() - seen.keys()}
+                seen |= sharded_tensors.sums({n: w for n, w in whole.items() if not isinstance(w, DTensor)})
+                unit.reshard()
+        same = sum(seen.get(name) == stored[name] for name in stored)
+        how, code = "sums over the bytes of each weight, in parts and gathered", Exit.ENVIRONMENT
+        self.ledger.add("codes that FSDP gathers", f"all {len(coded)}", f"all {same}", how, code=code)
+
+    def _by_zero(self, model: Any) -> None:
+        """The engine's own stage, and this process's share where that splits weights."""
+        stage, processes = self.trainer.model_wrapped.zero_optimization_stage(), self.launch.processes
+        parts = [p.ds_tensor.numel() for p in model.parameters() if hasattr(p, "ds_tensor")]
+        share = sum(parts) / sum(sharded_tensors.shape(p).numel() for p in model.parameters())
+        got = f"ZeRO-{stage}" + (
+            f", {share:.1%} of the model's numbers, {len(parts)} tensors" if parts else ""
+        )
+        ok = str(stage) == zero_stage() and bool(parts) == (stage == 3) and share < 1.5 / processes
+        asked = f"ZeRO-{zero_stage()}, {processes} processes"
+        how, code = "the engine, and DeepSpeed's parts in this process", Exit.ENVIRONMENT
+        self.ledger.add("split by DeepSpeed", asked, got, how, ok=ok, code=code)
+
+    def _converted(self, model: Any) -> None:
+        """Layers that Accelerate put in place of plain linear ones."""
+        own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
+        made = [m for m in model.modules() if type(m).__module__.startswith(own)]
+        plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
+        got, how = f"{len(made)} layers of {own}'s, {len(plain)} plain", "modules of the prepared model"
+        self.ledger.add("fp8 layers", "> 0", got, how, ok=bool(made), code=Exit.ENVIRONMENT)
+
+
+# Optimizers that hold copies of the parameters, and step on these
+_COPIES = ("torchao.optim.cpu_offload",)
+
+
+def numbers(model: Any) -> int:
+    """Numbers that train, over all processes."""
+    return sum(sharded_tensors.shape(p).numel() for p in model.parameters() if p.requires_grad)

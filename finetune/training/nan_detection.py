@@ -1,0 +1,354 @@
+"""Steps that can't be used: gradients that are not finite, and losses far from those before them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from finetune.adapters import trainable_parameters
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.distributed import collectives, deepspeed_zero
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from finetune.core.console import Console
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Train
+    from finetune.run_folder.run_folder import RunFolder
+
+HALVINGS = 20  # of fp16's loss scale in a row: 65,536 is 1 after 16
+WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and those that make one
+WORTH_A_WORD = 2.0  # times the median
+SMALL = 0.03  # a median below it counts as it: what is learnt by heart has losses that differ several times
+
+
+class NonFinite(TrainerCallback):
+    """Stop before the update of a step whose gradients are not finite, or leave the step out.
+
+    Ranks share gradients, and tell each other whether theirs are finite: one whose copy was spoilt after the
+    exchange takes the others with it. A GPU is not asked at once, for it would stand still until the next
+    step is queued: a fused optimizer leaves its update out by itself (`found_inf`, as a loss scaler tells
+    it), and the norm is read one step later, or when the step is logged, evaluated or saved. Where steps may
+    be left out, or the optimizer can't, it is asked at once. AdaLoRA has then masked ranks by such gradients
+    already: of a run that ends here, where only the look at the step again meets them.
+    """
+
+    trainer: Any = None
+    """Whose micro-batches are looked at again."""
+
+    def __init__(self, allowed: int, folder: Path, screen: Console) -> None:
+        """Args: allowed: steps in a row that may be left out; 0: the first one ends the run."""
+        self.allowed, self.folder, self.screen = allowed, folder, screen
+        self.step: int | None = None  # whose norm is on its way
+        self.in_a_row = self.skipped = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.device = self.trained[0].device
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        self.check()
+        engine, inner = self.trainer.model_wrapped, optimizer.optimizer
+        if hasattr(engine, "get_global_grad_norm"):  # DeepSpeed has made its update already
+            norm = float(engine.get_global_grad_norm() or 0.0)
+            norm = torch.tensor(norm if norm >= 0 else math.nan)  # it says -1 of one that is not finite
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+        parts = isinstance(norm, DTensor)  # under FSDP
+        norm = norm.full_tensor() if parts else norm
+        fused = (
+            getattr(inner, "_step_supports_amp_scaling", False) and norm.device == self.device and not parts
+        )
+        if fused:
+            inner.found_inf = (~torch.isfinite(norm)).float()
+        self.norm, self.step = norm.detach().to("cpu", non_blocking=True), state.global_step + 1
+        self.copied = torch.cuda.Event() if norm.is_cuda else None
+        if self.copied is not None:
+            self.copied.record()
+        if self.copied is None or self.allowed or not fused:
+            left_out = self.check()
+            optimizer._is_overflow = (
+                left_out  # so that the schedule and AdaLoRA wait, as after fp16's overflow
+            )
+            if left_out and fused:
+                inner.found_inf = torch.ones_like(inner.found_inf)  # perhaps it is another rank's
+            if left_out and not fused:
+                optimizer.zero_grad()  # none: nothing to update with
+                getattr(inner, "queue", {}).clear()  # torchao's, of gradients that are on the CPU already
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_log or control.should_evaluate or control.should_save:
+            self.check()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.check()
+        self.trainer, self.trained = None, []  # which hold the model
+        if self.skipped:
+            self.screen.say(f"note: {self.skipped} steps were left out: their gradients were not finite")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.allowed:
+            logs["skipped_steps"] = self.skipped
+
+    def check(self) -> bool:
+        """Read the norm that is on its way, if one is; whether its step is left out.
+
+        Raises:
+            UserError: it is not finite, and no step (more) may be left out (exit 5).
+        """
+        if self.step is None:
+            return False
+        if self.copied is not None:
+            self.copied.synchronize()
+        step, self.step = self.step, None
+        (spoilt,) = collectives.any_of(not torch.isfinite(self.norm))
+        if not spoilt:
+            self.in_a_row = 0
+            return False
+        self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
+        if self.in_a_row <= self.allowed:
+            self.screen.say(f"step {step} is left out: its gradients are not finite")
+            return True
+        self.stop(step)
+
+    def stop(self, step: int) -> NoReturn:
+        """End the run, with what was in the step kept for another look."""
+        place = self.folder / f"nonfinite-step-{step}"
+        rank, batches = collectives.index(), self.trainer.micro_batches.kept.get(step, [])
+        keep(place, rank, batches)
+        try:
+            own = [sources(self.trainer.train_dataset, batch) for batch in batches]
+        except Exception as error:  # others wait, and why the run ends is not this
+            own = [[f"not found: {error}"]]
+        rows = collectives.gathered(own)
+        finding = self.trainer.look_again(step)
+        norm = next(norm for norm in collectives.gathered(self.norm.item()) if not math.isfinite(norm))
+        findings = [f"rank {number}: {said}" for number, said in enumerate(collectives.gathered(finding))]
+        if rank == 0:
+            told = {"step": step, "norm": str(norm), "first_not_finite": findings}
+            told["rows"] = {f"rank {number}": each for number, each in enumerate(rows)}
+            (place / "finding.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        what = f"gradients of step {step} are not finite"
+        if self.in_a_row > 1:
+            what += f", nor were those of {self.in_a_row - 1} steps before it"
+        found = "; ".join([str(norm), *findings])
+        fix = "lower train.learning_rate, or look at that module and these rows; nothing was saved after it"
+        raise UserError(Problem(what, where=str(place), found=found, fix=fix), code=Exit.TRAINING)
+
+
+def watchers(
+    section: Train, precision: str, folder: RunFolder, screen: Console, ledger: RunChecks
+) -> list[Any]:
+    """The callbacks of this file; under fp16 the loss scaler leaves out steps that are not finite by itself.
+
+    Raises:
+        UserError: steps are to be left out under DeepSpeed (exit 3).
+    """
+    if section.skip_nonfinite and deepspeed_zero.used():
+        what, fix = "DeepSpeed updates before anyone can look: no step can be left out", "skip_nonfinite: 0"
+        raise UserError(Problem(what, "train.skip_nonfinite", fix=fix), code=Exit.ENVIRONMENT)
+    allowed, fp16 = section.skip_nonfinite, precision == "fp16"
+    steps = Overflow(allowed, screen, ledger) if fp16 else NonFinite(allowed, folder.path, screen)
+    return [steps, Spikes(section.stop_at_spike, screen)]
+
+
+def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
+    """The micro-batches of a step, as they went into the model: <name>.<micro-batch> in one file a rank."""
+    from safetensors.torch import save_file
+
+    place.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{name}.{number}": value.detach().cpu().contiguous().clone()
+        for number, batch in enumerate(batches)
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor)
+    }
+    save_file(tensors, place / f"batches-rank{rank}.safetensors")
+
+
+def sources(dataset: Any, batch: dict[str, Any]) -> list[str]:
+    """Where the rows of a micro-batch stand in the data (<file>:<line>), found by their tokens.
+
+    Loaders are given no more than tokens, so the rows are looked for among all. None of streamed data.
+    """
+    names = getattr(dataset, "column_names", None) or []
+    if "where" not in names or not hasattr(dataset, "__len__"):
+        return []
+    ids = batch["input_ids"].cpu()
+    if "attention_mask" in batch:
+        texts = [row[mask.bool()] for row, mask in zip(ids, batch["attention_mask"].cpu(), strict=True)]
+    else:
+        texts = list(ids[0].split(batch["cu_seq_lens_q"].diff().tolist()))
+    wanted = {tuple(text.tolist()) for text in texts}
+    found = list[str]()
+    for number in _of_lengths(dataset, {len(text) for text in wanted}):
+        row, end = dataset[number], 0
+        for length, where in zip(row.get("seq_lengths", [len(row["input_ids"])]), row["where"], strict=True):
+            end += length
+            if tuple(row["input_ids"][end - length : end]) in wanted:
+                found.append(where)
+    return found
+
+
+def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
+    """Numbers of the rows that hold a document of one of these lengths."""
+    packed = "seq_lengths" in dataset.column_names
+    column, first = "seq_lengths" if packed else "input_ids", 0
+    for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
+        values = table[column].combine_chunks()
+        counts = (values.flatten() if packed else values.value_lengths()).to_numpy()
+        rows = values.value_parent_indices().to_numpy() if packed else np.arange(len(values))
+        yield from (first + np.unique(rows[np.isin(counts, sorted(lengths))])).tolist()
+        first += len(values)
+
+
+def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
+    """Where numbers first stop being finite when `forward()` runs and its result goes backward.
+
+    Args:
+        forward: computes the loss of one micro-batch by `model`.
+    """
+    bad = [name for name, p in trainable_parameters.trainable(model).items() if not torch.isfinite(p).all()]
+    if bad:
+        return f"trained weights are not finite themselves ({len(bad)} tensors, {bad[0]} the first)"
+    model.zero_grad()
+    found: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        tensors = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if _real(t)]
+        if not found and not all(torch.isfinite(t).all() for t in tensors):
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            value = forward()
+            value.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if found:
+        return f"the output of {found[0]}"
+    if not torch.isfinite(value):
+        return "the loss, of outputs that are finite"
+    trained = trainable_parameters.trainable(model).items()
+    bad = [name for name, p in trained if p.grad is not None and not torch.isfinite(p.grad).all()]
+    return f"the gradient of {bad[-1]}" if bad else ""
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class Overflow(TrainerCallback):
+    """Under fp16: end a run whose loss scaler leaves out one step after another.
+
+    It leaves out a step whose scaled gradients overflow, and halves its scale; from 65,536 that takes 16
+    halvings to 1. What overflows after that is not finite without a scale: the loss, or the weights.
+    """
+
+    def __init__(self, allowed: int, screen: Console, ledger: RunChecks) -> None:
+        """Args: allowed: steps in a row beyond the scaler's own that may be left out."""
+        self.most, self.screen, self.ledger = HALVINGS + allowed, screen, ledger
+        self.in_a_row = self.skipped = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "skipped": self.skipped}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not optimizer.step_was_skipped:
+            self.in_a_row = 0
+            return
+        self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
+        if self.in_a_row > self.most:
+            what = f"fp16's loss scaler has left out {self.in_a_row} steps in a row"
+            what += ": the loss or the weights are not finite"
+            fix = "lower train.learning_rate, or a GPU with bf16"
+            problem = Problem(what, found=f"after step {state.global_step}", fix=fix)
+            raise UserError(problem, code=Exit.TRAINING)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        got, how = f"{self.skipped} of {state.global_step}", "Accelerate's optimizer, asked after each step"
+        self.ledger.add("steps left out by fp16's loss scaler", "as few as it needs", got, how, ok=True)
+        if self.skipped:
+            self.screen.say(
+                f"note: fp16's loss scaler left out {self.skipped} steps, whose gradients overflowed"
+            )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logs["skipped_steps"] = self.skipped
+
+
+class Spikes(TrainerCallback):
+    """Losses far over those before them: said once, and the end of the run where the recipe says so.
+
+    A spike: `IN_A_ROW` logged losses in a row, each over `factor` times the median of the `WINDOW` logged
+    ones before them. One high loss is a hard batch; a median does not follow a few of them, as a mean does.
+    """
+
+    def __init__(self, stop_at: float | None, screen: Console) -> None:
+        self.stop_at, self.screen = stop_at, screen
+        self.losses: deque[float] = deque(maxlen=WINDOW + IN_A_ROW)
+        self.said = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses), "said": self.said}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.losses.extend(kept["losses"])
+        self.said = kept["said"]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        self.losses.append(logs["loss"])
+        factor = spike(list(self.losses))
+        if self.stop_at is not None and factor > self.stop_at:
+            what = (
+                f"the loss is {factor:.1f} times the median of the {WINDOW} before, {IN_A_ROW} times in a row"
+            )
+            fix = (
+                "lower train.learning_rate, longer warmup_steps; or go on from the last checkpoint: --resume"
+            )
+            found = f"{logs['loss']:.4g} after step {state.global_step}"
+            problem = Problem(what, "train.stop_at_spike", found=found, fix=fix)
+            raise UserError(problem, code=Exit.TRAINING)
+        if factor > WORTH_A_WORD and not self.said:
+            self.said = True
+            self.screen.say(f"note: the loss is {factor:.1f} times what it was (see train.stop_at_spike)")
+
+
+def spike(losses: list[float]) -> float:
+    """How many times the median of those before them the least of the last few losses is; 0: too few."""
+    if len(losses) < WINDOW + IN_A_ROW:
+        return 0.0
+    before, last = losses[-WINDOW - IN_A_ROW : -IN_A_ROW], losses[-IN_A_ROW:]
+    before = [value for value in before if not math.isnan(value)]  # of steps that were left out
+    median = max(SMALL, statistics.median(before or [SMALL]))
+    least = min(math.inf if math.isnan(value) else value for value in last)
+    return least / median

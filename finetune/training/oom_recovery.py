@@ -1,0 +1,285 @@
+"""When memory runs out in a step: smaller micro-batches, and the same step again."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.autoconfig import memory_estimate
+from finetune.checkpointing import training_state
+from finetune.core import fault_injection
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.distributed import collectives
+from finetune.speed import apply_to_model, chunked_cross_entropy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.console import Console
+    from finetune.core.run_checks import Choice, RunChecks
+    from finetune.recipe.schema import Speed
+
+
+class MicroBatches:
+    """Those of the last two steps, and into how many parts each is divided.
+
+    A step that runs out of memory is made again from its beginning (the same rows, the same random numbers)
+    with twice the parts: the gradients are those of a run whose micro-batches had that size. Nothing but
+    `torch.OutOfMemoryError` is taken for it.
+    """
+
+    parts = 1
+
+    def __init__(self, rows: int, fixes: Sequence[str] = (), tell: Callable[[int, int], None] | None = None):
+        """Args:
+        rows: of a whole micro-batch.
+        fixes: what the user may change when one row is too much.
+        tell: is called with the step that is made again, and the rows it now takes at once.
+        """
+        self.rows, self.fixes, self.tell = rows, fixes, tell
+        self.struck: set[int] = set()  # steps in which a fault on purpose has been met
+        self.kept: dict[int, list[dict[str, Any]]] = {}
+        self.error = ""  # of the attempt that ran out of memory; one that follows it is not made
+
+        self.held: Callable[[], str] = str  # says what takes the memory
+        self.needs: Callable[[Any, int], str] = lambda model, rows: ""  # says what so many rows would take
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self.parts}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.parts = kept["parts"]
+
+    def keep(self, step: int, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """All micro-batches of the step so far, with this one."""
+        self.kept = {number: found for number, found in self.kept.items() if number >= step - 1}
+        self.kept.setdefault(step, []).append(inputs)
+        return self.kept[step]
+
+    def divided(self, batches: list[dict[str, Any]], multiple: int | None) -> Iterator[dict[str, Any]]:
+        """Args: multiple: of which number a row's length is, as the collator pads it."""
+        for batch in batches:
+            if self.parts == 1:
+                yield batch
+            elif "attention_mask" in batch:
+                yield from rows_apart(batch, math.ceil(self.rows / self.parts), multiple or 1)
+            else:
+                yield from documents_apart(batch, self.parts)
+
+    def rows_of(self, part: dict[str, Any]) -> int:
+        """Of a divided micro-batch; of a flattened one at most."""
+        return len(part["input_ids"]) if "attention_mask" in part else math.ceil(self.rows / self.parts)
+
+    def too_large(self, step: int, said: str) -> UserError:
+        """What to say where a step can't be made again, or not in smaller parts."""
+        rows = math.ceil(self.rows / self.parts)
+        least = [n for n in range(1, rows) if self.rows % n == 0]  # a process's share divides by these
+        fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
+        what = f"out of memory in step {step}, with {'one row' if rows == 1 else f'{rows} rows'} at once"
+        fix = "; or ".join([*fewer, *self.fixes][:3]) + "; what each gives: finetune plan"
+        found = "; ".join(filter(None, [first_line(said), self.held()]))
+        return UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
+
+    def again(self, step: int) -> bool:
+        """Whether a rank ran out of memory; then all make the step again, in smaller parts.
+
+        Raises:
+            UserError: there is no smaller part (exit 5).
+        """
+        (spoilt,) = collectives.any_of(bool(self.error))
+        if not spoilt:
+            return False
+        said = next(filter(None, collectives.gathered(self.error)))
+        if self.parts >= self.rows:
+            raise self.too_large(step, said)
+        self.parts, self.error = self.parts * 2, ""
+        rows = math.ceil(self.rows / self.parts)
+        if self.tell:
+            self.tell(step, rows)
+        return True
+
+
+def of(less: Sequence[str], batch: Batch, screen: Console, ledger: RunChecks) -> MicroBatches:
+    """Of a run; and whether faults are planned on purpose is said here.
+
+    Args:
+        less: `fixes`.
+    """
+    if planned := fault_injection.planned():
+        ledger.add(fault_injection.VARIABLE, "", str(planned), "the environment", ok=True)
+        screen.say(f"{fault_injection.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
+    return MicroBatches(batch.per_device, less, partial(tell, batch.per_device, screen, ledger))
+
+
+def needed(
+    length: int,
+    setup: Setup,
+    chosen: dict[str, Choice],
+    beside: float,
+    model: Any,
+    rows: int,
+) -> str:
+    """GiB that a step of `rows` full rows takes by `finetune plan`'s formulas; empty where they don't hold.
+
+    Args:
+        chosen: what was chosen for `speed:`, by option.
+        beside: bytes of each trained number beside weight and gradient.
+    """
+    if setup.launch.sharded or not apply_to_model.decoder_layers(model):
+        return ""
+    fused, compiled = (chosen[f"speed.{name}"].value == "on" for name in ("fused", "compile"))
+    tokens, adapted = rows * length, hasattr(model, "peft_config")
+    how = {"fused": fused, "compiled": compiled, "offload": chosen["speed.offload"].value}
+    memory = apply_to_model.memory(model, tokens, setup.hardware, **how)
+    at_loss, at_backward = memory_estimate.at_once(memory, chosen["speed.recompute"].value)
+    trains = apply_to_model.head_trains(model)
+    at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, trained=trains)
+    at_backward += memory_estimate.backward_gib(
+        model.config, tokens, memory_estimate.Keeps(fused, compiled, adapted)
+    )
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    held = sum(p.nbytes for p in model.parameters()) + (4 + beside) * trained
+    total = held / memory_estimate.GIB + max(at_loss, at_backward)
+    total += memory.graphs if chosen["CUDA graphs"].value == "on" else 0.0
+    what = "one row" if rows == 1 else f"{rows} rows"
+    return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what} of {length} tokens"
+
+
+def tell(whole: int, screen: Console, ledger: RunChecks, step: int, rows: int) -> None:
+    """Say that steps take `rows` rows at once from here on, in place of `whole`."""
+    screen.say(f"out of memory in step {step}: again, with {rows} rows at once in place of {whole}")
+    how = f"memory ran out in step {step}, which was made again; the step's rows are the same"
+    ledger.add("rows at once", whole, rows, how, ok=True)
+
+
+def held(trainer: Any) -> str:
+    """What takes memory, in GiB, and what was needed; on a GPU also what is left of the most in use."""
+    parameters = list(trainer.model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    state = getattr(trainer.optimizer, "state", {}).values()
+    taken = {
+        "the base's weights": sum(p.nbytes for p in parameters if not p.requires_grad),
+        "what trains": sum(p.nbytes for p in trained),
+        "its gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "the optimizer": sum(t.nbytes for one in state for t in one.values() if isinstance(t, torch.Tensor)),
+    }
+    most = torch.cuda.max_memory_allocated() if _gpu() else 0
+    taken["the rest, what backward needs,"] = most - sum(taken.values())
+    largest = sorted(taken.items(), key=lambda item: -item[1])
+    text = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in largest if size > 0)
+    text = f"in use, GiB: {text}" + (f"; together {most / 2**30:.3g}" if most else "")
+    parts = trainer.micro_batches
+    return "; ".join(filter(None, [text, parts.needs(trainer.model, math.ceil(parts.rows / parts.parts))]))
+
+
+def fixes(
+    speed: Speed, kind: str, max_length: int, allowed: Callable[[str], bool], *, graphs: bool = False
+) -> list[str]:
+    """What takes less memory than these settings do, the cheapest first.
+
+    Args:
+        kind: `adapter.type`.
+        allowed: whether a change is one that the run would not refuse.
+        graphs: layers are CUDA graphs, with memory of their own.
+    """
+    codes = kind in ("lora", "dora", "rslora") and speed.base in ("auto", "bf16", "fp8", "int8")
+    further = {"all": (), "activations": ("all",)}.get(speed.offload, ("all", "activations"))
+    offloads = [f"speed.offload={what}" for what in further if _gpu()]
+    found = {
+        "speed.compile=default": graphs,
+        "speed.recompute=all": speed.recompute != "all",
+        "speed.base=nf4": codes,
+        f"data.max_length={max_length // 2}": max_length > 8,
+        next(filter(allowed, offloads), ""): True,
+        "adapter.type=lora": kind == "full",
+        "a smaller adapter (adapter.r)": kind != "full",
+        "several GPUs, or one with more memory: finetune plan says which": True,
+    }
+    return [text for text, possible in found.items() if text and possible and allowed(text)]
+
+
+def rows_apart(batch: dict[str, Any], size: int, multiple: int) -> Iterator[dict[str, Any]]:
+    """`size` rows at a time of a padded batch, each part padded to its own longest row, as if collated so."""
+    rows = len(batch["input_ids"])
+    longest = batch["attention_mask"].sum(1)
+    for first in range(0, rows, size):
+        width = math.ceil(int(longest[first : first + size].max()) / multiple) * multiple
+        part = {
+            name: value[first : first + size, :width]
+            if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) and value.ndim == 2
+            else value
+            for name, value in batch.items()
+        }
+        yield _counted(part, batch)
+
+
+def documents_apart(batch: dict[str, Any], parts: int) -> Iterator[dict[str, Any]]:
+    """A flattened batch, cut between documents, into parts of at most the whole's tokens / `parts` where
+    documents allow it."""
+    borders: list[int] = batch["cu_seq_lens_q"].tolist()
+    limit, start = math.ceil(borders[-1] / parts), 0
+    while start < len(borders) - 1:
+        end = max(start + 1, max(i for i, b in enumerate(borders) if b - borders[start] <= limit))
+        yield _counted(_documents(batch, start, end, borders), batch)
+        start = end
+
+
+def _documents(batch: dict[str, Any], start: int, end: int, borders: list[int]) -> dict[str, Any]:
+    a, b = borders[start], borders[end]
+    part: dict[str, Any] = {name: batch[name][:, a:b] for name in ("input_ids", "labels", "position_ids")}
+    if "seq_idx" in batch:
+        part["seq_idx"] = batch["seq_idx"][:, a:b] - start
+    within: Tensor = batch["cu_seq_lens_q"][start : end + 1] - a
+    longest = max(borders[i + 1] - borders[i] for i in range(start, end))
+    part |= {"cu_seq_lens_q": within, "cu_seq_lens_k": within}
+    return part | {"max_length_q": longest, "max_length_k": longest}
+
+
+def _counted(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    if "num_labels" not in whole:
+        return part
+    return {
+        **part,
+        **dict(zip(("num_labels", "num_tokens"), chunked_cross_entropy.numbers(part), strict=True)),
+    }
+
+
+class Before:
+    """What a step changes before its update: kept at its beginning, put back to make it again."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.random = training_state.random_state()
+        self.sums = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in trainer.sums.items()}
+        self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self.tokens, self.batches = trainer._total_train_tokens, trainer.batches
+        first = trainer.first_step
+        self.first = first.micro_batches, first.rows, first.loss_tokens
+        self.computed = dict(vars(trainer.chunked)) if trainer.chunked else {}
+
+    def put_back(self, trainer: Any) -> None:
+        training_state.set_random_state(self.random)
+        trainer.sums.clear()
+        trainer.sums.update(
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.sums.items()}
+        )
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update({name: list(values) for name, values in self.metrics.items()})
+        trainer._total_train_tokens, trainer.batches = self.tokens, self.batches
+        first = trainer.first_step
+        first.micro_batches, first.rows, first.loss_tokens = self.first
+        if trainer.chunked:
+            vars(trainer.chunked).update(self.computed)
+        if first.offloaded:
+            first.offloaded.restart()
+        trainer.model.zero_grad()
+
+
+def _gpu() -> bool:
+    return torch.cuda.is_initialized()

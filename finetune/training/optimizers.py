@@ -1,0 +1,200 @@
+"""LoRA+ (arXiv 2402.12354): B learns faster than A. PEFT makes the optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from finetune.adapters import trainable_parameters
+from finetune.autoconfig import optimizer_choice
+from finetune.core.errors import Exit, Problem, UserError, first_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Speed
+
+
+def loraplus_optimizer(
+    adapted: Any, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer, in which B learns `ratio` times as fast as A; so do one-dimensional weights,
+    such as DoRA's magnitudes.
+
+    Args:
+        made_by: its class and options, of `optimizers.kind_and_options`.
+        decay: weight decay.
+    """
+    from peft.optimizers import create_loraplus_optimizer
+
+    kind, options = made_by[0], dict(made_by[1])
+    rate = options.pop("lr")
+    made = create_loraplus_optimizer(
+        adapted,
+        kind,
+        lr=rate,
+        loraplus_lr_ratio=ratio,
+        loraplus_weight_decay=decay,
+        loraplus_lr_embedding=rate,  # PEFT's 1e-6 would leave LoRA on embeddings where it began
+        **options,
+    )
+    if options.get("optim_bits") == 8:  # as the Trainer does; PEFT only for classes that are named so
+        from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+        for module in adapted.modules():
+            if isinstance(module, nn.Embedding):
+                GlobalOptimManager.get_instance().register_module_override(
+                    module, "weight", {"optim_bits": 32}
+                )
+    return made
+
+
+def add_loraplus_receipt(adapted: Any, optimizer: Any, rate: float, ratio: float, ledger: RunChecks) -> None:
+    """How fast A and B learn, read from the optimizer that ran; `rate` is the peak learning rate."""
+    groups = optimizer.param_groups
+    rates = {id(p): float(group.get("initial_lr", group["lr"])) for group in groups for p in group["params"]}
+    fast, slow, other = set(), set(), set()
+    for name, parameter in trainable_parameters.trainable(adapted).items():
+        faster = ".lora_B." in name or parameter.ndim == 1
+        (fast if faster else slow if "lora_" in name else other).add(rates.get(id(parameter)))
+    got = f"A {_said(slow)}, B {_said(fast)}" + (f", others {_said(other)}" if other else "")
+    asked = f"A {rate:g}, B {rate * ratio:g}" + (f", others {rate:g}" if other else "")
+    ledger.add("adapter.loraplus_lr_ratio", asked, got, "peak rates in the optimizer's groups")
+
+
+def _said(rates: set[float | None]) -> str:
+    return ", ".join("not in the optimizer" if rate is None else f"{rate:g}" for rate in rates)
+
+
+def check_schedule(arguments: Any, steps: int) -> None:
+    """Make the schedule, and ask it for rates of the whole run, before anything loads.
+
+    Raises:
+        UserError: it can't be made or followed, or goes above the peak or below 0 (exit 2).
+    """
+    from torch import nn, optim
+    from transformers.optimization import get_scheduler
+    from transformers.trainer_utils import SchedulerType
+
+    stand_in = optim.SGD([nn.Parameter()], lr=arguments.learning_rate)
+    name, given = SchedulerType(arguments.lr_scheduler_type).value, arguments.lr_scheduler_kwargs
+    warm_up, each = arguments.get_warmup_steps(steps), max(1, steps // 1000)
+    try:
+        made: Any = get_scheduler(name, stand_in, warm_up, steps, scheduler_specific_kwargs=given)
+        rates = [of_peak(step) for of_peak in made.lr_lambdas for step in range(0, steps + 1, each)]
+        found = f"{min(rates):g} to {max(rates):g} of it"
+        wrong = min(rates) < 0 or max(rates) > 1 + 1e-6
+    except (ValueError, TypeError, ArithmeticError) as error:
+        found, wrong = first_line(error), True
+    if wrong:
+        key = "train.lr_scheduler_kwargs" if given else "train.lr_scheduler_type"
+        what, expected = f"{name} can't be followed", "rates from 0 to train.learning_rate"
+        raise UserError(Problem(what, key, found=found, expected=expected))
+
+
+def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
+    """The optimizer's class and what it is made with, for the Trainer to make it of its parameter groups.
+
+    Raises:
+        UserError: it can't be had here (exit 3).
+    """
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    try:
+        kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)
+    except (ImportError, ValueError) as error:
+        problem = Problem("can't be had here", "train.optim", found=" ".join(str(error).split()))
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    if getattr(kind, "__module__", "").startswith("bitsandbytes"):
+        from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+        # by index of group and parameter, so those of this process's last run would hold for this one
+        GlobalOptimManager.get_instance().initialize()
+    if speed.offload in ("optimizer", "all"):
+        from torchao.optim import CPUOffloadOptimizer
+
+        # Small tensors too: those it leaves to the GPU lose the schedule in `accelerator.prepare`, which puts
+        # the state back, for their groups are then others than those it shows (torchao 0.18)
+        return CPUOffloadOptimizer, {"optimizer_class": kind, "minimal_size": 0, **options}
+    return kind, options
+
+
+def add_receipt(optimizer: Any, optim: str, kind: Any, ledger: RunChecks) -> None:
+    """What stepped, and what its state is kept in, read from the state after the first step.
+
+    Args:
+        optimizer: Accelerate's, around the one that steps.
+        kind: the class that `optim` means.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    inner = list(getattr(optimizer, "optim_dict", {}).values())  # torchao's offloaded ones, one a tensor
+    all_of_it = inner or [optimizer]
+    kinds, held, large = Counter(), Counter(), 0
+    for one in all_of_it:
+        for parameter, state in one.state.items():
+            large += parameter.numel() >= optimizer_choice.SMALLEST
+            kinds[_kept_in(parameter, state)] += 1
+            for tensor in _tensors(state):
+                held["GPU" if tensor.is_cuda else "CPU"] += tensor.nbytes
+    ran = type(all_of_it[0])
+    name = f"{ran.__module__.partition('.')[0]}'s {ran.__name__}"
+    theirs = ran.__module__.startswith("deepspeed")  # which puts its own around it
+    of = ", ".join(f"{kinds[dtype]} tensors in {dtype}" for dtype in sorted(kinds))
+    where = ", ".join(f"{held[place] / 2**20:.2f} MiB on the {place}" for place in sorted(held))
+    low = sum(count for dtype, count in kinds.items() if dtype.startswith(("uint8", "OptimState")))
+    ok = (theirs or ran is kind) and (not optimizer_choice.LOW_BITS.search(optim) or bool(low) or not large)
+    few = (
+        f"; none has {optimizer_choice.SMALLEST} numbers, from which fewer bits are used"
+        if not large and not low
+        else ""
+    )
+    how = "the optimizer that stepped, and its state after step 1"
+    got = f"{name}, state of {of or 'no tensor'}: {where or '0 MiB'}"
+    got += few if optimizer_choice.LOW_BITS.search(optim) else ""
+    ledger.add("train.optim", optim, got, how, ok=ok, code=Exit.ENVIRONMENT)
+    if inner:
+        got = f"{sum(map(len, (one.state for one in inner)))} tensors' state: {where}"
+        how = "torchao's offloaded optimizer after step 1"
+        ok = set(held) == {"CPU"} and len(inner) == sum(len(one.state) for one in inner)
+        ledger.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", got, how, ok=ok)
+
+
+def _kept_in(parameter: Any, state: dict[str, Any]) -> str:
+    """What the moments of a parameter are kept in: a dtype, or torchao's class of fewer bits."""
+    moments = [t for t in state.values() if hasattr(t, "dtype") and t.shape == parameter.shape]
+    names = {
+        type(t).__name__ if hasattr(t, "tensor_attrs") else str(t.dtype).removeprefix("torch.")
+        for t in moments
+    }
+    return " and ".join(sorted(names)) or "nothing"
+
+
+def _tensors(state: dict[str, Any]) -> list[Any]:
+    """The plain tensors of a parameter's state."""
+    whole = [t for t in state.values() if hasattr(t, "dtype")]
+    parts = [[getattr(t, name) for name in getattr(t, "tensor_attrs", ())] or [t] for t in whole]
+    return [tensor for part in parts for tensor in part]
+
+
+class SendGradients(TrainerCallback):
+    """Gradients as they are when the optimizer steps, for torchao's CPUOffloadOptimizer.
+
+    It copies each gradient to the CPU as backward makes it, which is before `max_grad_norm` clips it, and
+    would step with what was not clipped. So they are copied once more, on its stream and in its order: one
+    tensor's step on the CPU runs beside the next one's copy.
+    """
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not args.max_grad_norm:
+            return
+        wrapped = kwargs["optimizer"]
+        optimizer = getattr(wrapped, "optimizer", wrapped)
+        optimizer.stream.wait_stream(torch.cuda.current_stream())
+        for parameter in list(optimizer.queue):
+            with torch.cuda.stream(optimizer.stream):
+                optimizer.param_d2h_map[parameter].grad.copy_(parameter.grad, non_blocking=True)
+            optimizer.queue[parameter] = optimizer.stream.record_event()

@@ -1,0 +1,324 @@
+"""A run, top to bottom: data -> model -> adapter -> SFTTrainer -> save -> reopen -> evaluate.
+
+run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from accelerate.utils.memory import clear_device_cache
+from trl.trainer.sft_config import SFTConfig
+
+from finetune.adapters import adalora, initialization, trainable_parameters
+from finetune.autoconfig.batch_size import count_steps, split_batch
+from finetune.checkpointing import resume, resume_contract
+from finetune.checkpointing.checkpoints import Writer
+from finetune.core.console import Console, quieten_libraries
+from finetune.core.errors import Stopped, UserError
+from finetune.core.run_checks import RunChecks
+from finetune.distributed import (
+    collectives,
+    deepspeed_zero,
+    gradient_reduction,
+    sharded_tensors,
+    transformer_engine_layers,
+)
+from finetune.evaluation import lm_eval_harness, reopen, scoring
+from finetune.kernels import attention_functions
+from finetune.models import fingerprint, generation_config, tokenizer_setup
+from finetune.preflight import choice_checks
+from finetune.reporting import html_report, terminal
+from finetune.run_folder import lock
+from finetune.run_folder.run_folder import RunFolder
+from finetune.speed import apply_to_model, dora_norm
+from finetune.training import (
+    eval_callback,
+    first_step_checks,
+    launch_checks,
+    nan_detection,
+    optimizers,
+    resolved_recipe,
+    resume_facts,
+    stages,
+    step_metrics,
+    stopping,
+    trackers,
+    training_arguments,
+    training_data,
+    verify_saved,
+)
+from finetune.training.trainer import Trainer, build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.checkpointing.checkpoints import Found
+    from finetune.recipe.schema import Adapter, Recipe, Train
+    from finetune.training.stop_condition import Until
+    from finetune.training.stopping import Stop
+
+
+def run(
+    recipe: Recipe,
+    *,
+    quiet: bool = False,
+    resumes: str | None = None,
+    until: Until | None = None,
+    watchers: Sequence[Any] = (),
+) -> RunFolder:
+    """Train, save, reopen and evaluate one recipe; returns its run folder.
+
+    Args:
+        resumes: the checkpoint to go on from: newest, auto (which may also be none) or step-<n>. A finished
+            run is left as it is.
+        until: when to end before the last step.
+        watchers: more callbacks.
+
+    Raises:
+        UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
+        Stopped: told to end, by a signal or `until`.
+    """
+    where, quiet = recipe.train.output_dir, quiet or os.environ.get("RANK", "0") != "0"
+    if resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
+        Console(quiet=quiet).say(f"{where} is finished: nothing to do")
+        return RunFolder(Path(str(where)))
+    quieten_libraries()
+    claimed = lock.claimed(where, recipe.origin.path.stem)
+    with stopping.Stop(until).listening() as stop:
+        try:
+            with claimed as where:
+                return _run(choice_checks.pinned(recipe), where, stop, resumes, quiet, watchers)
+        except Stopped as stopped:
+            if stopped.together:
+                collectives.end_together()
+            raise
+
+
+def _run(
+    recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
+) -> RunFolder:
+    setup = choice_checks.setup_of(recipe)
+    attention_functions.register(setup.attention.value)
+    screen, ledger = Console(quiet=quiet), RunChecks()
+    batch = split_batch(recipe.train, setup.launch.rows_apart)
+    arguments = training_arguments.training_arguments(
+        recipe.train, recipe.data, setup, batch
+    )  # starts the process group
+    folder = start_folder(where, arguments)
+    lm_eval_harness.check(recipe.eval, recipe.model)
+    set_seed(recipe.train.seed)
+
+    tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
+    data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
+    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
+    contract = resume_facts.contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
+    found = find_checkpoint(recipe.train, resumes, contract, setup)
+
+    adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
+    flops = apply_to_model.flops_per_token(adapted)
+    most, whole = stages.tokens_of(recipe, setup, batch, data_report["train"])
+    work = stages.work_of(adapted, recipe, setup, most, flops * whole * steps)
+    fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
+    compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
+    stages.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
+    contract["base"] = stages.frozen_fingerprint(adapted, found, ledger)
+    if recipe.train.per_device_train_batch_size == "auto":
+        batch = stages.search_batch(
+            adapted, recipe, setup, batch, found, prepared.train, tokenizer, fast, arguments, ledger
+        )
+
+    with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
+        choices = resolved_recipe.choices(recipe, setup, batch, steps, adapted, fast, folder)
+        initial = folder.staging / "initial"
+        if setup.launch.main:
+            resolved_recipe.write_start(folder, recipe, choices, data_report, setup, arguments)
+            terminal.show_plan(screen, recipe, choices, data_report, ledger.notes)
+            initialization.save_initial(adapted, initial)
+            resume.begin(folder, found, contract, choices, screen)
+        made = {"compiled": compile, "cudagraphs": fast["CUDA graphs"]}
+        first_step = first_step_checks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
+        metrics = step_metrics.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
+        seed, ends = recipe.train.seed, tokenizer_setup.declared_ends(recipe.model)
+        validating = eval_callback.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, seed, ends)
+        writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
+        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
+        unusable = nan_detection.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
+        watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
+        watching += dora_norm.refreshing(adapted, ledger)
+        trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
+        trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
+        again = stages.micro_batches(recipe, setup, batch, fast, screen, ledger)
+        trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
+        tracked.follow(trainer)
+        if (
+            (recipe.data.packing or recipe.data.padding_free)
+            and (compiled or transformer_engine_layers.used())
+            and rows is not None
+        ):
+            trainer.shape = stages.one_shape(batch, prepared.train, recipe.data.max_length)
+        launch_checks.add(trainer, setup.launch, ledger)
+        training_data.add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
+        with stop.later(), contextlib.closing(writer):
+            train(trainer, recipe.adapter, validating, found, ledger)
+            training_data.add_stream_receipt(prepared, screen, ledger)
+            live = verify_saved.remember(adapted, prepared.train, setup)
+            save(adapted, tokenizer, folder, initial, screen)
+        verify_saved.add_file_receipts(folder, live, steps, ledger)
+        trainer.accelerator.free_memory()
+        del trainer, adapted
+        screen.say("", "reopening what was saved, and evaluating base and tuned ...")
+        result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
+        terminal.show_result(screen, folder, ledger, result)
+    return folder
+
+
+def train(
+    trainer: Trainer,
+    section: Adapter,
+    validating: list[eval_callback.Validate],
+    found: Found | None,
+    ledger: RunChecks,
+) -> None:
+    """Train, with the ledger checked before, and the weights compared with what they were after."""
+    ledger.check()
+    adapted: Any = trainer.model
+    rounded = trainable_parameters.train_in_fp32(adapted) if section.type != "full" else {}
+    if deepspeed_zero.used() and section.type != "full":
+        deepspeed_zero.cast(adapted, trainer.accelerator.mixed_precision)
+    before = verify_saved.fingerprints(adapted)
+    trainer.train_from(found.path if found else None)
+    if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
+        gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
+    if trainer.chunked:
+        trainer.chunked.undo()
+        trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again
+    if section.type != "full":
+        same = fingerprint.fingerprint(trainable_parameters.frozen(adapted))
+        ledger.add(
+            "base weights after training",
+            trainer.contract["base"],
+            same,
+            "hash of every frozen tensor, before and after",
+        )
+    verify_saved.add_moved_receipt(before, adapted, trainer.state.global_step, ledger)
+    trainer.writer.add_receipt(ledger)
+    for validation in validating:
+        validation.restore(adapted, trainer.state, ledger)
+    for name, dtype in rounded.items():
+        adapted.get_parameter(name).data = adapted.get_parameter(name).data.to(dtype)
+    ratio = section.ours("loraplus_lr_ratio")
+    if ratio:
+        optimizers.add_loraplus_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)
+    if hasattr(trainer, "singular_vectors"):
+        used, budget = adalora.ranks(adapted)
+        ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
+        adalora.drop_masked_ranks(adapted)
+    ledger.check()
+
+
+def save(
+    adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Console
+) -> None:
+    """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
+    processes, tensors = (
+        PartialState(),
+        transformer_engine_layers.weights(adapted)
+        if transformer_engine_layers.used()
+        else sharded_tensors.gathered(adapted),
+    )
+    target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
+    if processes.is_main_process:
+        if target == folder.model:
+            stops = scoring.stop_ids(adapted, tokenizer)
+            for note in generation_config.settle_generation(adapted.generation_config, stops):
+                screen.say(f"note: {note}")
+        initialization.save(adapted, target, initial, tensors)
+        tokenizer.save_pretrained(str(target))
+    processes.wait_for_everyone()
+    collectives.appears(target / "tokenizer_config.json")  # what is saved last
+
+
+def reopen_and_evaluate(
+    folder: RunFolder,
+    live: verify_saved.Live,
+    validating: list[eval_callback.Validate],
+    ledger: RunChecks,
+    recipe: Recipe,
+    setup: Setup,
+) -> dict[str, Any]:
+    """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
+    torch._dynamo.reset()  # CUDA graphs hold the weights that they read
+    clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
+    if setup.launch.processes > 1 and collectives.from_main(lambda: reopen.too_large(recipe.model, setup)):
+        return verify_saved.evaluate(folder, live, ledger)
+    result = verify_saved.evaluated(live, folder, ledger)
+    for validation in validating:
+        validation.add_receipt(result["tuned"]["loss"], ledger)
+    verify_saved.check(folder, ledger)
+    return result
+
+
+def find_checkpoint(
+    section: Train, resumes: str | None, contract: dict[str, Any], setup: Setup
+) -> Found | None:
+    """The checkpoint to go on from, verified by rank 0 and held against this run by all."""
+    stopping.check(section, resumes, setup.launch.keeper)
+    folder = RunFolder(Path(section.output_dir or ""))
+    found: Found | None = collectives.from_main(lambda: resume.find(folder, resumes))
+    if found:
+        found.notes.extend(resume_contract.compare(found.contract, contract, found.path))
+    return found
+
+
+def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
+    """The run folder, which rank 0 has claimed and names for all, and the Trainer's own place in it.
+
+    Raises:
+        UserError: not all processes see it (exit 3).
+    """
+    folder = RunFolder(Path(collectives.from_main(lambda: where)))
+    collectives.on_one_disk(folder.path)
+    arguments.output_dir = str(folder.staging)
+    arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
+    return folder
+
+
+@contextlib.contextmanager
+def recording(
+    screen: Console, ledger: RunChecks, folder: RunFolder, setup: Setup, found: Found | None
+) -> Iterator[None]:
+    """Keep log.txt from here on, and leave receipts.json behind however the run ends."""
+    if setup.launch.main:
+        screen.log_to(folder.path / "log.txt", again=found is not None)
+    ended = ""  # why, where it does not come to its end
+    try:
+        yield
+    except Stopped as stopped:
+        stopped.folder, ended = str(folder.path), str(stopped)
+        if folder.weights.exists():
+            stopped.args = (f"{ended}; what was trained is saved: finetune evaluate {folder.path}",)
+        raise
+    except UserError as error:
+        ended = str(error)
+        raise
+    except Exception as error:  # of whatever kind: the page tells a crash from a run that goes on
+        ended = f"error: {type(error).__name__}: {error}"
+        raise
+    finally:
+        # On a disk that is full nothing more can be left, and why is on its way already
+        with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
+            if ended:
+                screen.log(ended)
+            if setup.launch.main:
+                folder.write("receipts.json", ledger.as_json())
+                html_report.after(folder.path, screen)

@@ -1,0 +1,125 @@
+"""Write `recipe.resolved.yaml` and `environment.json` when a run starts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import attach
+from finetune.autoconfig import optimizer_choice
+from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.core.run_checks import Choice
+    from finetune.data.audit import Report
+    from finetune.hardware.detection import Hardware
+    from finetune.recipe.schema import Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+
+def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
+    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
+    launcher_env = {
+        k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))
+    }
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": run_folder.packages(),
+        "git": _git(),
+        "hardware": asdict(hardware),
+        "launch": {**asdict(launch), "environment": launcher_env},
+    }
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and dirty flag of the source tree this package runs from, if it is a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+
+
+def choices(
+    recipe: Recipe,
+    setup: Setup,
+    batch: Any,
+    steps: int,
+    adapted: Any,
+    fast: dict[str, Choice],
+    folder: RunFolder,
+) -> run_folder.Choices:
+    """Every value that was not simply read from the recipe, with who set it and why."""
+    launch, set_by = setup.launch, recipe.origin.set_by
+    derived = attach.derived(adapted, recipe.adapter)
+    how = "asked for" if recipe.train.max_steps else f"{recipe.train.num_train_epochs or 3.0:g} epochs"
+    factors = f"{batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
+    split = f"{batch.effective} = {factors}"
+
+    def by(key: str, who: str, choice: Choice) -> str:
+        return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
+
+    storage, parts = setup.storage, optimizer_choice.unsaved(recipe.train, launch.keeper)
+    compile, recompute, fused = fast["speed.compile"], fast["speed.recompute"], fast["speed.fused"]
+    mode = recipe.speed.compile if recipe.speed.compile not in ("auto", True) else compile.value == "on"
+    graphs = fast["CUDA graphs"]
+    offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
+    count, _, total = recompute.value.partition(" of ")  # "none", "cheap", or "6 of 32"
+    recomputed = count if not total else "all" if count == total else int(count)
+    per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
+    return {
+        **{key: (path, set_by[key]) for key, path in run_folder.local_paths(recipe).items()},
+        **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},
+        "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
+        **({"speed.base": ("fp8", by("speed.base", "hardware", storage))} if storage.value == "fp8" else {}),
+        "speed.storage": (storage.value, by("speed.base", "launch", storage)),
+        "speed.fused": (fused.value == "on", by("speed.fused", "hardware", fused)),
+        "speed.compile": (mode, by("speed.compile", "default", compile)),
+        "speed.graphs": (graphs.value, by("speed.compile", "hardware", graphs)),
+        "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
+        "speed.offload": (offload.value, by("speed.offload", asked, offload)),
+        "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),
+        **(
+            {
+                "train.save_strategy": (
+                    "no",
+                    f"launch: {parts} keeps state that no checkpoint holds: a stop loses the run",
+                )
+            }
+            if parts
+            else {}
+        ),
+        "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
+        "train.per_device_train_batch_size": (batch.per_device, per_device),
+        "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),
+        "train.steps": (steps, how),
+        "train.precision": (launch.precision, f"{launch.precision_by}: {launch.precision_reason}"),
+    }
+
+
+def write_start(
+    folder: RunFolder,
+    recipe: Recipe,
+    chosen: run_folder.Choices,
+    data: dict[str, Report],
+    setup: Setup,
+    arguments: Any,
+) -> None:
+    """recipe.resolved.yaml, data_report.json and environment.json."""
+    folder.write_text(folder.recipe.name, run_folder.resolved_yaml(recipe, chosen))
+    load_recipe(folder.recipe)  # what later commands read must load: better to know now
+    folder.write("data_report.json", {name: asdict(split) for name, split in data.items()})
+    environment = describe_environment(setup.hardware, setup.launch)
+    folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})

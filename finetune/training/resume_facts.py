@@ -1,0 +1,54 @@
+"""What must be equal, on all ranks and in a resumed run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trl.trainer.sft_config import SFTConfig
+
+from finetune.autoconfig.batch_size import Batch
+from finetune.checkpointing import resume_contract
+from finetune.distributed import collectives, launch_environment
+from finetune.training import resolved_recipe
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.data.preparation import Prepared
+    from finetune.recipe.schema import Recipe
+
+
+def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
+    """What all processes of a launch must have alike: recipe, versions, precision, ways to split, storage."""
+    own = ("output_dir", "cache")  # places of a machine
+    found = resolved_recipe.describe_environment(setup.hardware, setup.launch)
+    held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
+    held |= {name: str(number) for name, number in found["packages"].items()}
+    asked = ("precision", "sharded", "splitter", "sharing", "fp8")
+    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in asked} | launch_environment.ways()
+    for section in type(recipe).model_fields:
+        values = getattr(recipe, section).model_dump()
+        held |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}
+    return held
+
+
+def contract_of(
+    recipe: Recipe,
+    setup: Setup,
+    batch: Batch,
+    steps: int,
+    tokenizer: Any,
+    prepared: Prepared,
+    arguments: SFTConfig,
+) -> dict[str, Any]:
+    """What a run that goes on from a checkpoint of this one must have in common with it; so must ranks."""
+    counts = {"steps": steps, "rows": prepared.report["train"].kept, **batch._asdict()}
+    if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen
+        counts = {name: counts[name] for name in ("steps", "rows", "effective")}
+    if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
+        workers = collectives.gathered(arguments.dataloader_num_workers)  # as many as a machine's cores allow
+        counts["train.dataloader_num_workers"] = workers[0] if len({*workers}) == 1 else workers
+    made = resume_contract.contract(
+        recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content
+    )
+    collectives.agree({name: str(fact) for name, fact in made["facts"].items() if name != "hardware"})
+    return made

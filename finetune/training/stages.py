@@ -1,0 +1,287 @@
+"""What a run makes of its recipe before its first step: the adapted model, made fast, a batch that fits."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.adapters import attach, initialization, trainable_parameters
+from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
+from finetune.checkpointing import checkpoints, resume_contract, training_state
+from finetune.core import run_checks
+from finetune.core.errors import Problem, UserError
+from finetune.distributed import collectives, launch_environment, sharded_tensors, transformer_engine_layers
+from finetune.models import fingerprint, loading, tokenizer_setup
+from finetune.preflight import choice_checks
+from finetune.quantization import qat
+from finetune.recipe import adapter_types
+from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
+from finetune.training import batch_search, oom_recovery, optimizers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.checkpointing.checkpoints import Found
+    from finetune.core.console import Console
+    from finetune.core.run_checks import RunChecks
+    from finetune.data.audit import Report
+    from finetune.recipe.schema import Eval, Model, Recipe, Speed, Train
+
+AS_BEFORE = "as in the checkpoint's run"
+PROOF_TOKENS = 128  # of the row that proves documents apart
+
+
+def adapted_model(
+    recipe: Recipe,
+    setup: Setup,
+    arguments: SFTConfig,
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    steps: int,
+    ledger: RunChecks,
+) -> Any:
+    """The base in its storage, with the adapter on it; first the schedule that it will be trained by."""
+    optimizers.check_schedule(arguments, steps)
+    base = loading.load(recipe.model, setup, str(arguments.device), ledger)
+    check_router(base, arguments.router_aux_loss_coef)
+    base = qat.prepare(base, recipe.speed.qat, ledger)
+    batches = partial(initialization.calibration, dataset, base.device)
+    added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
+    return attach.attach(base, recipe.adapter, steps, ledger, batches, added)
+
+
+def check_router(base: Any, coefficient: float | None) -> None:
+    """Refuse a router's loss of a model that has no router, as TRL would (exit 2)."""
+    if coefficient and not hasattr(base.config.get_text_config(), "output_router_logits"):
+        what, fix = "is the loss of a mixture of experts, and the base is none", "drop it"
+        raise UserError(Problem(what, "train.router_aux_loss_coef", found=f"{coefficient:g}", fix=fix))
+
+
+def make_fast(
+    adapted: Any,
+    recipe: Recipe,
+    setup: Setup,
+    arguments: SFTConfig,
+    work: compilation.Work,
+    found: Found | None,
+    ledger: RunChecks,
+) -> dict[str, run_checks.Choice]:
+    """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
+    kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
+    proved = packing_isolation.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
+    with precision(setup):  # before layers are compiled: they see no other shapes than training's
+        packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
+    name = collectives.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
+    section, before = resume_contract.as_chosen(recipe.speed, found, name)
+    once = transformer_engine_layers.used() and section.recompute == "auto"
+    section = section.model_copy(update={"recompute": "none"}) if once else section
+    fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger)
+    if once:
+        why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_environment.ONCE}"
+        fast["speed.recompute"] = fast["speed.recompute"]._replace(reason=why)
+    same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
+    fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
+    fast["speed.loss"] = collectives.from_main(
+        lambda: lm_head_loss.choose(recipe.speed.loss, adapted, arguments)
+    )
+    if flat:
+        with precision(setup):
+            packing_isolation.prove_apart(proved, PROOF_TOKENS, kernel, ledger)
+    return fast
+
+
+def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> compilation.Work:
+    """What a process is to do, and what comes to its GPU when it trains.
+
+    Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every
+    weight trains, autocast's copies of the linear layers'. Of each number that trains its gradient, and what
+    stands beside it.
+    """
+    launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
+    every = list(adapted.parameters())
+    if not launch.splitter and not hasattr(adapted, "peft_config"):
+        linear = (m.weight.numel() for m in adapted.modules() if isinstance(m, torch.nn.Linear))
+        awaited += 2 * sum(linear) if launch.precision != "no" else 0
+    if sharded == "FSDP":
+        awaited = sum(p.nbytes for p in every) // launch.processes
+        awaited += sum(
+            p.nbytes for layer in apply_to_model.decoder_layers(adapted)[:2] for p in layer.parameters()
+        )
+        awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
+    if sharded == "DeepSpeed":
+        awaited = (
+            memory_estimate.zero3_gib(sum(sharded_tensors.shape(p).numel() for p in every))
+            * memory_estimate.GIB
+        )
+    host = training_state.available() / 2 / int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
+    parts = launch.processes if launch.splitter else 1
+    each = 4 + parts * beside(recipe, setup)
+    plain = hasattr(adapted, "peft_config") and setup.storage.value in mixed_precision.STORED
+    eager = launch_environment.eager(plain=plain)
+    kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
+    given = recipe.data, recipe.adapter, recipe.speed, adapted.config
+    alone = cuda_graphs.alone(launch.processes)
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    differs = cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds)
+    memory = awaited / 2**30, host / 2**30, each
+    return compilation.Work(tokens, flops, sharded, eager, parts, *memory, differs)
+
+
+def beside(recipe: Recipe, setup: Setup) -> float:
+    """Bytes that a process holds of each number that trains, beside weight and gradient.
+
+    The optimizer's state, the copy of the gradient that DDP sends, DeepSpeed's of the weight in fp32, and
+    AdaLoRA's averages; of a state that is split, this process's part.
+    """
+    launch, held = (
+        setup.launch,
+        optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed),
+    )
+    held += 4 if launch.processes > 1 and not launch.splitter else 0
+    held += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
+    held += memory_estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
+    return held / (launch.processes if launch.splitter else 1)
+
+
+def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:
+    """Tokens of a process: of a forward pass, at most; of a step on average, without padding."""
+    data, most = recipe.data, recipe.data.max_length
+    full = data.packing or data.streaming  # as `finetune plan` takes them
+    number = sum(report.lengths["counts"]) if report.lengths else report.kept  # a text's pieces are rows
+    row = most if full else min(most, report.tokens / max(1, number))
+    at_once = batch.per_device / setup.launch.sharing
+    return int(at_once * most), at_once * row * batch.accumulation
+
+
+def search_batch(
+    adapted: Any,
+    recipe: Recipe,
+    setup: Setup,
+    batch: Batch,
+    found: Found | None,
+    dataset: Any,
+    tokenizer: Any,
+    fast: dict[str, run_checks.Choice],
+    arguments: SFTConfig,
+    ledger: RunChecks,
+) -> Batch:
+    """As many rows at once as fit, or as the checkpoint's run took."""
+    compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
+    pad, held = tokenizer.pad_token_id, beside(recipe, setup)
+    with precision(setup):
+        batch = (
+            batch_search.as_before(batch, found.contract)
+            if found
+            else batch_search.search(adapted, dataset, recipe.data, batch, pad, compiled, held, ledger)
+        )
+    arguments.per_device_train_batch_size = batch.per_device
+    arguments.gradient_accumulation_steps = batch.accumulation
+    return batch
+
+
+def micro_batches(
+    recipe: Recipe,
+    setup: Setup,
+    batch: Batch,
+    fast: dict[str, run_checks.Choice],
+    screen: Console,
+    ledger: RunChecks,
+) -> oom_recovery.MicroBatches:
+    """Those of the run, which know what to say where memory runs out."""
+    allowed = partial(choice_checks.allows, recipe, setup)
+    graphs = fast["CUDA graphs"].value == "on"
+    less = oom_recovery.fixes(
+        recipe.speed, recipe.adapter.type, recipe.data.max_length, allowed, graphs=graphs
+    )
+    made = oom_recovery.of(less, batch, screen, ledger)
+    length = recipe.data.max_length // setup.launch.sharing
+    made.needs = partial(oom_recovery.needed, length, setup, fast, beside(recipe, setup))
+    return made
+
+
+def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
+    """Of every flattened batch: tokens, documents with those that fill it up, also to a multiple, and tokens
+    of the longest."""
+    rows = batch.per_device
+    return rows * length, rows * max(map(len, dataset["where"])) + rows + 1, length
+
+
+def check_space(
+    adapted: Any,
+    section: Train,
+    fast: Speed,
+    setup: Setup,
+    where: str | None,
+    evaluated: Eval,
+    groups: Path = training_state.GROUPS,
+) -> None:
+    """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that is split.
+
+    Args:
+        evaluated: whether each checkpoint holds the best weights so far, too.
+        groups: where the limits of this process's container stand.
+    """
+    if section.save_strategy == "no" or optimizer_choice.unsaved(section, setup.launch.keeper):
+        return
+    place, weights = (
+        Path(where or "runs") / "checkpoints",
+        trainable_parameters.trainable(adapted).values(),
+    )
+    sizes = [(sharded_tensors.shape(p).numel(), p.element_size()) for p in weights]
+    trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
+    masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
+    low = optimizer_choice.state_bytes(optimizer_choice.asked(section), fast)
+    kept = round(numbers * ((low or 8) + masters))
+    each = kept + trained * (2 if evaluated.every and evaluated.keep_best else 1)
+    collectives.from_main(lambda: checkpoints.check_space(place, trained, each, section.save_total_limit))
+    if setup.launch.splitter:  # under ZeRO beside a copy of each process's part
+        held = each + (kept if masters else 0)
+        collectives.from_main(lambda: training_state.check_memory(held, training_state.available(groups)))
+
+
+def frozen_fingerprint(adapted: Any, found: Found | None, ledger: RunChecks) -> str:
+    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused, before
+    anything in its folder is changed."""
+
+    def look() -> str:
+        return fingerprint.fingerprint(trainable_parameters.frozen(adapted))
+
+    rebased = initialization.rebases(adapted)  # by rank 0: DDP hands it on
+    if launch_environment.read_by_rank_0() or rebased:
+        frozen = collectives.from_main(look)
+    else:
+        frozen = look()
+        collectives.agree({"weights of the base": frozen})
+    if found:
+        ledger.check()
+        resume_contract.check_base(found.contract, frozen, found.path, decomposed=rebased)
+        training_state.structure(found.path)
+    return frozen
+
+
+def add_template_receipt(section: Model, tokenizer: Any, screen: Console, ledger: RunChecks) -> None:
+    """Which chat template it is, beside the one in the base's repository; another one is said."""
+    if tokenizer.chat_template is None:
+        return
+    own, used = (
+        tokenizer_setup.digest(text) if text else "none"
+        for text in (tokenizer_setup.own_template(section), tokenizer.chat_template)
+    )
+    ledger.add(
+        "chat template", own, used, "sha256 of the base repository's own, and of the one in use", ok=True
+    )
+    screen.say(*(f"note: {said}" for said in tokenizer_setup.foreign_template(section, tokenizer)))
+
+
+def precision(setup: Setup) -> contextlib.AbstractContextManager[Any]:
+    """Autocast as the launch has it."""
+    on = setup.launch.precision != "no"
+    dtype = getattr(torch, mixed_precision.DTYPES[setup.launch.precision])
+    return torch.autocast(setup.hardware.device, dtype, enabled=on)

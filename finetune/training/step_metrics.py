@@ -1,0 +1,153 @@
+"""Between steps: metrics, DoRA's norms, receipts of the first step."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from finetune.core import strict_json
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.console import Console
+    from finetune.hardware.detection import Hardware
+    from finetune.run_folder.run_folder import RunFolder
+
+DATA_WAIT = 0.05  # of the time of all steps, from which it is worth a word
+COUNTED = 20  # steps of a process, from which that is said while it trains
+WAITING = "train.dataloader_num_workers, or `finetune profile` for where the time goes"
+
+
+class Metrics(TrainerCallback):
+    """One flat JSON object a logged step into metrics.jsonl, and a line for the screen."""
+
+    def __init__(
+        self, folder: RunFolder, screen: Console, setup: Setup, *, batch: int, flops_per_token: float
+    ) -> None:
+        self.path, self.screen, self.batch = folder.path / "metrics.jsonl", screen, batch
+        self.hardware, self.processes = setup.hardware, setup.launch.processes
+        self.flops_per_token = flops_per_token
+        self.waited = 0.0  # seconds since the last logged step in which the next one's rows were waited for
+        self.all_waited = self.all_seconds = 0.0
+        self.idle_since = self.logged_at = self.live_since = time.perf_counter()
+        self.logged_step = self.logged_tokens = 0
+        self.live_steps, self.live_waited, self.warned = 0, 0.0, False
+
+        self.elapsed = 0.0  # seconds since the last logged step, before this process went on from it
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.idle_since = time.perf_counter()
+        self.logged_at = self.idle_since - self.elapsed
+        self.screen.start(state.max_steps, state.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        elapsed = time.perf_counter() - self.logged_at
+        return {"step": self.logged_step, "tokens": self.logged_tokens, "seconds": [elapsed, self.waited]}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.logged_step, self.logged_tokens = kept["step"], kept["tokens"]
+        self.elapsed, self.waited = kept["seconds"]
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.screen.stop()
+        if (share := self.all_waited / max(self.all_seconds, 1e-9)) > DATA_WAIT:
+            self.screen.say(f"note: steps waited for data {share:.0%} of their time: {WAITING}")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.waited += now - self.idle_since
+        if self.live_steps == 0:  # the first rows come from workers that are only starting
+            self.live_since = now
+        else:
+            self.live_waited += now - self.idle_since
+        share = self.live_waited / max(now - self.live_since, 1e-9)
+        if self.live_steps >= COUNTED and share > DATA_WAIT and not self.warned:
+            self.warned = True
+            what = f"the last {self.live_steps} steps waited for data {share:.0%} of their time"
+            self.screen.say(f"note: {what}: {WAITING}")
+        self.live_steps += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # the last step, whatever logging_steps is
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or "loss" not in logs:
+            return
+        now, steps = time.perf_counter(), state.global_step - self.logged_step
+        seconds, tokens = (now - self.logged_at) / steps, int(logs["num_tokens"])
+        rate = (tokens - self.logged_tokens) / (seconds * steps)
+        record = {
+            "step": state.global_step,
+            "epoch": logs["epoch"],
+            "loss": logs["loss"],
+            "grad_norm": logs.get("grad_norm"),
+            "learning_rate": logs["learning_rate"],
+            "tokens": tokens,
+            "tokens_per_second": rate,
+            "samples_per_second": self.batch / seconds,
+            "step_seconds": seconds,
+            "mfu": self._mfu(rate),
+            "data_wait": self.waited / (seconds * steps),
+            **(held := memory(self.hardware)),
+        }
+        record |= {name: logs[name] for name in ("orthogonality", "skipped_steps") if name in logs}
+        ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *held)
+        logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
+        self.all_waited, self.all_seconds = self.all_waited + self.waited, self.all_seconds + seconds * steps
+        self.append(record)
+        used = record["gpu_memory_gib"] or record["host_memory_gib"]
+        line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used:.1f} GiB"
+        self.screen.step(state.global_step, state.max_steps, line)
+        self.logged_at, self.logged_step, self.logged_tokens, self.waited = (
+            now,
+            state.global_step,
+            tokens,
+            0.0,
+        )
+
+    def append(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(strict_json.spelt(record)) + "\n")
+
+    def loads(self) -> None:
+        """From now on rows are waited for: what was logged and saved after the step is done."""
+        self.idle_since = time.perf_counter()
+
+    def pause(self, seconds: float) -> None:
+        """Time in which something else than training ran."""
+        self.logged_at += seconds
+        self.live_since += seconds
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        peak = self.hardware.peak_flops
+        return tokens_per_second * self.flops_per_token / (peak * self.processes) if peak else None
+
+
+def memory(hardware: Hardware) -> dict[str, float | None]:
+    """Peak memory of the GPU and of this process, GiB, and how busy the GPU is (a share).
+
+    Where the CPU trains also the CPU seconds that this process and its loaders have taken so far.
+    """
+    import psutil
+
+    own = psutil.Process()
+    host = own.memory_info().rss / 2**30
+    if hardware.device != "cuda":
+        taken = sum(sum(each.cpu_times()[:2]) for each in (own, *own.children()))
+        absent = {"gpu_memory_gib": None, "gpu_utilisation": None}
+        return {**absent, "host_memory_gib": host, "cpu_seconds": taken}
+    try:
+        busy = torch.cuda.utilization() / 100
+    except (ModuleNotFoundError, RuntimeError):  # needs nvidia-ml-py
+        busy = None
+    return {
+        "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "host_memory_gib": host,
+        "gpu_utilisation": busy,
+    }

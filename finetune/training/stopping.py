@@ -1,0 +1,193 @@
+"""When a run saves, and when it ends before its last step: signals, a time, a step. All ranks alike."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from finetune.autoconfig import optimizer_choice
+from finetune.checkpointing import serialization
+from finetune.core import signals
+from finetune.core.errors import Exit, Problem, Stopped, UserError
+from finetune.distributed import collectives, deepspeed_zero, launch_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.checkpointing.checkpoints import Writer
+    from finetune.recipe.schema import Train
+    from finetune.training.stop_condition import Until
+
+MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
+
+
+def check(train: Train, resumes: str | None, keeper: str) -> None:
+    """Checkpoints hold whole state (exit 3 where they are asked for, and none can be made)."""
+    parts = optimizer_choice.unsaved(train, keeper)
+    asked = "--resume" if resumes else ""
+    if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
+        asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
+    if parts and asked and resumes != "auto":
+        what = f"{asked}: checkpoints are not made of state that {parts} keeps"
+        fix = optimizer_choice.saved_instead(parts)
+        raise UserError(Problem(what, found=parts, fix=fix), code=Exit.ENVIRONMENT)
+
+
+class Stop:
+    """The wish to end a run: a signal, or what `--until` says."""
+
+    signal = ""
+    """The name of the first one."""
+    keeps = True
+    """Whether a checkpoint can be made."""
+    deferred = False
+    """While it trains or saves: it ends by itself as soon as it can. Elsewhere a signal ends it at once."""
+    failed = False
+    """Whether what was not to be cut in two failed: it says why, and no signal in place of that."""
+    step_began: float | None = None
+    """When the step began that is being made, in seconds since 1970."""
+
+    def __init__(self, until: Until | None = None) -> None:
+        self.until = until
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Take signals in this process."""
+        with signals.listening(self.heard):
+            yield self
+
+    def heard(self, name: str) -> None:
+        if self.failed:
+            return
+        self.signal = name
+        if not self.deferred:
+            raise Stopped(f"stopped by {name}")
+        if self.step_began is not None and collectives.given_up(time.time() - self.step_began):
+            what = "this process hung in a step, and the others gave up: where it stood is said above"
+            launch_environment.report(str(Problem(what)), self.step_began)
+            os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills it
+        if os.environ.get("RANK", "0") == "0":
+            first = "saving" if self.keeps else "nothing can be saved: leaving"
+            then = ", then leaving" if self.keeps else ""
+            os.write(2, f"\n{name}: {first} after this step{then}; once more: leaving now\n".encode())
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """What must not be cut in two; a signal meanwhile ends the run after it."""
+        self.deferred = True
+        try:
+            yield
+        except Exception:  # of any kind: it goes on its way, and no signal is said in its place
+            self.failed = True
+            raise
+        finally:
+            self.deferred = False
+        if collectives.any_of(bool(self.signal))[0]:
+            stopped = Stopped(f"stopped by {next(filter(None, collectives.gathered(self.signal)))}")
+            stopped.together = True
+            raise stopped
+
+    def due(self, step: int, seconds: float) -> str:
+        """Why the run is to end after this step; empty: it goes on.
+
+        Args:
+            seconds: that one step more and a checkpoint would take.
+        """
+        if self.signal:
+            return self.signal
+        until = self.until
+        if until and until.step is not None and step >= until.step:
+            return f"--until {until.text}"
+        if until and until.time is not None and time.time() + seconds > until.time:
+            return f"--until {until.text}"
+        return ""
+
+
+class Schedule(TrainerCallback):
+    """Says at which steps a checkpoint is made, and ends the run with one if it is told to."""
+
+    stopped = ""
+    """Why the run ended before its last step."""
+    complete = False
+    """Whether it would have ended here by itself."""
+
+    def __init__(self, train: Train, stop: Stop, writer: Writer, keeper: str) -> None:
+        self.train, self.stop, self.writer = train, stop, writer
+        self.parts = optimizer_choice.unsaved(train, keeper)
+        stop.keeps = not self.parts
+        self.strategy = "no" if self.parts else train.save_strategy
+        if self.strategy == "auto" and train.save_steps is not None:
+            self.strategy = "steps"
+        self.saved = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_at, self.longest = time.monotonic(), 0.0
+        self.stepped_at: float | None = None
+        given = self.train.save_steps or 500  # upstream's own number
+        self.every = given if given >= 1 else math.ceil(given * state.max_steps)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop.step_began = time.time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.stop.step_began = None
+        self.writer.check()
+        if self.stepped_at is None and optimizer is not None and self.strategy != "no":
+            # what can't be kept is said now, not when the first checkpoint is made
+            serialization.flatten(
+                deepspeed_zero.state_dict(optimizer), {}, "optimizer", lambda tensor: tensor
+            )
+        now, step = time.monotonic(), state.global_step
+        if self.stepped_at is not None:  # this process's first one also compiled, and found its place
+            self.longest = max(self.longest, now - self.stepped_at)
+        self.stepped_at = now
+        self.complete = control.should_training_stop or step >= state.max_steps
+        reason = self.stop.due(step, 2 * self.longest + 2 * self.writer.seconds)
+        minutes = self.strategy == "auto" and now - self.saved_at > 60 * MINUTES
+        asked, minutes = collectives.any_of(bool(reason), minutes)
+        if asked:
+            self.stopped = next(filter(None, collectives.gathered(reason)))
+            control.should_training_stop = True
+        if (asked and not self.parts) or minutes or self.planned(step, state):
+            control.should_save = self.saved = True
+            self.saved_at = now
+
+    def planned(self, step: int, state: Any) -> bool:
+        """Whether the recipe has a checkpoint after this step."""
+        if self.strategy == "steps":
+            return self.complete or step % self.every == 0
+        if self.strategy == "epoch":
+            return self.complete or float(state.epoch).is_integer()
+        return self.strategy == "auto" and self.complete and self.saved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"complete": self.complete}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.complete = kept["complete"]
+
+
+def keep_workers(prepare: Any) -> Any:
+    """What begins loader workers that signals to the whole group do not end: the run still reads from them.
+
+    When this process ends they may: Python sends them SIGTERM and waits, without an end, until they are gone.
+    """
+    over = multiprocessing.RawValue("b")
+    atexit.register(setattr, over, "value", 1)
+    return partial(_kept_worker, over, prepare)
+
+
+def _kept_worker(over: Any, prepare: Any, worker: int) -> None:
+    for number in signals.ENDING:
+        signal.signal(number, lambda *_: os._exit(0) if over.value else None)
+    if prepare:
+        prepare(worker)

@@ -1,0 +1,56 @@
+"""Build TRL's SFTConfig from a recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trl.trainer.sft_config import SFTConfig
+
+from finetune.autoconfig import data_loader
+from finetune.autoconfig.batch_size import Batch
+from finetune.core.errors import UserError
+from finetune.distributed import collectives, launch_environment
+from finetune.recipe import train_rules, upstream_options
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.recipe.schema import Data, Train
+
+
+def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
+    """SFTConfig from the recipe's `train:` and from what this project decides itself."""
+    collectives.start(setup.hardware.device)
+    new_name = "activation_checkpointing" in upstream_options.fields(
+        upstream_options.SFT_CONFIG
+    )  # transformers >= 5.23
+    checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
+    given = train.passed_on()
+    epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
+    length = {"max_steps": train.max_steps} if train.max_steps else epochs
+    decided: dict[str, Any] = {
+        "per_device_train_batch_size": batch.per_device,
+        "gradient_accumulation_steps": batch.accumulation,
+        "learning_rate": train.learning_rate,
+        "seed": train.seed,
+        "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
+        "fp16": setup.launch.precision == "fp16",
+        **launch_environment.row_options(flat=data.packing or data.padding_free),
+        **launch_environment.device_options(setup.hardware.device),
+        checkpointing: False,  # `speed.apply` does it
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
+        "max_length": None,
+        "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
+        **data_loader.loader(setup.hardware, int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), given),
+        "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
+        "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start
+        "ddp_timeout": launch_environment.timeout_seconds() + launch_environment.NCCL_LATER,
+        "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
+        "disable_tqdm": True,
+        "save_strategy": "no",  # a whole run is saved at its end
+    }
+    try:
+        made = SFTConfig(**{**decided, **length, **given})
+    except (ValueError, ImportError) as error:
+        raise UserError(train_rules.refused("SFTConfig", error, given)) from error
+    made._n_gpu = min(made.n_gpu, 1)  # the Trainer would spread one process over all GPUs (DataParallel)
+    return made

@@ -1,0 +1,81 @@
+"""Prepare the training data, one rank first, and record the data's run checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
+
+from finetune.adapters import init_from
+from finetune.core.console import Console
+from finetune.core.errors import Exit
+from finetune.core.run_checks import RunChecks
+from finetune.data import chat_templates
+from finetune.distributed import collectives
+from finetune.models import tokenizer_setup
+from finetune.training import resume_facts, stages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.data.audit import Report
+    from finetune.data.preparation import Prepared
+    from finetune.recipe.schema import Recipe
+
+
+def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The tokenizer, and the rows as it encodes them."""
+    from finetune.data import preparation, streaming
+
+    template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
+    tokenizer = tokenizer_setup.load_tokenizer(recipe.model, template)
+    init_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
+    build = streaming.stream if recipe.data.streaming else preparation.prepare
+    rows, ends = (
+        tokenizer_setup.vocabulary(recipe.model, tokenizer),
+        tokenizer_setup.declared_ends(recipe.model),
+    )
+    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
+
+
+def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The data, which one process of each machine prepares for the others, once all mean the same run."""
+    collectives.agree(resume_facts.facts(recipe, setup))
+    if recipe.data.streaming:
+        return prepare_data(recipe)
+    first = PartialState().is_local_main_process
+    if not first:
+        collectives.wait()  # without a limit: Accelerate's own way to take turns ends after half an hour
+    made = prepare_data(recipe)
+    if first:
+        collectives.wait()
+    return made
+
+
+def add_data_receipts(
+    recipe: Recipe, tokenizer: Any, report: Report, screen: Console, ledger: RunChecks
+) -> None:
+    """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
+    data = recipe.data
+    stages.add_template_receipt(recipe.model, tokenizer, screen, ledger)
+    without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
+    how, ok = "rows whose last trained token ends the turn", without <= allowed * report.kept  # as audited
+    got = f"{report.kept - without} rows"
+    ledger.add("end of turn trained", f"{report.kept} rows", got, how, ok=ok, code=Exit.INPUT)
+    if report.packing:
+        got = f"{report.packing['rows']:.0f} rows, {report.packing['fill']:.2%} full"
+        how = f"tokens of the packed rows over rows x {data.max_length}"
+        ledger.add("data.packing", f"rows of {data.max_length} tokens", got, how, ok=True)
+
+
+def add_stream_receipt(prepared: Prepared, screen: Console, ledger: RunChecks) -> None:
+    """How many rows were left out of those read while training: the audit has seen the first ones alone."""
+    if prepared.read is None:
+        return
+    read, left_out = map(sum, zip(*collectives.gathered(prepared.read.sum(0).tolist()), strict=True))
+    got = f"{left_out:,} of {read:,}"
+    how = "rows that loaders read in this process, ahead of the steps by what they prefetch"
+    ledger.add("rows of the stream left out", "as few as data.expect allows of the first", got, how, ok=True)
+    if left_out:
+        screen.say(f"note: of {read:,} rows read while training {left_out:,} were left out")

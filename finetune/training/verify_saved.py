@@ -1,0 +1,279 @@
+"""The end of a run whose base no single GPU holds: one process evaluates on all of them, the others wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate import PartialState
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from finetune.adapters import initialization, trainable_parameters
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.distributed import collectives, sharded_tensors
+from finetune.evaluation import evaluator, scoring
+from finetune.models import fingerprint
+from finetune.quantization import fp8_loading
+from finetune.recipe.adapter_types import FOUR_BIT
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.run_checks import RunChecks
+    from finetune.run_folder.run_folder import RunFolder
+
+# What a launcher sets for its processes; one that is to be alone must not see it
+_LAUNCHERS = re.compile(
+    "(ACCELERATE|FSDP|PARALLELISM|TORCHELASTIC|TORCH_NCCL|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE"
+)
+
+
+def evaluate(folder: RunFolder, live: Live, ledger: RunChecks) -> dict[str, Any]:
+    """The content of eval.json. What was saved is compared with what was trained from the file alone.
+
+    Raises:
+        UserError: the file is not what was trained, or does not open, and is moved aside (exit 4); the
+            evaluation's own failure.
+    """
+    if collectives.main():
+        add_saved_receipts(live, folder, ledger)
+        check(folder, ledger)
+        line = [sys.executable, "-m", "finetune", "evaluate", str(folder.path), "--quiet"]
+        done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = " ".join(done.stderr.split())[-500:]
+            fix = f"finetune evaluate {folder.path}; what was trained is saved"
+            problem = Problem("what was saved can't be evaluated", found=said, fix=fix)
+            if done.returncode == Exit.ARTEFACT:
+                problem = Problem("what was saved does not open", where=str(folder.weights), found=said)
+                set_aside(folder)
+            raise UserError(problem, code=Exit.of(done.returncode))
+    collectives.wait()
+    collectives.appears(folder.path / "eval.json")
+    return folder.read("eval.json")
+
+
+def alone() -> dict[str, str]:
+    """The environment of a process outside this launch."""
+    return {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
+
+
+PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
+TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
+ROUNDED = 5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
+# Relative, of logits of weights that training rounds otherwise: an adapter that was taken out of the base's
+# weights, which have it in them afterwards; all that FSDP gathers in 16 bits, norms and adapters too. What
+# was trained is compared bit for bit all the same
+ROUNDED_TO = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# The same of COFT's rotations, which PEFT projects in each forward, what is reopened once more: a projected
+# one is not projected to itself bit for bit (peft 0.21.2, tuners/oft/layer.py)
+PROJECTED = 1e-6
+
+
+class Live(NamedTuple):
+    """The trained model, as far as what is saved must reproduce it."""
+
+    tensors: dict[str, str]  # hash of each trained tensor in fp32, by name
+    shapes: dict[str, torch.Size]
+    rows: list[list[int]]
+    logits: list[torch.Tensor]
+    base: str
+    """Name of the base, and its commit if it is from the Hub."""
+    bound: float
+    """Largest relative difference of logits; 0: bit for bit."""
+
+
+def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
+    """What the saved weights must reproduce: the trained tensors, and the logits of the first rows.
+
+    On a CPU the same operations run in the same order when it is reopened, so not a bit may differ.
+    """
+    exact, split = setup.hardware.device == "cpu", setup.launch.sharded and setup.launch.precision != "no"
+    split = split and setup.storage.value not in FOUR_BIT  # gathered as it is stored: exchange.fsdp_policy
+    rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
+    bound = 0.0 if exact else TOLERANCE
+    by_torchao = any(type(module).__name__ == "Float8Linear" for module in adapted.modules())
+    if not exact and (by_torchao or getattr(adapted, "quantization_method", None) == fp8_loading.METHOD):
+        bound = ROUNDED
+    if initialization.rebases(adapted):
+        bound = max(bound, ROUNDED_TO[adapted.get_input_embeddings().weight.dtype])
+    if getattr(getattr(adapted, "peft_config", {}).get("default"), "coft", False):
+        bound = max(bound, PROJECTED)
+    if split:  # beside what rounding to codes makes of it
+        gathered = ROUNDED_TO[getattr(torch, setup.compute_dtype)]
+        bound = bound + gathered if bound == ROUNDED else max(bound, gathered)
+    config: Any = adapted.config
+    base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
+    shapes = {name: sharded_tensors.shape(tensor) for name, tensor in _to_save(adapted).items()}
+    with torch.compiler.set_stance("force_eager"):  # as it is reopened: nothing is compiled for four rows
+        logits = scoring.logits(adapted, rows)
+    return Live(hashes(adapted, shapes), shapes, rows, logits, base, bound)
+
+
+def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
+    """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
+    sharded_tensors.give_back(adapted)
+    return {
+        name: fingerprint.fingerprint({name: sharded_tensors.in_fp32(p)})
+        for name, p in trainable_parameters.trainable(adapted).items()
+    }
+
+
+def add_moved_receipt(
+    before: dict[str, str], adapted: torch.nn.Module, steps: int, ledger: RunChecks
+) -> None:
+    """How many trainable tensors are others than `before`, by their kind."""
+    after = fingerprints(adapted)
+    moved = Counter(family(name) for name in after if after[name] != before[name])
+    asked = Counter(map(family, after))
+    got = ", ".join(f"{name} {moved[name]} of {asked[name]}" for name in sorted(asked))
+    how = "hash of every trainable tensor, before and after"
+    # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
+    long = steps >= 4
+    ok = (all if long else any)(moved[name] for name in asked)
+    ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
+
+
+def family(name: str) -> str:
+    """`...q_proj.lora_A.default.weight` -> `lora_A`; weights of the base itself -> `weights`."""
+    before, named, _ = name.partition(".default")
+    return before.rpartition(".")[2] if named else "weights"
+
+
+def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
+    """Hashes, in fp32, of the tensors that must come back from disk, by name.
+
+    Where a saved one is larger, the trained one is its first part: PiSSA and its kin come back as [A | A0]
+    and [B | -B0], less their beginning.
+    """
+    sharded_tensors.give_back(adapted)
+    named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
+    for name, shape in shapes.items():
+        if name in named and len(sharded_tensors.shape(named[name])) == len(shape):
+            tensor = sharded_tensors.whole(named[name]).detach().float()[tuple(slice(size) for size in shape)]
+            found[name] = fingerprint.fingerprint({name: tensor})
+    return found
+
+
+def _to_save(adapted: Any) -> dict[str, torch.Tensor]:
+    """The trained tensors; of vectors before the prompt what PEFT saves, not the net that makes them."""
+    config: Any = getattr(adapted, "peft_config", {}).get("default")
+    if config is not None and config.is_prompt_learning:
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    return dict(trainable_parameters.trainable(adapted))
+
+
+def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChecks) -> None:
+    """What the saved file itself holds: no empty tensor, no trained one all zero, and the base's name."""
+    if folder.weights != folder.adapter:
+        return
+    zero, empty, count = [], [], 0
+    trained = {re.sub(r"(\.modules_to_save)?\.default", "", name) for name in live.tensors}
+    with safe_open(folder.adapter / "adapter_model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            tensor, count = file.get_tensor(name), count + 1
+            if not tensor.numel():
+                empty.append(name)
+            elif name in trained and not tensor.any():
+                zero.append(name)
+    config = json.loads((folder.adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    pruned = config["peft_type"] == "ADALORA"  # a module whose ranks were all taken away
+    ok = count > 0 and (pruned or not empty) and (not zero or steps < 4)
+    got = f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero"
+    how, code = "adapter_model.safetensors", Exit.ARTEFACT
+    ledger.add("saved file", "tensors, none empty, no trained one zero", got, how, ok=ok, code=code)
+    base = f"{config['base_model_name_or_path']} {config['revision'] or ''}".strip()
+    ledger.add("base of the adapter", live.base, base, "adapter_config.json", code=code)
+
+
+def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None:
+    """What the files hold against what was trained, where no process can reopen it beside the others.
+
+    Experts, which transformers stores under other names, are read on the CPU as it reads them.
+    """
+    # a magnitude has no `.weight` on disk
+    on_disk = re.compile(r"(?<=magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.|$)")
+    names, same = {on_disk.sub("", name): name for name in live.tensors}, dict[str, bool]()
+    for path in sorted(folder.weights.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in names.keys() & set(file.keys()):
+                name = names[key]
+                same[name] = live.tensors[name] == fingerprint.fingerprint(
+                    {name: file.get_tensor(key).float()}
+                )
+    how = "hash of every trained tensor, live and in the files"
+    if folder.weights == folder.model and len(same) < len(names):
+        unset_hf_deepspeed_config()  # as in evaluate.open_base
+        opened = AutoModelForCausalLM.from_pretrained(str(folder.model), dtype=torch.float32)
+        found, how = hashes(opened, live.shapes), f"{how}, as transformers reads them"
+        same = {name: live.tensors[name] == digest for name, digest in found.items()}
+    equal = sum(same.values())
+    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTEFACT)
+
+
+def evaluated(live: Live, folder: RunFolder, ledger: RunChecks) -> dict[str, Any]:
+    """The content of eval.json, of a model that is what was trained; weights that don't open are moved aside
+    like those that don't verify.
+
+    What else fails says nothing against the weights: before they are opened, an evaluation's own options.
+    """
+    opened = False
+
+    def same_as_live(reopened: Any) -> None:
+        nonlocal opened
+        opened = True
+        check_reopened(live, reopened, folder, ledger)
+
+    try:
+        return evaluator.run(folder.path, inspect=same_as_live)
+    except UserError as error:
+        if error.code == Exit.ARTEFACT and not opened:
+            set_aside(folder)
+        raise
+
+
+def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: RunChecks) -> None:
+    """What was saved must be what was trained: the same tensors, and the same logits."""
+    code = Exit.ARTEFACT
+    same = hashes(reopened, live.shapes)
+    equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
+    how = "hash of every trained tensor, live and reopened from disk"
+    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
+    pairs = zip(live.logits, scoring.logits(reopened, live.rows), strict=True)
+    difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
+    bound = live.bound
+    asked = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
+    how = f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows"
+    ledger.add("saved weights", asked, f"{difference:g}", how, ok=difference <= bound, code=code)
+    check(folder, ledger)
+
+
+def check(folder: RunFolder, ledger: RunChecks) -> None:
+    """The ledger's, once weights are saved: if they do not verify, they are moved aside."""
+    try:
+        ledger.check()
+    except UserError:
+        set_aside(folder)
+        raise
+
+
+def set_aside(folder: RunFolder) -> None:
+    """Weights with their scores, so that nothing takes them for a finished run."""
+    if PartialState().is_main_process:
+        aside = folder.path / f"{folder.weights.name}.unverified"
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier life of this run
+        folder.weights.rename(aside)
+        if (scores := folder.path / run_folder.EVALUATED).exists():
+            scores.rename(aside / scores.name)
