@@ -145,7 +145,11 @@ def overrides(cell: Cell, large: Path | None) -> list[str]:
     given = [f"train.learning_rate={cell.learning_rate}", f"train.seed={cell.seed}"]
     if cell.part == "shape":
         given += [f"model.name={large}/model", f"data.name={large}/rows.jsonl", "data.validation=null"]
-        given += [f"data.max_length={SHAPE_LENGTH}", "speed.recompute=none", "train.warmup_steps=0"]
+        given += [
+            f"data.max_length={SHAPE_LENGTH}",
+            "speed.activation_checkpointing=none",
+            "train.warmup_steps=0",
+        ]
         given.append("speed.fused=false")  # every type by PEFT's own forward
         rows = SHAPES[cell.task]
         given += [f"train.effective_batch_size={rows}", f"train.per_device_train_batch_size={rows}"]
@@ -191,7 +195,9 @@ def read(place: Path, timed: bool) -> dict[str, Any]:
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     scores = json.loads((place / "eval.json").read_text())
     environment = json.loads((place / "environment.json").read_text())
-    got = {receipt["option"]: receipt["got"] for receipt in json.loads((place / "receipts.json").read_text())}
+    got = {
+        receipt["option"]: receipt["actual"] for receipt in json.loads((place / "checks.json").read_text())
+    }
     seconds = [line["step_seconds"] for line in lines[SHAPE_WARM_UP:]] or [lines[-1]["step_seconds"]]
     memory = {"step_seconds": statistics.median(seconds), "gpu_memory_gib": lines[-1]["gpu_memory_gib"]}
     packages = ("torch", "transformers", "trl", "peft", "bitsandbytes")

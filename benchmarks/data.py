@@ -50,7 +50,7 @@ def ours(file: Path, tokenizer: Any, folder: Path) -> Row:
     from finetune.recipe.schema import Data, Expect
 
     data = Data(
-        name=str(file), packing=True, max_length=BUDGET, cache=str(folder), expect=Expect(duplicates=1)
+        name=str(file), packing=True, max_length=BUDGET, cache_dir=str(folder), expect=Expect(duplicates=1)
     )
     started = time.perf_counter()
     prepared = prepare(data, tokenizer, 0, None)

@@ -70,7 +70,7 @@ def verdicts(folder: Path, times: int) -> dict[str, Any]:
         noise, run = write_rows(folder / "noise.jsonl", rows), folder / f"noise{seed}"
         overrides = [f"data.name={noise}", f"data.validation={held_out}", f"train.output_dir={run}"]
         overrides += ["train.max_steps=30", "train.warmup_steps=2", f"train.seed={seed}"]
-        command("train", str(ROOT / "recipes" / "quickstart.yaml"), *overrides, "eval.general=false")
+        command("train", str(ROOT / "recipes" / "quickstart.yaml"), *overrides, "eval.forgetting=false")
         found["noise"].append(read(run)["verdict"]["word"])
         config = PeftModel.from_pretrained(base, str(run / "adapter")).peft_config["default"]
         config.inference_mode = False
@@ -152,7 +152,7 @@ def large_model(folder: Path) -> Path:
 def speed(assets: Path, folder: Path, base: Path, limit: int | None) -> dict[str, Any]:
     """The same rows, prompts and batch size for both commands; wall time with imports and loading."""
     run = folder / "run-speed"
-    short = ["train.max_steps=4", "train.warmup_steps=0", "data.validation=null", "eval.general=false"]
+    short = ["train.max_steps=4", "train.warmup_steps=0", "data.validation=null", "eval.forgetting=false"]
     asked = [f"model.name={base}", f"train.output_dir={run}", "train.learning_rate=1e-4", *short]
     command("train", str(ROOT / "recipes" / "quickstart.yaml"), *asked)
     ours, theirs, questions = [], folder / "theirs", 0
@@ -234,7 +234,7 @@ data:
   max_length: 512
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
 train: {{learning_rate: 2e-3, effective_batch_size: 32, max_steps: 170, warmup_steps: 10}}
-eval: {{every: 17, samples: 3, tasks: [{knowledge}]}}
+eval: {{eval_steps: 17, samples: 3, tasks: [{knowledge}]}}
 """,
     )
     command("train", str(sms), f"train.output_dir={folder / 'run-sms'}")

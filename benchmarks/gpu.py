@@ -69,57 +69,63 @@ class Row(NamedTuple):
     """In recipes/gpus, in place of this file's own."""
 
 
-WHOLE = ("speed.compile=true", "speed.recompute=none")
-SMALL = ("speed.compile=true", "speed.recompute=all")
-GRAPHS = ("speed.compile=reduce-overhead", "speed.recompute=none")
-HALF = ("speed.compile=true", "speed.recompute=mlp")
-INT8 = ("speed.compile=true", "speed.recompute=int8")
+WHOLE = ("speed.compile=true", "speed.activation_checkpointing=none")
+SMALL = ("speed.compile=true", "speed.activation_checkpointing=full")
+GRAPHS = ("speed.compile=reduce-overhead", "speed.activation_checkpointing=none")
+HALF = ("speed.compile=true", "speed.activation_checkpointing=mlp")
+INT8 = ("speed.compile=true", "speed.activation_checkpointing=mlp_int8")
 AWAY = "speed.offload=activations"
 OFFLOADED = (*SMALL, AWAY)
 FULL = ("adapter.type=full", "train.learning_rate=1e-5", "train.save_strategy=no")
 ATTENTION = "adapter.target_modules=[q_proj, k_proj, v_proj, o_proj]"
 ROWS = {
-    "lora-bf16": Row(("speed.base=bf16", *WHOLE)),
-    "lora-fp8": Row(("speed.base=fp8", *WHOLE)),
+    "lora-bf16": Row(("model.quantization=none", *WHOLE)),
+    "lora-fp8": Row(("model.quantization=fp8", *WHOLE)),
     "lora-auto": Row(steps=100),
-    "dora-bf16": Row(("adapter.type=dora", "speed.base=bf16", *WHOLE)),
-    "dora-fp8": Row(("adapter.type=dora", "speed.base=fp8", *WHOLE)),
-    "adalora-bf16": Row(("adapter.type=adalora", "speed.base=bf16", *WHOLE)),
-    "adalora-fp8": Row(("adapter.type=adalora", "speed.base=fp8", *WHOLE)),
-    "ia3-bf16": Row(("adapter.type=ia3", "speed.base=bf16", *WHOLE)),
-    "ia3-fp8": Row(("adapter.type=ia3", "speed.base=fp8", *WHOLE)),
+    "dora-bf16": Row(("adapter.type=dora", "model.quantization=none", *WHOLE)),
+    "dora-fp8": Row(("adapter.type=dora", "model.quantization=fp8", *WHOLE)),
+    "adalora-bf16": Row(("adapter.type=adalora", "model.quantization=none", *WHOLE)),
+    "adalora-fp8": Row(("adapter.type=adalora", "model.quantization=fp8", *WHOLE)),
+    "ia3-bf16": Row(("adapter.type=ia3", "model.quantization=none", *WHOLE)),
+    "ia3-fp8": Row(("adapter.type=ia3", "model.quantization=fp8", *WHOLE)),
     "qlora": Row(("adapter.type=qlora", *WHOLE)),
-    "lora-bf16-recomputed": Row(("speed.base=bf16", *SMALL)),
-    "lora-fp8-recomputed": Row(("speed.base=fp8", *SMALL)),
-    "lora-bf16-mlp": Row(("speed.base=bf16", *HALF)),
-    "lora-fp8-mlp": Row(("speed.base=fp8", *HALF)),
-    "lora-fp8-int8": Row(("speed.base=fp8", *INT8)),
-    "lora-bf16-small": Row(("speed.base=bf16", *OFFLOADED)),
-    "lora-fp8-small": Row(("speed.base=fp8", *OFFLOADED)),
-    "lora-bf16-mlp-small": Row(("speed.base=bf16", *HALF, AWAY)),
-    "lora-fp8-mlp-small": Row(("speed.base=fp8", *HALF, AWAY)),
-    "lora-bf16-graphs": Row(("speed.base=bf16", *GRAPHS)),
-    "lora-fp8-graphs": Row(("speed.base=fp8", *GRAPHS)),
-    "dora-fp8-graphs": Row(("adapter.type=dora", "speed.base=fp8", *GRAPHS)),
+    "lora-bf16-recomputed": Row(("model.quantization=none", *SMALL)),
+    "lora-fp8-recomputed": Row(("model.quantization=fp8", *SMALL)),
+    "lora-bf16-mlp": Row(("model.quantization=none", *HALF)),
+    "lora-fp8-mlp": Row(("model.quantization=fp8", *HALF)),
+    "lora-fp8-int8": Row(("model.quantization=fp8", *INT8)),
+    "lora-bf16-small": Row(("model.quantization=none", *OFFLOADED)),
+    "lora-fp8-small": Row(("model.quantization=fp8", *OFFLOADED)),
+    "lora-bf16-mlp-small": Row(("model.quantization=none", *HALF, AWAY)),
+    "lora-fp8-mlp-small": Row(("model.quantization=fp8", *HALF, AWAY)),
+    "lora-bf16-graphs": Row(("model.quantization=none", *GRAPHS)),
+    "lora-fp8-graphs": Row(("model.quantization=fp8", *GRAPHS)),
+    "dora-fp8-graphs": Row(("adapter.type=dora", "model.quantization=fp8", *GRAPHS)),
     "qlora-graphs": Row(("adapter.type=qlora", *GRAPHS)),
-    "1b-bf16": Row(("speed.base=bf16", *WHOLE), "1b-bf16"),
-    "1b-fp8": Row(("speed.base=fp8", *WHOLE), "1b-bf16"),
-    "135m-bf16": Row(("speed.base=bf16", *WHOLE), "135m-bf16"),
+    "1b-bf16": Row(("model.quantization=none", *WHOLE), "1b-bf16"),
+    "1b-fp8": Row(("model.quantization=fp8", *WHOLE), "1b-bf16"),
+    "135m-bf16": Row(("model.quantization=none", *WHOLE), "135m-bf16"),
     "135m-full": Row((*FULL, *WHOLE), "135m-bf16"),
-    "lora-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), packed=True),
-    "lora-fp8-packed": Row(("speed.base=fp8", "data.packing=true", *WHOLE), packed=True),
-    "135m-bf16-packed": Row(("speed.base=bf16", "data.packing=true", *WHOLE), "135m-bf16", packed=True),
+    "lora-bf16-packed": Row(("model.quantization=none", "data.packing=true", *WHOLE), packed=True),
+    "lora-fp8-packed": Row(("model.quantization=fp8", "data.packing=true", *WHOLE), packed=True),
+    "135m-bf16-packed": Row(
+        ("model.quantization=none", "data.packing=true", *WHOLE), "135m-bf16", packed=True
+    ),
     "full-bf16": Row((*FULL, *WHOLE), layers=8),
-    "70b-fp8": Row(("speed.base=fp8", *HALF, ATTENTION), "70b-fp8", length=8192, batch=1),
-    "70b-fp8-auto": Row(("speed.base=fp8", "speed.compile=true", ATTENTION), "70b-fp8", length=8192, batch=1),
-    "70b-fp8-int8": Row(("speed.base=fp8", *INT8, AWAY, ATTENTION), "70b-fp8", length=8192, batch=1),
-    "70b-fp8-half": Row(("speed.base=fp8", *INT8, f"{AWAY}:40", ATTENTION), "70b-fp8", length=8192, batch=1),
+    "70b-fp8": Row(("model.quantization=fp8", *HALF, ATTENTION), "70b-fp8", length=8192, batch=1),
+    "70b-fp8-auto": Row(
+        ("model.quantization=fp8", "speed.compile=true", ATTENTION), "70b-fp8", length=8192, batch=1
+    ),
+    "70b-fp8-int8": Row(("model.quantization=fp8", *INT8, AWAY, ATTENTION), "70b-fp8", length=8192, batch=1),
+    "70b-fp8-half": Row(
+        ("model.quantization=fp8", *INT8, f"{AWAY}:40", ATTENTION), "70b-fp8", length=8192, batch=1
+    ),
     "cap-24": Row(("speed.compile=true",), length=2048, batch=8, cap_gib=24),
     "cap-48": Row(("adapter.type=qlora", "speed.compile=true"), "70b-nf4", length=2048, batch=1, cap_gib=48),
 }
 KERNELS = {"fa4": "flash_attention_4", "fa3": "flash_attention_3", "cudnn": "cudnn"}
 ROWS |= {
-    f"lora-{base}-{short}": Row((f"speed.base={base}", f"model.attention={kernel}", *WHOLE))
+    f"lora-{base}-{short}": Row((f"model.quantization={base}", f"model.attention={kernel}", *WHOLE))
     for base in ("bf16", "fp8")
     for short, kernel in KERNELS.items()
 }
@@ -164,7 +170,7 @@ data: {{name: {data}, format: text, max_length: {length}, train_on: all, too_lon
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
 train: {{max_steps: {steps}, effective_batch_size: {batch}, per_device_train_batch_size: {batch},
   learning_rate: 1.0e-4, logging_steps: 1, output_dir: {folder}}}
-eval: {{general: false, samples: 0}}
+eval: {{forgetting: false, samples: 0}}
 """
 
 
@@ -277,8 +283,8 @@ def ours(job: Job) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     real = (steps[-1]["tokens"] - steps[WARM - 1]["tokens"]) / (len(steps) - WARM)
-    receipts = json.loads((folder / "receipts.json").read_text())
-    attention = next(one["got"] for one in receipts if one["option"] == "model.attention")
+    receipts = json.loads((folder / "checks.json").read_text())
+    attention = next(one["actual"] for one in receipts if one["option"] == "model.attention")
     peak, seconds = steps[-1]["gpu_memory_gib"], [line["step_seconds"] for line in steps]
     return result(job, seconds, steps[-1]["loss"], peak, attention=attention, real=real)
 
@@ -287,7 +293,7 @@ def of_recipe(job: Any, folder: Path) -> list[str]:
     """What a shipped recipe is given here, by a Job of this file or of multi_gpu.py: this model, texts, fewer
     rows a step."""
     data = [f"data.name={job.data}", "data.format=text", "data.train_on=all", "data.too_long=split"]
-    data += ["data.validation_fraction=null", "eval.general=false", "eval.samples=0"]
+    data += ["data.validation_fraction=null", "eval.forgetting=false", "eval.samples=0"]
     train = [
         f"train.max_steps={job.steps}",
         f"train.effective_batch_size={job.batch}",

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a run, in place of the ladder's")
     parser.add_argument("--repeats", type=int, help="of a variant, in place of the ladder's")
     parser.add_argument("--without", default="", metavar="RUNG,...", help="rungs that take too long here")
-    parser.add_argument("--ladder", type=Path, default=folder("recipes") / "ladder.yaml")
+    parser.add_argument("--optimizations", type=Path, default=folder("recipes") / "ablation.yaml")
     parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
     if options.shape:
         recipe = str(prepare(options.shape, options.layers, options.work, options.rows))
     measure = {"steps": options.steps, "repeats": options.repeats}
-    steps = changed(options.ladder, options.work, options.without.split(","), measure)
+    steps = changed(options.optimizations, options.work, options.without.split(","), measure)
     made = ablation.run(ablation.Asked(recipe, [], steps, options.out))
     command = shlex.join(["python", "benchmarks/ladder.py", *sys.argv[1:]])
     publish(made, options.out / Path(recipe).stem, command if options.shape else made["command"])
@@ -80,7 +80,7 @@ def prepare(shape: str, layers: int | None, work: Path, rows: int) -> Path:
     layers = min(layers or 99, gpu_inputs.SHAPES[shape][2])
     model = gpu_inputs.make_model(work / f"{shape}-bf16-{layers}", shape, "bf16", layers)
     data = gpu_inputs.make_data(work / "ladder.jsonl", 200_000, documents=True)
-    held_out = gpu_inputs.make_data(work / "ladder_held_out.jsonl", 8_000, documents=True)
+    held_out = gpu_inputs.make_data(work / "ladder_validation.jsonl", 8_000, documents=True)
     recipe = work / f"{shape}_{layers}_layers.yaml"
     text = RECIPE.format(model=model, data=data, held_out=held_out, rows=rows)
     recipe.write_text(text, encoding="utf-8")

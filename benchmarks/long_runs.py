@@ -123,7 +123,12 @@ def rate(part: list[Seen]) -> float:
 
 
 def started(where: Path, steps: int) -> subprocess.Popen[bytes]:
-    words = ["train.effective_batch_size=4", "data.validation=null", "eval.general=false", "eval.samples=0"]
+    words = [
+        "train.effective_batch_size=4",
+        "data.validation=null",
+        "eval.forgetting=false",
+        "eval.samples=0",
+    ]
     words += [f"train.max_steps={steps}", "train.logging_steps=10", "train.save_steps=200"]
     command = [sys.executable, "-m", "finetune", "train", QUICKSTART, *words, f"train.output_dir={where}"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

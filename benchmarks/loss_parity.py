@@ -28,13 +28,13 @@ HELD_OUT = 20  # every so many'th row
 ROW_CHARACTERS = 1500  # of a book, cut between its paragraphs: less than 512 tokens
 MOST_HELD_OUT = 200  # rows
 RECIPE = """
-model: {{name: {model}}}
+model: {{name: {model}, quantization: {quantization}}}
 data: {{name: {train}, validation: {held_out}, max_length: 512, train_on: {train_on}, too_long: drop}}
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
-speed: {{base: {base}, recompute: {recompute}}}
+speed: {{activation_checkpointing: {checkpointing}}}
 train: {{max_steps: {steps}, effective_batch_size: 16, per_device_train_batch_size: 16, learning_rate: 1.0e-3,
   warmup_steps: 10, lr_scheduler_type: cosine, logging_steps: 1, seed: 42, output_dir: {folder}}}
-eval: {{general: false, answers: false, samples: 0, every: {every}, keep_best: false}}
+eval: {{forgetting: false, generate: false, samples: 0, eval_steps: {every}, load_best_model_at_end: false}}
 """
 
 
@@ -98,15 +98,16 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes
     run, recipe = folder / base, folder / f"{base}.yaml"
     shutil.rmtree(run, ignore_errors=True)
     settings = {"steps": options.steps, "every": options.every, "model": options.assets / "books-16m"}
-    stored, _, recompute = base.partition("-")
-    settings |= {"base": stored, "recompute": recompute or "auto"}
+    stored, _, checkpointing = base.partition("-")
+    quantization = {"bf16": "none"}.get(stored, stored)
+    settings |= {"quantization": quantization, "checkpointing": checkpointing or "auto"}
     recipe.write_text(RECIPE.format(folder=run, **settings, **files))
     if code := cli_main.main(["train", str(recipe), *changes, "--quiet"]):
         sys.exit(f"{base}: exit {code}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "eval.json").read_text())
-    receipts = json.loads((run / "receipts.json").read_text())
-    stored = [one["got"] for one in receipts if one["option"] in ("speed.base", "fp8 products")]
+    receipts = json.loads((run / "checks.json").read_text())
+    stored = [one["actual"] for one in receipts if one["option"] in ("model.quantization", "fp8 products")]
     return {
         "training": [[line["step"], line["loss"]] for line in lines if "loss" in line],
         "held_out": [[line["step"], line["eval_loss"]] for line in lines if "eval_loss" in line],

@@ -60,22 +60,22 @@ class Row(NamedTuple):
     """In recipes, in place of gpu.py's own."""
 
 
-WHOLE = ("speed.compile=true", "speed.recompute=none")
-LONG = ("speed.compile=true", "speed.base=fp8")
+WHOLE = ("speed.compile=true", "speed.activation_checkpointing=none")
+LONG = ("speed.compile=true", "model.quantization=fp8")
 LARGE = ("speed.compile=true", ATTENTION)
 ROWS = {
-    "lora-bf16": Row("ddp_8", ("speed.base=bf16", *WHOLE)),
+    "lora-bf16": Row("ddp_8", ("model.quantization=none", *WHOLE)),
     "lora-fp8": Row("8xh100_fp8", WHOLE),
     "dora-fp8": Row("8xh100_fp8", ("adapter.type=dora", *WHOLE)),
     "qlora": Row("ddp_8", ("adapter.type=qlora", *WHOLE)),
     "70b-fp8": Row("8xh100_fp8", LARGE, "70b-fp8", 8192, 1),
-    "70b-bf16-fsdp2": Row("fsdp2_8", (ATTENTION, "speed.recompute=all"), "70b-bf16", 8192, 1),
-    "lora-bf16-fsdp2": Row("fsdp2_8", ("speed.base=bf16",)),
-    "lora-bf16-fsdp2-compiled": Row("fsdp2_8", ("speed.base=bf16", "speed.compile=true")),
-    "lora-fp8-fsdp2": Row("fsdp2_8_quantised", ("speed.base=fp8",)),
+    "70b-bf16-fsdp2": Row("fsdp2_8", (ATTENTION, "speed.activation_checkpointing=full"), "70b-bf16", 8192, 1),
+    "lora-bf16-fsdp2": Row("fsdp2_8", ("model.quantization=none",)),
+    "lora-bf16-fsdp2-compiled": Row("fsdp2_8", ("model.quantization=none", "speed.compile=true")),
+    "lora-fp8-fsdp2": Row("fsdp2_8_quantised", ("model.quantization=fp8",)),
     "qlora-fsdp2": Row("fsdp2_8_quantised", ("adapter.type=qlora",)),
-    "lora-bf16-zero2": Row("zero2_8", ("speed.base=bf16",)),
-    "lora-bf16-zero3": Row("zero3_8", ("speed.base=bf16",)),
+    "lora-bf16-zero2": Row("zero2_8", ("model.quantization=none",)),
+    "lora-bf16-zero3": Row("zero3_8", ("model.quantization=none",)),
     "full-fsdp2": Row("fsdp2_8", FULL, batch=2),
     "full-zero3": Row("zero3_8", FULL, batch=2),
     "full-torchao": Row("8xh100_fp8_torchao", FULL, batch=1, layers=8),
@@ -83,7 +83,7 @@ ROWS = {
     "128k": Row("8xh100_fp8", (*LONG, "speed.offload=activations"), length=131072, batch=1),
     "128k-cp": Row(
         "context_parallel_4",
-        ("speed.base=bf16", "model.attention=sdpa", "speed.recompute=all"),
+        ("model.quantization=none", "model.attention=sdpa", "speed.activation_checkpointing=full"),
         length=131072,
         batch=1,
         shared=True,
@@ -189,7 +189,7 @@ def command(job: Job, recipe: Path, *, tiny: bool = False) -> list[str]:
         folder = job.out / "runs" / f"{job.name}-x{job.gpus}"
         given = [f"recipes/{job.row.recipe}", *of_recipe(job, folder), *job.row.changes]
     if job.gpus == 1:
-        given += ["speed.base=fp8"] if job.row.config == "8xh100_fp8" and not tiny else []
+        given += ["model.quantization=fp8"] if job.row.config == "8xh100_fp8" and not tiny else []
         return [sys.executable, "-m", "finetune", "train", *given]
     config = ROOT / "accelerate_configs" / f"{'cpu_2' if tiny else job.row.config}.yaml"
     if job.row.shared and not tiny:  # its config names how many share a row
@@ -243,7 +243,7 @@ def ended(line: list[str], **given: Any) -> int:
 
 def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """A row of multi_gpu.json."""
-    receipts = {r["option"]: r["got"] for r in json.loads((folder / "receipts.json").read_text())}
+    receipts = {r["option"]: r["actual"] for r in json.loads((folder / "checks.json").read_text())}
     environment = json.loads((folder / "environment.json").read_text())
     seconds = statistics.median(step["step_seconds"] for step in steps[WARM:])
     real = (steps[-1]["tokens"] - steps[WARM - 1]["tokens"]) / (len(steps) - WARM)

@@ -33,14 +33,19 @@ QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
 # Types whose parts a plan counts; the 1.1B rows are older than fused forwards, and attended with a mask.
 # Without AdaLoRA: there its allocation asked the GPU once a layer
 COUNTED = ("lora", "rslora", "dora", "ia3", "full", "qlora", "qdora")
-EAGER = ("speed.fused=false", "speed.compile=false", "speed.recompute=none", "model.attention=sdpa")
+EAGER = (
+    "speed.fused=false",
+    "speed.compile=false",
+    "speed.activation_checkpointing=none",
+    "model.attention=sdpa",
+)
 LARGE = 2048, 8192, 18, 32, 8, 4096  # adapters.py: hidden, intermediate, layers, heads, kv heads, vocabulary
 LARGE_LENGTH = 1024
 # Rows that ran out of memory, and how many at once the run went on with, recomputed as before: steps are of
 # these, and the allocator's peak is not, for nothing sets it back
 RAN_OUT = {"cap-24": 4}
 # What `auto` took when a row was measured, and takes no more: all of gate and up, where 57 of 80 do now
-AS_MEASURED = {"70b-fp8 x2": ("speed.recompute=mlp",)}
+AS_MEASURED = {"70b-fp8 x2": ("speed.activation_checkpointing=mlp",)}
 NEAR = {"seconds": 0.15, "gib": 0.10}  # the bounds that a plan is to keep
 
 
@@ -67,7 +72,7 @@ def compare() -> dict[str, dict[str, Any]]:
             made[name] = compared(found, row["step_seconds"], row["peak_gib"], row["gpu"])
             if name in RAN_OUT:
                 fewer = [f"train.per_device_train_batch_size={RAN_OUT[name]}"]
-                fewer += [f"speed.recompute={found.choices['recompute'].value.partition(' ')[0]}"]
+                fewer += [f"speed.activation_checkpointing={found.choices['activation checkpointing'].value}"]
                 seconds = planned_row(name, row, place, fewer).step_seconds
                 held = {"planned_seconds": seconds and round(seconds, 4), "measured_gib": None}
                 made[name] |= {**held, "ran_out": ours[name].cap_gib}
@@ -123,7 +128,7 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> planner.
     by, _ = sharding_cost.of_config(HERE.parent / "accelerate_configs" / f"{row.config}.yaml")
     by = by._replace(sharing=count) if row.shared else by  # as multi_gpu.command writes its config
     if count == 1:  # in place, as multi_gpu.command has it
-        given += ["speed.base=fp8"] * (row.config == "8xh100_fp8")
+        given += ["model.quantization=fp8"] * (row.config == "8xh100_fp8")
     if row.recipe:
         job = multi_gpu.Job(name, count, model, place / "rows.jsonl", row.length, row, 10, place)
         path, given = HERE.parent / "recipes" / row.recipe, gpu.of_recipe(job, place / "run")
@@ -137,7 +142,11 @@ def planned_shape(row: dict[str, Any], place: Path) -> planner.Plan:
     given += [f"data.name={place}/rows.jsonl", "data.format=text", "data.train_on=all", "data.too_long=split"]
     given += ["data.validation=null", f"train.effective_batch_size={rows}", "train.max_steps=15"]
     given += [f"train.per_device_train_batch_size={rows}", "train.warmup_steps=0", *EAGER]
-    given += ["speed.base=auto" if row["type"][0] == "q" or row["type"] == "full" else "speed.base=bf16"]
+    given += [
+        "model.quantization=auto"
+        if row["type"][0] == "q" or row["type"] == "full"
+        else "model.quantization=none"
+    ]
     given = [text for text in given if row["type"] != "full" or not text.startswith("speed.fused")]
     own = HERE.parent / "recipes" / "adapters" / f"{row['type']}.yaml"
     return make(loader.load(own if own.exists() else QUICKSTART, given), row["device"], None)
@@ -177,7 +186,7 @@ def compared(made: planner.Plan, seconds: float | None, peak: float | None, devi
         "measured_seconds": seconds and round(seconds, 4),
         "planned_gib": round(made.peak, 2),
         "measured_gib": peak and round(peak, 2),
-        "recompute": made.choices["recompute"].value,
+        "activation_checkpointing": made.choices["activation checkpointing"].value,
         "gpu": device,
     }
 

@@ -78,7 +78,7 @@ class Storm(NamedTuple):
 STORMS = {
     "kill -9": Storm(signal.SIGKILL, ("adapter.type=adalora", "adapter.tinit=2", "adapter.tfinal=10")),
     "SIGTERM": Storm(signal.SIGTERM),
-    "SIGTERM while it evaluates": Storm(signal.SIGTERM, ("eval.every=1", "eval.answers=false")),
+    "SIGTERM while it evaluates": Storm(signal.SIGTERM, ("eval.eval_steps=1", "eval.generate=false")),
     "SIGTERM with loader workers": Storm(signal.SIGTERM, ("train.dataloader_num_workers=2",), group=True),
     "SIGTERM to one of two ranks, or both": Storm(signal.SIGTERM, ranks=2),
 }
@@ -153,7 +153,7 @@ def run_storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
     storm, draw = STORMS[kind], random.Random(seed)
     where = folder / re.sub(r"\W", "", kind)
     words = [*WORDS, *storm.words, f"train.output_dir={where}"]
-    if "eval.every=1" in storm.words:
+    if "eval.eval_steps=1" in storm.words:
         words.append(f"data.validation={held_out(folder)}")
     ended: dict[str, int] = {}
     unverified = resumed = 0
@@ -204,8 +204,8 @@ def held_out(folder: Path) -> Path:
     lines = (
         (ROOT / "examples" / "tiny_llama" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     )
-    (folder / "held_out.jsonl").write_text("\n".join(lines[:12]) + "\n", encoding="utf-8")
-    return folder / "held_out.jsonl"
+    (folder / "validation.jsonl").write_text("\n".join(lines[:12]) + "\n", encoding="utf-8")
+    return folder / "validation.jsonl"
 
 
 ATTACKS = {  # test file -> what is counted

@@ -56,7 +56,7 @@ def run(folder: Path, start: Callable[[list[str]], int]) -> dict[str, Any]:
             rows = folder / f"{feed}.jsonl"
             lines = (EXAMPLE / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
             rows.write_text("".join(lines[:count]), encoding="utf-8")
-            given = [f"model.name={base}", f"data.name={rows}", f"data.cache={folder / 'cache'}", *COMMON]
+            given = [f"model.name={base}", f"data.name={rows}", f"data.cache_dir={folder / 'cache'}", *COMMON]
             words = [str(ROOT / "recipes" / "quickstart.yaml"), *given, *more, f"adapter.type={kind}"]
             words += [*options, f"--until={STEPS}"]
             found[f"{kind}, {feed}"] = cell(words, folder / f"{kind}-{feed}", start)

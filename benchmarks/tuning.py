@@ -1,4 +1,4 @@
-"""`finetune tune` with trials that fail, a parent that is killed, and two workers on one PostgreSQL.
+"""`finetune sweep` with trials that fail, a parent that is killed, and two workers on one PostgreSQL.
 
     python benchmarks/tuning.py                  # all three, into tuning.json
     python benchmarks/tuning.py --only failures
@@ -47,12 +47,12 @@ SHORT = [
 
 
 def begin(folder: Path, *more: str, name: str = "study", space: str = SPACE, url: str = "") -> Any:
-    """A `finetune tune` on the embedded model, with few rows; what it says goes to <name>.txt."""
+    """A `finetune sweep` on the embedded model, with few rows; what it says goes to <name>.txt."""
     for split, rows in (("train", 96), ("test", 24)):
         lines = (ROOT / f"examples/tiny_llama/data/{split}.jsonl").read_text().splitlines()[:rows]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "space.yaml").write_text(space)
-    words = ["tune", "recipes/quickstart.yaml", *SHORT, "--space", str(folder / "space.yaml")]
+    words = ["sweep", "recipes/quickstart.yaml", *SHORT, "--space", str(folder / "space.yaml")]
     words += [f"data.name={folder}/train.jsonl", f"data.validation={folder}/test.jsonl"]
     words += [*more, "--output", str(folder / "study")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **path()}
@@ -176,7 +176,7 @@ def workers(folder: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """What stands in docs/tune.md."""
+    """What stands in docs/sweep.md."""
     lines = ["| what was done | what came of it |", "|---|---|"]
     one, two, three = (results.get(name) for name in ("failures", "resumed", "workers"))
     if one:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
-COLUMNS = [  # adapter.type, speed.base
+COLUMNS = [  # adapter.type, model.quantization
     ("lora", "auto"), ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"),
     ("lora", "fp8"), ("dora", "fp8"),
     ("qlora", "auto"), ("full", "auto"),

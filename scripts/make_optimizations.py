@@ -1,4 +1,4 @@
-"""Write docs/optimizations.md from recipes/ladder.yaml and what was measured; a test keeps it current."""
+"""Write docs/optimizations.md from recipes/ablation.yaml and what was measured; a test keeps it current."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "optimizations.md"
 HEAD = """# Optimisations
 
-Made by `scripts/make_optimizations.py` from [recipes/ladder.yaml](../recipes/ladder.yaml) and from what was
-measured. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped, and
+Made by `scripts/make_optimizations.py` from [recipes/ablation.yaml](../recipes/ablation.yaml) and from
+measurements. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped, and
 writes the recipe with what did.
 
 **On a CPU**: `finetune ablate recipes/quickstart.yaml`, {cpu}.
@@ -51,7 +51,7 @@ On lists of optimisations, and nothing to switch here:
 
 def page() -> str:
     """The content of docs/optimizations.md."""
-    rungs = optimizations.read(ROOT / "recipes" / "ladder.yaml").rungs
+    rungs = optimizations.read(ROOT / "recipes" / "ablation.yaml").rungs
     cpu = json.loads((ROOT / "benchmarks" / "ladder.json").read_text(encoding="utf-8"))
     gpu = json.loads((ROOT / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))
     climbed = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ An editor completes and checks a recipe whose first line is a comment,
 
 Of the environment: `FINETUNE_CACHE` is the folder of prepared data and of what `finetune doctor --measure`
 found (else `~/.cache/finetune`), `HF_TOKEN` the Hub's token, `FINETUNE_STORAGE` the storage of
-[finetune tune](tune.md); `FINETUNE_TIMEOUT_SECONDS` and `FINETUNE_FAULT` are in [stopping.md](stopping.md).
+[finetune sweep](sweep.md); `FINETUNE_TIMEOUT_SECONDS` and `FINETUNE_FAULT` are in [stopping.md](stopping.md).
 """
 BELOW = {
     "Source": ("data.name", "an item with keys of its own"),
@@ -111,7 +111,7 @@ def values(described: dict[str, Any]) -> str:
     if "enum" in described or "const" in described:
         return ", ".join(f"`{value}`" for value in described.get("enum", [described.get("const")]))
     if "pattern" in described:
-        (kinds,) = re.findall(r"^\^\(?([a-z0-9|]+)\)?:", described["pattern"])
+        (kinds,) = re.findall(r"^\^\(?([a-z0-9_|]+)\)?:", described["pattern"])
         return ", ".join(f"`{kind}:N`" for kind in kinds.split("|"))
     kind = described.get("type", "")
     if kind == "array":

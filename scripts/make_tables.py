@@ -19,7 +19,7 @@ from finetune.experiments.ablation import ablation_report
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-PAGES = ("README.md", "benchmarks/README.md", "recipes/README.md", "docs/tune.md")
+PAGES = ("README.md", "benchmarks/README.md", "recipes/README.md", "docs/sweep.md")
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
 TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, once that is measured
     "ab": ("ab:table", "ab"),

@@ -125,7 +125,7 @@ def train(tmp_path: Path, small: tuple[str, str], two_layers: Path) -> Callable[
         short += [
             f"model.name={two_layers}",
             "eval.max_new_tokens=4",
-            "eval.general=false",
+            "eval.forgetting=false",
             f"train.output_dir={folder}",
         ]
         given = {override.partition("=")[0] for override in overrides}
@@ -246,7 +246,7 @@ def in_four_bits(model: Any, quant_type: str = "nf4", *, nested: bool = True, st
 
 def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
     """A run's receipts by what they are of."""
-    return {receipt["option"]: receipt for receipt in run.read("receipts.json")}
+    return {receipt["option"]: receipt for receipt in run.read("checks.json")}
 
 
 def metrics(run: RunFolder) -> list[dict[str, float]]:

@@ -31,14 +31,14 @@ from finetune.run_folder.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SHIPPED = optimizations.read(ROOT / "recipes" / "ladder.yaml")
+SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
 SHORT = """
 measure: {steps: 3, warm_up: 1, repeats: 1, held_out_rows: 4, min_gain: 0}
 baseline:
   mixed_precision: "no"
-  set: {model.attention: eager, speed.recompute: all, speed.loss: trl, train.optim: adamw_torch}
+  set: {model.attention: eager, speed.activation_checkpointing: full, speed.loss: trl, train.optim: adamw_torch}
 rungs:
-  - {name: no_recompute, kind: memory, what: it, set: {speed.recompute: none}}
+  - {name: no_recompute, kind: memory, what: it, set: {speed.activation_checkpointing: none}}
   - {name: broken, kind: data, what: it, set: {data.format: text}}
   - {name: refused, kind: data, what: it, set: {train.effective_batch_size: 5}}
   - {name: faster_than_light, kind: precision, what: it, set: {train.tf32: true}, needs: {device: cuda}}
@@ -66,7 +66,7 @@ def climbed(tmp_path_factory: pytest.TempPathFactory, small, two_layers) -> Iter
     (folder / "ladder.yaml").write_text(SHORT)
     words = ["ablate", str(QUICKSTART), *small, f"model.name={two_layers}", "train.effective_batch_size=4"]
     words.append("train.per_device_train_batch_size=4")  # more than a step of packed rows has
-    made = Climbed(folder / "results", [*words, "--ladder", str(folder / "ladder.yaml")])
+    made = Climbed(folder / "results", [*words, "--optimizations", str(folder / "ladder.yaml")])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         assert made.again(made.folder) == 0
@@ -99,9 +99,9 @@ def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
 def test_runs_are_ordinary_run_folders_by_kind_name_and_rank(climbed: Climbed) -> None:
     run = climbed.folder / "memory" / "no_recompute_rank16" / "quickstart-alone-1"
     assert (run / "adapter").exists() and (run / "metrics.jsonl").exists()
-    assert (climbed.folder / "baseline" / "quickstart-baseline-1" / "receipts.json").exists()
+    assert (climbed.folder / "baseline" / "quickstart-baseline-1" / "checks.json").exists()
     resolved = loader.load(run / "recipe.resolved.yaml")
-    assert resolved.speed.recompute == "none" and resolved.model.attention == "eager"
+    assert resolved.speed.activation_checkpointing == "none" and resolved.model.attention == "eager"
     assert measured_run.machine(RunFolder(run))["model"] == resolved.model.name
 
 
@@ -161,7 +161,7 @@ def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed,
     best = climbed.folder / "quickstart" / "best.yaml"
     assert main.main(["check", str(best)]) == 0, capsys.readouterr().err
     text = best.read_text()
-    assert re.search(r"recompute: .*ladder: no_recompute, (kept|dropped)", text)
+    assert re.search(r"activation_checkpointing: .*ladder: no_recompute, (kept|dropped)", text)
     assert re.search(r"format: \S+ .*ladder: broken, error", text)
     assert loader.load(best).model.attention == "auto", "no rung was about it"
 
@@ -280,7 +280,7 @@ def job_of(climbed: Climbed, asked: ab_test.Asked, side: int, place: Path) -> me
     """The run that an A/B test makes first of one side, taken from the ladder's."""
     adapter = loader.load(asked.baseline, asked.overrides).adapter
     fields = [*asked.overrides, *measured_run.length(asked.steps, asked.warm_up, adapter)]
-    held = {"train.seed": 42, "data.validation": str(place / "held_out.jsonl")}
+    held = {"train.seed": 42, "data.validation": str(place / "validation.jsonl")}
     fields += variable_keys.overrides({**held, "data.validation_fraction": None})
     folder = place / f"{('baseline', 'optimised')[side]}-1"
     job = measured_run.Job((asked.baseline, asked.optimised)[side], fields, folder)

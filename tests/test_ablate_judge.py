@@ -16,7 +16,7 @@ from finetune.experiments.ablation.optimizations import Rung, Variant
 from finetune.experiments.runner import measured_run
 from finetune.hardware import detection
 
-SHIPPED = optimizations.read(ROOT / "recipes" / "ladder.yaml")
+SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
 
 
 def runs(rate: float, *, loss: float = 1.0, memory: float = 1.0, held_out: float | None = 1.0) -> list[Any]:
@@ -101,12 +101,17 @@ rungs:
   - {name: a, kind: x, what: it, set: {data.padding_free: true}}
   - {name: b, kind: x, what: it, set: {speed.loss: chunked}}
   - {name: c, kind: x, what: it, set: {data.packing: true}, gate: held_out}
-  - {name: d, kind: x, what: it, set: {speed.recompute: none}}
+  - {name: d, kind: x, what: it, set: {speed.activation_checkpointing: none}}
   - {name: e, kind: x, what: it, set: {speed.fused: true}}
   - {name: f, kind: x, what: it, set: {train.adam_beta1: 0.8}, on: [a, b]}
   - {name: g, kind: x, what: it, set: {train.adam_beta2: 0.9}, on: [c]}
 """
-GAINS = {"data.padding_free": 1.5, "speed.loss": 1.3, "data.packing": 0.5, "speed.recompute": 1.3}
+GAINS = {
+    "data.padding_free": 1.5,
+    "speed.loss": 1.3,
+    "data.packing": 0.5,
+    "speed.activation_checkpointing": 1.3,
+}
 GAINS |= {"speed.fused": 0.97, "train.adam_beta1": 1.25, "train.adam_beta2": 1.5}
 
 
@@ -208,7 +213,7 @@ def test_what_hurt_is_switched_off_in_the_best_recipe(
 ) -> None:
     made_up(monkeypatch)
     monkeypatch.setitem(GAINS, "speed.fused", alone)
-    monkeypatch.setitem(GAINS, "speed.fused+speed.recompute", stacked / alone)
+    monkeypatch.setitem(GAINS, "speed.fused+speed.activation_checkpointing", stacked / alone)
     text = LADDER.replace("adamw_torch}", "adamw_torch, speed.fused: false}")
     (tmp_path / "ladder.yaml").write_text(text.replace("{speed.fused: true}", "{speed.fused: true}" + on))
     one = bench()

@@ -22,7 +22,7 @@ def endless(tmp_path, small, two_layers) -> list[str]:
     """A ladder whose first run does not end."""
     (tmp_path / "ladder.yaml").write_text("measure: {steps: 9999}\nbaseline: {}\nrungs: []\n")
     words = ["ablate", str(QUICKSTART), *small, f"model.name={two_layers}", "train.effective_batch_size=2"]
-    return [*words, "--ladder", str(tmp_path / "ladder.yaml"), "--output", str(tmp_path / "results")]
+    return [*words, "--optimizations", str(tmp_path / "ladder.yaml"), "--output", str(tmp_path / "results")]
 
 
 def trains(folder: Path) -> None:

@@ -51,7 +51,7 @@ def gradients(base, section) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> None:
-    options = [f"adapter.type={kind}", f"speed.base={storage}", f"model.name={two_layers}"]
+    options = [f"adapter.type={kind}", f"model.quantization={storage}", f"model.name={two_layers}"]
     reason = adapter_types.obstacle(kind, storage)
     if reason:
         assert main.main(["check", "recipes/quickstart.yaml", *options]) == 2
@@ -76,17 +76,17 @@ def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> Non
 
 @pytest.mark.parametrize("storage", ["fp4", "int8", "torchao_int8"])
 def test_a_quantised_base_trains_through_the_command(storage: str, train, two_layers) -> None:
-    run = train(f"speed.base={storage}", f"model.name={two_layers}")
-    got = {receipt["option"]: receipt for receipt in run.read("receipts.json")}
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["speed.base"]["asked"] == storage
-    assert got["speed.base"]["got"].startswith("14 of 14 linear layers, ")
+    run = train(f"model.quantization={storage}", f"model.name={two_layers}")
+    got = {receipt["option"]: receipt for receipt in run.read("checks.json")}
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["model.quantization"]["expected"] == storage
+    assert got["model.quantization"]["actual"].startswith("14 of 14 linear layers, ")
     assert f'storage: "{storage}"' in run.recipe.read_text()
 
 
 def test_torchao_s_tensors_keep_their_own_products(train, two_layers, capsys) -> None:
     """Their layer is torch's own, only the weight is not: no other sign that it can't be laid together."""
-    train("speed.base=torchao_int8", f"model.name={two_layers}", "speed.fused=true", code=3)
+    train("model.quantization=torchao_int8", f"model.name={two_layers}", "speed.fused=true", code=3)
     assert "14 by PEFT: the base is stored as Int8Tensor" in capsys.readouterr().err
 
 

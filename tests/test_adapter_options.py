@@ -33,9 +33,9 @@ def test_first_weights_out_of_the_base_s_are_saved_as_plain_lora(init: str, trai
     options = (f"adapter.init_lora_weights={init}", "adapter.r=8", f"model.name={two_layers}")
     run = train(*options, "train.max_steps=2", "train.learning_rate=1e-3")
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["adapter.init_lora_weights"]["got"].startswith(f"{init}: logits of one batch differ by")
-    assert float(got["saved weights"]["got"]) < 1e-5
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["adapter.init_lora_weights"]["actual"].startswith(f"{init}: logits of one batch differ by")
+    assert float(got["saved weights"]["actual"]) < 1e-5
     config = json.loads((run.adapter / "adapter_config.json").read_text())
     assert config["init_lora_weights"] is True and config["r"] == 16, "twice the rank, and nothing to redo"
     before, after = run.read("eval.json")["base"]["loss"], run.read("eval.json")["tuned"]["loss"]
@@ -49,7 +49,7 @@ def test_first_weights_out_of_the_base_s_are_saved_as_plain_lora(init: str, trai
 def test_eva_puts_ranks_where_the_inputs_vary(train, two_layers) -> None:
     options = ("adapter.init_lora_weights=eva", "adapter.r=4", "adapter.target_modules=[q_proj, down_proj]")
     run = train(*options, f"model.name={two_layers}", "train.max_steps=2", "train.learning_rate=1e-2")
-    assert all(receipt["ok"] for receipt in receipts(run).values())
+    assert all(receipt["passed"] for receipt in receipts(run).values())
     ranks = {
         len(tensor)
         for name, tensor in load_file(run.adapter / "adapter_model.safetensors").items()
@@ -81,7 +81,7 @@ def test_an_initialisation_that_did_nothing_stops_the_run() -> None:
 def test_loraplus_teaches_b_faster(train, two_layers) -> None:
     slow = train(f"model.name={two_layers}", "train.max_steps=2", name="slow")
     fast = train("adapter.loraplus_lr_ratio=16", f"model.name={two_layers}", "train.max_steps=2", name="fast")
-    assert receipts(fast)["adapter.loraplus_lr_ratio"]["got"] == "A 0.004, B 0.064"
+    assert receipts(fast)["adapter.loraplus_lr_ratio"]["actual"] == "A 0.004, B 0.064"
 
     def size(run: RunFolder, part: str) -> float:
         tensors = load_file(run.adapter / "adapter_model.safetensors")
@@ -92,7 +92,7 @@ def test_loraplus_teaches_b_faster(train, two_layers) -> None:
 
 def test_rslora_scales_by_the_root_of_r(train, two_layers) -> None:
     run = train("adapter.type=rslora", f"model.name={two_layers}")
-    assert receipts(run)["adapter.type"]["got"] == "LORA with use_rslora"
+    assert receipts(run)["adapter.type"]["actual"] == "LORA with use_rslora"
     assert json.loads((run.adapter / "adapter_config.json").read_text())["use_rslora"] is True
 
 
@@ -108,9 +108,9 @@ def test_ranks_layers_and_parameters_as_peft_has_them(train, two_layers) -> None
         "train.max_steps=2",
     )
     got = receipts(run)
-    assert got["adapter.target_modules"]["got"] == "q_proj 1"
-    assert got["adapter.rank_pattern, alpha_pattern"]["got"] == "r=4 x2 1"
-    assert got["adapter.target_parameters"]["got"] == "2 parameters"
+    assert got["adapter.target_modules"]["actual"] == "q_proj 1"
+    assert got["adapter.rank_pattern, alpha_pattern"]["actual"] == "r=4 x2 1"
+    assert got["adapter.target_parameters"]["actual"] == "2 parameters"
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in load_file(run.adapter / "adapter_model.safetensors").items()
@@ -133,8 +133,8 @@ def test_new_tokens_train_their_own_rows(head: str, train, request, tmp_path) ->
     )
     run = train(*options, "adapter.target_modules=[q_proj]", "train.learning_rate=1e-2")
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["model.add_tokens"]["got"].startswith("1 rows")
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["model.add_tokens"]["actual"].startswith("1 rows")
     tensors = load_file(run.adapter / "adapter_model.safetensors")
     trained = [name for name in tensors if "trainable_tokens" in name]
     assert len(trained) == (1 if head == "two_layers" else 2), "the head's rows too, where it has its own"
@@ -177,7 +177,7 @@ def test_new_rows_train_in_the_head_too_or_it_is_refused(base, saved, says, trai
         assert says in (said := capsys.readouterr().err) and "[embed_tokens, lm_head]" in said
         return
     got = receipts(train(*given))
-    assert got["model.add_tokens"]["got"] == "1 rows train" and all(one["ok"] for one in got.values())
+    assert got["model.add_tokens"]["actual"] == "1 rows train" and all(one["passed"] for one in got.values())
 
 
 @pytest.mark.parametrize("rows", ["model.add_tokens=['<kind>']", "adapter.trainable_token_indices=[5]"])
@@ -203,8 +203,8 @@ def test_whole_modules_train_beside_the_adapter(train, untied) -> None:
         "train.max_steps=2",
     )
     got = receipts(run)
-    assert got["adapter.modules_to_save"]["got"] == "1 tensors train"
-    assert "modules_to_save 1 of 1" in got["trained weights moved"]["got"]
+    assert got["adapter.modules_to_save"]["actual"] == "1 tensors train"
+    assert "modules_to_save 1 of 1" in got["trained weights moved"]["actual"]
 
 
 def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path) -> None:
@@ -221,7 +221,7 @@ def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path
     options = ("adapter.target_modules=[q_proj]", f"model.name={folder}", "train.learning_rate=1e-2")
     run = train("adapter.bias=all", *options, "train.max_steps=2", name="all")
     none = train(*options, "train.max_steps=2", name="none")
-    assert "weights 8 of 8" in receipts(run)["trained weights moved"]["got"]
+    assert "weights 8 of 8" in receipts(run)["trained weights moved"]["actual"]
     assert run.read("eval.json")["base"] == none.read("eval.json")["base"]
     assert run.read("eval.json")["tuned"]["loss"] < none.read("eval.json")["tuned"]["loss"]
 
@@ -305,9 +305,11 @@ def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
 def test_training_goes_on_from_an_adapter(train, two_layers) -> None:
     options = (f"model.name={two_layers}", "train.learning_rate=1e-2")
     first = train(*options, "train.max_steps=6", name="first")
-    second = train(f"adapter.from={first.path}", *options, "adapter.r=16", "train.max_steps=6", name="second")
+    second = train(
+        f"adapter.init_from={first.path}", *options, "adapter.r=16", "train.max_steps=6", name="second"
+    )
     got = receipts(second)
-    assert got["adapter.from"]["got"].startswith("all 28") and all(r["ok"] for r in got.values())
+    assert got["adapter.init_from"]["actual"].startswith("all 28") and all(r["passed"] for r in got.values())
     before, after = (run.read("eval.json")["tuned"]["loss"] for run in (first, second))
     assert after < before
     lines = [json.loads(line) for line in (second.path / "metrics.jsonl").read_text().splitlines()]
@@ -319,10 +321,10 @@ def test_all_layers_asked_of_an_adapter_that_has_fewer(train, two_layers, capsys
     """What the adapter leaves out by an option of its own is not asked for."""
     base = (f"model.name={two_layers}", "train.max_steps=1", "adapter.target_modules=all-linear")
     few = train(*base[:2], "adapter.target_modules=[q_proj]", name="few")
-    train(*base, f"adapter.from={few.path}", code=5, name="more")
+    train(*base, f"adapter.init_from={few.path}", code=5, name="more")
     assert "asked for one thing, got another" in capsys.readouterr().err
     but = train(*base, "adapter.exclude_modules=[q_proj]", name="but")
-    train(*base, f"adapter.from={but.path}", name="on")
+    train(*base, f"adapter.init_from={but.path}", name="on")
 
 
 def test_what_training_can_t_go_on_from(train, two_layers, tmp_path, capsys) -> None:
@@ -330,12 +332,15 @@ def test_what_training_can_t_go_on_from(train, two_layers, tmp_path, capsys) -> 
     ada = train("adapter.type=adalora", f"model.name={two_layers}", "train.max_steps=2", name="ada")
     (tmp_path / "empty").mkdir()
     for options, says in (
-        ((f"adapter.from={lora.path}", "adapter.type=dora", f"model.name={two_layers}"), "another type"),
-        ((f"adapter.from={lora.path}", "adapter.lora_alpha=64", f"model.name={two_layers}"), "made with"),
-        ((f"adapter.from={lora.path}",), "trained on another base"),
-        ((f"adapter.from={ada.path}", "adapter.type=adalora"), "can't go on"),
-        ((f"adapter.from={tmp_path / 'empty'}",), "no adapter in"),
-        (("adapter.from=./nothing/there",), "not found"),
+        ((f"adapter.init_from={lora.path}", "adapter.type=dora", f"model.name={two_layers}"), "another type"),
+        (
+            (f"adapter.init_from={lora.path}", "adapter.lora_alpha=64", f"model.name={two_layers}"),
+            "made with",
+        ),
+        ((f"adapter.init_from={lora.path}",), "trained on another base"),
+        ((f"adapter.init_from={ada.path}", "adapter.type=adalora"), "can't go on"),
+        ((f"adapter.init_from={tmp_path / 'empty'}",), "no adapter in"),
+        (("adapter.init_from=./nothing/there",), "not found"),
     ):
         capsys.readouterr()
         assert main.main(["check", str(QUICKSTART), *options]) == 2, options
@@ -345,10 +350,10 @@ def test_what_training_can_t_go_on_from(train, two_layers, tmp_path, capsys) -> 
 
 def test_stacking_on_another_base_has_to_be_asked_for(train, two_layers, untied) -> None:
     lora = train(f"model.name={two_layers}", "train.max_steps=2", name="lora")
-    options = (f"adapter.from={lora.path}", f"model.name={untied}")
+    options = (f"adapter.init_from={lora.path}", f"model.name={untied}")
     train(*options, code=2, name="refused")
     run = train(*options, "adapter.from_other_base=true", "train.max_steps=2", name="asked")
-    assert receipts(run)["base of the adapter"]["got"] == str(untied)
+    assert receipts(run)["base of the adapter"]["actual"] == str(untied)
 
 
 def test_dora_on_rows_of_zeros_is_finite(train, tmp_path) -> None:
@@ -362,7 +367,9 @@ def test_dora_on_rows_of_zeros_is_finite(train, tmp_path) -> None:
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
     run = train("adapter.type=dora", f"model.name={folder}", "train.max_steps=2")
     got = receipts(run)
-    assert got["DoRA on rows of zeros"]["got"].startswith("6 given") and got["saved weights"]["got"] == "0"
+    assert (
+        got["DoRA on rows of zeros"]["actual"].startswith("6 given") and got["saved weights"]["actual"] == "0"
+    )
 
 
 def test_dora_s_dropout_is_what_we_say_of_it(two_layers, capsys) -> None:

@@ -31,15 +31,15 @@ def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, in_bf
     given = [f"adapter.init_lora_weights={init}", f"model.name={two_layers}", "data.validation=null"]
     run = train(in_bf16, *given)
     got = receipts(run)
-    assert got["saved tensors"]["got"] == "all 28" and all(receipt["ok"] for receipt in got.values())
+    assert got["saved tensors"]["actual"] == "all 28" and all(receipt["passed"] for receipt in got.values())
 
 
 def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) -> None:
     given = ("adapter.type=oft", "adapter.coft=true", "adapter.eps=0.1", "train.max_steps=4")
     run = train(*given, f"model.name={two_layers}")
     got = receipts(run)
-    assert got["saved weights"]["asked"] == "the live model's logits within 1e-06"
-    assert all(receipt["ok"] for receipt in got.values())
+    assert got["saved weights"]["expected"] == "the live model's logits within 1e-06"
+    assert all(receipt["passed"] for receipt in got.values())
     assert main.main(["merge", str(run.path), "--quiet"]) == 0
 
 
@@ -75,9 +75,9 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
         (["adapter.type=pvera", "adapter.sample_at_inference=true"], "draws anew"),
         (["adapter.type=vblora", "adapter.save_only_topk_weights=true"], "less than was trained"),
         (["adapter.type=adamss", "adapter.use_asa=true"], "nothing would move the masks"),
-        (["adapter.type=full", "speed.base=bf16"], "keeps fp32 weights"),
+        (["adapter.type=full", "model.quantization=none"], "keeps fp32 weights"),
         (["adapter.type=qlora", "adapter.modules_to_save=[q_proj]"], "on the nf4 base are codes"),
-        (["speed.base=torchao_int8", "adapter.modules_to_save=[norm, q_proj]"], "base are codes"),
+        (["model.quantization=torchao_int8", "adapter.modules_to_save=[norm, q_proj]"], "base are codes"),
     ],
 )
 def test_check_knows_what_can_t_work(overrides: list[str], says: str, capsys) -> None:
@@ -114,7 +114,7 @@ def test_rows_asked_for_and_new_ones_train_together(train, two_layers, tmp_path)
     options = ("model.add_tokens=['<a>', '<b>']", "adapter.trainable_token_indices=[300]")
     run = train(*options, f"model.name={two_layers}", f"data.name={data}", "adapter.modules_to_save=[norm]")
     got = receipts(run)
-    assert got["model.add_tokens"]["got"] == "2 rows train"
+    assert got["model.add_tokens"]["actual"] == "2 rows train"
     tensors = load_file(run.adapter / "adapter_model.safetensors")
     (rows,) = (tensor for name, tensor in tensors.items() if "trainable_tokens" in name)
     assert len(rows) == 3
@@ -135,7 +135,7 @@ def test_an_adapter_that_changed_its_base_is_not_gone_on_from(two_layers, tmp_pa
     base = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
     config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights="pissa", target_modules=["q_proj"])
     get_peft_model(base, config).save_pretrained(tmp_path / "pissa")
-    options = [f"adapter.from={tmp_path / 'pissa'}", f"model.name={two_layers}"]
+    options = [f"adapter.init_from={tmp_path / 'pissa'}", f"model.name={two_layers}"]
     assert main.main(["check", str(QUICKSTART), *options]) == 2
     assert "taken out of" in capsys.readouterr().err
 
@@ -143,7 +143,9 @@ def test_an_adapter_that_changed_its_base_is_not_gone_on_from(two_layers, tmp_pa
 def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lora, capsys) -> None:
     config = saved_lora / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "kasa_config": {"beta": 0.1}}))
-    assert main.main(["check", str(QUICKSTART), f"adapter.from={saved_lora}", f"model.name={MODEL}"]) == 2
+    assert (
+        main.main(["check", str(QUICKSTART), f"adapter.init_from={saved_lora}", f"model.name={MODEL}"]) == 2
+    )
     assert "KaSA's loss" in capsys.readouterr().err
 
 
@@ -163,7 +165,12 @@ def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lor
 def test_the_recipe_that_made_an_adapter_goes_on_from_it(saved, given, saved_lora, capsys) -> None:
     config = saved_lora / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **saved}))
-    options = [f"adapter.from={saved_lora}", f"model.name={MODEL}", "adapter.r=2", "adapter.lora_alpha=8"]
+    options = [
+        f"adapter.init_from={saved_lora}",
+        f"model.name={MODEL}",
+        "adapter.r=2",
+        "adapter.lora_alpha=8",
+    ]
     assert main.main(["check", str(QUICKSTART), *options, *given]) == 0, capsys.readouterr().err
 
 
@@ -181,13 +188,18 @@ def test_an_adapter_of_more_than_the_recipe_is_not_gone_on_from(saved, given, sa
     """It is opened by its own config: all that it says would train."""
     config = saved_lora / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **TIED, **saved}))
-    options = [f"adapter.from={saved_lora}", f"model.name={MODEL}", "adapter.r=2", "adapter.lora_alpha=8"]
+    options = [
+        f"adapter.init_from={saved_lora}",
+        f"model.name={MODEL}",
+        "adapter.r=2",
+        "adapter.lora_alpha=8",
+    ]
     assert main.main(["check", str(QUICKSTART), *options, *TYING, f"adapter.{given}"]) == 2
     assert f"adapter.{given.partition('=')[0]}: differs" in capsys.readouterr().err
 
 
 def test_vectors_before_the_prompt_are_not_said_to_merge(saved_lora, capsys) -> None:
-    given = [f"adapter.from={saved_lora}", "adapter.type=prompt_tuning", f"model.name={MODEL}"]
+    given = [f"adapter.init_from={saved_lora}", "adapter.type=prompt_tuning", f"model.name={MODEL}"]
     assert main.main(["check", str(QUICKSTART), *given]) == 2
     said = capsys.readouterr().err
     assert "can't go on training" in said and "finetune merge" not in said
@@ -214,7 +226,7 @@ def test_the_tokens_of_an_adapter_that_is_gone_on_from_are_stated(rows, saved_lo
     made_with = tokenizer_setup.load_tokenizer(Model(name=str(MODEL), add_tokens=["<b>", "<a>"]))
     made_with.save_pretrained(saved_lora)
     config.write_text(json.dumps({**json.loads(config.read_text()), **rows}))
-    source = loader.load(QUICKSTART, [f"adapter.from={saved_lora}"]).adapter
+    source = loader.load(QUICKSTART, [f"adapter.init_from={saved_lora}"]).adapter
 
     def checked(*added: str) -> None:
         tokenizer = tokenizer_setup.load_tokenizer(Model(name=str(MODEL), add_tokens=list(added)))
@@ -234,9 +246,9 @@ def test_training_goes_on_from_an_adapter_with_tokens_of_its_own(train, two_laye
     options = ("model.add_tokens=['<a>', '<b>']", f"model.name={two_layers}", "train.max_steps=1")
     options += ("train.warmup_steps=0", "data.validation=null")
     first = train(*options, name="first")
-    second = train(f"adapter.from={first.path}", *options, "adapter.r=16", name="second")
+    second = train(f"adapter.init_from={first.path}", *options, "adapter.r=16", name="second")
     got = receipts(second)
-    assert got["model.add_tokens"]["got"] == "2 rows train" and all(one["ok"] for one in got.values())
+    assert got["model.add_tokens"]["actual"] == "2 rows train" and all(one["passed"] for one in got.values())
 
 
 @pytest.mark.parametrize("broken", ["config", "weights", "width"])
@@ -252,7 +264,7 @@ def test_a_broken_adapter_to_go_on_from_is_named(broken: str, train, two_layers,
         config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
     capsys.readouterr()
     rank = "adapter.r=4" if broken == "width" else "adapter.r=16"
-    train(f"adapter.from={run.path}", f"model.name={two_layers}", rank, code=2, name="second")
+    train(f"adapter.init_from={run.path}", f"model.name={two_layers}", rank, code=2, name="second")
     said = capsys.readouterr().err
     assert says in said and "adapter" in said
 
@@ -260,7 +272,7 @@ def test_a_broken_adapter_to_go_on_from_is_named(broken: str, train, two_layers,
 def test_loraplus_leaves_no_weight_behind(train, two_layers) -> None:
     options = ("adapter.loraplus_lr_ratio=16", "adapter.target_modules=[embed_tokens, q_proj]")
     run = train(*options, f"model.name={two_layers}", "train.max_steps=4")
-    assert receipts(run)["adapter.loraplus_lr_ratio"]["got"] == "A 0.004, B 0.064"
+    assert receipts(run)["adapter.loraplus_lr_ratio"]["actual"] == "A 0.004, B 0.064"
 
 
 @pytest.mark.parametrize("options", [("adapter.modules_to_save=[norm]",), ("adapter.type=ln_tuning",)])
@@ -269,8 +281,8 @@ def test_whole_modules_move_under_bf16_too(options, train, two_layers, in_bf16: 
     given = [f"model.name={two_layers}", "train.learning_rate=2e-4", "data.validation=null"]
     run = train(in_bf16, *options, *given)
     got = receipts(run)
-    assert "5 of 5" in got["trained weights moved"]["got"]
-    assert all(receipt["ok"] for receipt in got.values())
+    assert "5 of 5" in got["trained weights moved"]["actual"]
+    assert all(receipt["passed"] for receipt in got.values())
 
 
 def test_a_merge_that_peft_can_t_do_is_no_traceback(train, two_layers, capsys) -> None:

@@ -60,11 +60,11 @@ def test_a_type_trains_verifies_reopens_and_merges(kind: str, run_of, two_layers
     monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 6)  # of 32, as in test_merge.py
     run = run_of(kind)
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["saved weights"]["got"] == "0", "reopened from disk bit for bit"
-    assert got["base weights after training"]["asked"] == got["base weights after training"]["got"]
-    assert got["adapter.type"]["got"].split()[0] == adapter_types.find(kind).peft.upper()
-    moved = [part.split() for part in got["trained weights moved"]["got"].split(", ")]
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["saved weights"]["actual"] == "0", "reopened from disk bit for bit"
+    assert got["base weights after training"]["expected"] == got["base weights after training"]["actual"]
+    assert got["adapter.type"]["actual"].split()[0] == adapter_types.find(kind).peft.upper()
+    moved = [part.split() for part in got["trained weights moved"]["actual"].split(", ")]
     assert all(part[1] == part[3] for part in moved), "every trained tensor moved"
     scores = run.read("eval.json")
     if kind != "fourierft":  # begins at a random spectrum, by PEFT's default: six steps don't make it good
@@ -94,7 +94,7 @@ def test_trained_tokens_where_the_head_has_its_own_weights(train, untied) -> Non
     ids = AutoTokenizer.from_pretrained(untied)("euros on")["input_ids"]
     options = ("adapter.type=trainable_tokens", f"adapter.token_indices={ids}", f"model.name={untied}")
     run = train(*options, "train.learning_rate=1e-2", "train.max_steps=5")
-    assert receipts(run)["trained weights moved"]["got"] == "trainable_tokens_delta 1 of 1"
+    assert receipts(run)["trained weights moved"]["actual"] == "trainable_tokens_delta 1 of 1"
 
 
 @pytest.mark.parametrize("kind", [n for n, k in adapter_types.all_types().items() if k.refused])

@@ -207,7 +207,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path) -> list[str]:
     short = ["train.max_steps=2", "train.warmup_steps=0", "train.effective_batch_size=2"]
-    short += ["eval.general=false"]
+    short += ["eval.forgetting=false"]
     short += [f"data.name={folder / 'rows.jsonl'}", "data.validation=null", "data.expect.duplicates=1"]
     return ["train", str(QUICKSTART), *short, f"train.output_dir={folder / 'run'}", "--quiet"]
 
@@ -223,7 +223,7 @@ def test_cve_2026_1839_no_file_of_a_checkpoint_is_unpickled(stopped, canary, tmp
                 place.mkdir(exist_ok=True)
                 poison(place / name, canary)
     assert main.main([*command(tmp_path / "copy"), "--resume", f"data.name={stopped / 'rows.jsonl'}"]) == 0
-    assert run.finished and run.read("receipts.json")
+    assert run.finished and run.read("checks.json")
     ours = [path for path in run.adapter.rglob("*") if path.suffix in untrusted_files.PICKLES]
     assert not ours, "and none is written"
 
@@ -278,7 +278,10 @@ def test_peft_3085_3090_an_adapter_imports_nothing(
     monkeypatch.syspath_prepend(tmp_path / "path")
     edit(saved_lora / "adapter_config.json", **entries)
     refused(
-        saved_lora, capsys, says=("names a module to be imported", "adapter_config.json"), key="adapter.from"
+        saved_lora,
+        capsys,
+        says=("names a module to be imported", "adapter_config.json"),
+        key="adapter.init_from",
     )
     (tmp_path / "run" / "adapter").parent.mkdir()
     shutil.copytree(saved_lora, tmp_path / "run" / "adapter")
@@ -289,7 +292,7 @@ def test_peft_3085_3090_an_adapter_imports_nothing(
 
 def test_peft_2888_2896_a_tokenizer_of_an_adapter_is_not_trusted(saved_lora, capsys) -> None:
     edit(saved_lora / "adapter_config.json", tokenizer_kwargs={"trust_remote_code": True})
-    refused(saved_lora, capsys, says=("asks to be trusted", "adapter_config.json"), key="adapter.from")
+    refused(saved_lora, capsys, says=("asks to be trusted", "adapter_config.json"), key="adapter.init_from")
 
 
 def test_transformers_46482_a_model_s_folder_brings_no_adapter(weightless, capsys) -> None:
@@ -305,7 +308,7 @@ def test_cve_2025_53002_a_value_head_is_not_unpickled(name: str, saved_lora, can
     poison(saved_lora / name, canary)
     if name == "adapter_model.bin":
         (saved_lora / "adapter_model.safetensors").unlink()
-        refused(saved_lora, capsys, says=("only pickles", name), key="adapter.from")
+        refused(saved_lora, capsys, says=("only pickles", name), key="adapter.init_from")
     else:
         init_from.check_weights(saved_lora, str(saved_lora))
         from peft.utils import load_peft_weights
@@ -317,7 +320,7 @@ def test_cve_2024_52803_names_reach_no_shell(canary, capsys, tmp_path, monkeypat
     """The commands that are printed and run are lists of words (no shell anywhere: test_house)."""
     monkeypatch.chdir(tmp_path)
     for name in (f"$(mkdir {canary})", f"a; mkdir {canary}", f"`mkdir {canary}`", f"| mkdir {canary}"):
-        for key in ("model.name", "data.name", "adapter.from", "eval.general"):
+        for key in ("model.name", "data.name", "adapter.init_from", "eval.forgetting"):
             main.main(["check", str(QUICKSTART), f"{key}={json.dumps(name)}"])
     assert "Traceback" not in capsys.readouterr().err
 
@@ -331,9 +334,9 @@ def test_ghsa_fcm9_7xcw_g9xp_no_address_is_fetched(scheme: str, hub: Hub, capsys
         "data.name",
         "data.validation",
         "data.chat_template",
-        "eval.general",
+        "eval.forgetting",
         "model.name",
-        "adapter.from",
+        "adapter.init_from",
     ):
         before = len(hub.requests)
         assert main.main(["check", str(QUICKSTART), f"{key}={scheme.format(hub.endpoint)}"]) == 2

@@ -39,7 +39,7 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     (run.path / "eval.json").unlink()
     made = verify_saved.evaluate(run, live, ledger)
     assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
-    assert ledger.receipts[-1].got == f"all {len(shapes)}"
+    assert ledger.receipts[-1].actual == f"all {len(shapes)}"
     other = run_folder.RunFolder(shutil.copytree(run.path, tmp_path / "other"))
     path = run.adapter / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -67,7 +67,7 @@ def test_names_of_every_kind_are_found_in_the_file(given: list[str], train) -> N
     shapes = {name: p.shape for name, p in opened.named_parameters() if any(part in name for part in trained)}
     shapes = {name: shape for name, shape in shapes.items() if ".default" in name}
     verify_saved.add_saved_receipts(live_of(opened, shapes), run, ledger)
-    assert ledger.receipts[-1].ok and ledger.receipts[-1].got == f"all {len(shapes)}" and shapes
+    assert ledger.receipts[-1].passed and ledger.receipts[-1].actual == f"all {len(shapes)}" and shapes
 
 
 def test_experts_are_stored_under_other_names(tmp_path) -> None:
@@ -79,11 +79,11 @@ def test_experts_are_stored_under_other_names(tmp_path) -> None:
     model.save_pretrained(run.model)
     live = live_of(model, {name: p.shape for name, p in trainable_parameters.trainable(model).items()})
     verify_saved.add_saved_receipts(live, run, ledger)
-    assert ledger.receipts[-1].ok and ledger.receipts[-1].got == f"all {len(live.tensors)}"
+    assert ledger.receipts[-1].passed and ledger.receipts[-1].actual == f"all {len(live.tensors)}"
     path = run.model / "model.safetensors"
     tensors = load_file(path)
     assert not tensors.keys() >= live.tensors.keys()
     for name in ("model.norm.weight", next(name for name in tensors if ".experts.1." in name)):
         save_file({**tensors, name: tensors[name] + 1}, path, {"format": "pt"})
         verify_saved.add_saved_receipts(live, run, ledger)
-        assert not ledger.receipts[-1].ok, name
+        assert not ledger.receipts[-1].passed, name

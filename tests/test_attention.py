@@ -291,8 +291,8 @@ def test_documents_stay_apart_and_both_proofs_can_fail() -> None:
         assert raised.value.code == 3 and model.config._attn_implementation == "finetune_varlen"
         AttentionInterface.register("finetune_varlen", without_mask(by_document))
         prove_same(model, 64, "varlen", packed, ledger)
-    assert all(receipt["ok"] for receipt in ledger.as_json())
-    assert float(ledger.as_json()[-1]["got"]) < 1e-5
+    assert all(receipt["passed"] for receipt in ledger.as_json())
+    assert float(ledger.as_json()[-1]["actual"]) < 1e-5
 
 
 def test_a_model_in_training_is_evaluated_with_masks() -> None:
@@ -351,7 +351,7 @@ def test_nor_one_named_for_a_part_of_the_model(tmp_path) -> None:
 def test_the_run_says_which_attention_ran_and_its_folder_reopens(train, capsys) -> None:
     run = train("data.packing=true", "data.max_length=256", "train.effective_batch_size=4")
     got = receipts(run)["model.attention"]
-    assert got["asked"] == "sdpa" and got["got"].startswith("sdpa (flash")
+    assert got["expected"] == "sdpa" and got["actual"].startswith("sdpa (flash")
     assert "attention without a mask" not in receipts(run)
     reopened = reopen.reopen(run, loader.load(str(run.recipe)))
     ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]])

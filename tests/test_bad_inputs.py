@@ -205,7 +205,12 @@ def interrupted(world: World) -> list[str]:
     return STOPPED
 
 
-STOPPED = ["train.max_steps=4", "train.warmup_steps=0", "train.effective_batch_size=2", "eval.general=false"]
+STOPPED = [
+    "train.max_steps=4",
+    "train.warmup_steps=0",
+    "train.effective_batch_size=2",
+    "eval.forgetting=false",
+]
 STOPPED += ["train.save_steps=1"]
 TABLE = [
     Row(1, (":9:3", "unknown key", "learning_rate"), "learning_rate:", "learning_rat:"),
@@ -221,7 +226,10 @@ TABLE = [
     Row(9, (":9:3", ">= 1"), "learning_rate: 1e-4", "effective_batch_size: 0"),
     Row(9, (":9:3", ">= 0"), "learning_rate: 1e-4", "learning_rate: -1e-4"),
     Row(10, (":5:3", "data.max_length", ">= 8"), '"{data}"', '"{data}"\n  max_length: 0'),
-    Row(11, ("speed.base", "adapter.type: qlora"), "type: lora", "type: qlora\nspeed:\n  base: fp8\n#"),
+    Row(
+        11, ("model.quantization", "adapter.type: lora"), "type: lora", "type: qlora",
+        make=lambda _: ["model.quantization=fp8"],
+    ),
     Row(11, ("adapter.use_dora", "ia3"), "type: lora", "type: ia3\n  use_dora: true"),
     Row(11, ("train.num_train_epochs", "drop one"), "max_steps: 4", "max_steps: 4\n  num_train_epochs: 1"),
     Row(12, (":7:28", '"v_porj"', LINEAR, "v_proj"), "r: 8", "target_modules: [q_proj, v_porj]"),
@@ -273,7 +281,7 @@ TABLE = [
         39, rows('{"text": "<|im_start|>one two"}', '{"text": "three four"}'), "second BOS", "rows.jsonl:1",
         command="data", code=0, make=with_bos,
     ),
-    of_run(40, lambda _: ["speed.base=fp8"], 3, "speed.base", "compute capability 8.9", "CPU"),
+    of_run(40, lambda _: ["model.quantization=fp8"], 3, "model.quantization", "compute capability 8.9", "CPU"),
     *(
         of_run(41, lambda _, v=version: [f"model.attention=flash_attention_{v}"], 3,
                "model.attention", "needs an NVIDIA GPU", "attention: auto")

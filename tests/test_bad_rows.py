@@ -34,7 +34,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def prepared_of(folder: Path, source: str, **data: Any) -> Prepared:
-    given = Data.model_validate({"name": source, "cache": str(folder / "cache"), **data})
+    given = Data.model_validate({"name": source, "cache_dir": str(folder / "cache"), **data})
     return prepare(given, load_tokenizer(Model(name=str(MODEL))), 0, None)
 
 

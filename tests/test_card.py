@@ -54,7 +54,9 @@ def made(recipe_file, tmp_path):
         for name, content in {
             "eval.json": results or {},
             "adapter_config.json": config or LORA,
-            "receipts.json": [{"option": "a|b", "asked": "1", "got": "2\n3", "how": "x", "ok": False}],
+            "checks.json": [
+                {"option": "a|b", "expected": "1", "actual": "2\n3", "how": "x", "passed": False}
+            ],
             "data_report.json": {"train": {"sources": SOURCES, "kept": 9}, "validation": {"kept": 50}},
         }.items():
             (staged / name).write_text(json.dumps(content))

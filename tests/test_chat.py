@@ -36,7 +36,7 @@ def run(train, two_layers, tmp_path):
         key = " ".join((kind, *overrides))
         if key not in RUNS:
             given = [f"adapter.type={kind}", f"model.name={two_layers}", "train.learning_rate=2e-2"]
-            given += ["eval.max_new_tokens=2", "eval.general=false"]
+            given += ["eval.max_new_tokens=2", "eval.forgetting=false"]
             RUNS[key] = train(*given, *overrides, name=f"chat-{len(RUNS)}").path
         return RunFolder(RUNS[key])
 

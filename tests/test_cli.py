@@ -39,20 +39,20 @@ def test_the_surface() -> None:
     common = ["--debug", "--help", "--quiet", "-h"]
     assert surface == {
         "train": sorted([*common, "--accelerate", "--resume", "--until", "--dry-run", "recipe", "overrides"]),
-        "check": sorted([*common, "--prove-resume", "--preflight", "recipe", "overrides"]),
+        "check": sorted([*common, "--verify-resume", "--rehearse", "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
         "plan": sorted(
             [*common, "recipe", "overrides", "--accelerate", "--gpu", "--gpus", "--price-per-hour"]
         ),
         "profile": sorted([*common, "recipe", "overrides", "--output"]),
-        "ablate": sorted([*common, "recipe", "overrides", "--ladder", "--output"]),
+        "ablate": sorted([*common, "recipe", "overrides", "--optimizations", "--output"]),
         "evaluate": sorted([*common, "run", "overrides", "--tasks"]),
         "merge": sorted([*common, "run", "overrides", "--dtype", "--quantize", "--output"]),
         "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),
         "compare": sorted(
             [*common, "what", "overrides", "--adapters", "--seeds", "--budget", "--output", "--assert-equal"]
         ),
-        "tune": sorted(
+        "sweep": sorted(
             [*common, "recipe", "overrides", *(f"--{name}" for name in TUNE)],
         ),
         "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
@@ -225,7 +225,7 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
         "loader workers",
         "packing",
         "compile",
-        "recompute",
+        "activation checkpointing",
         "attention",
     ):
         assert name in text
@@ -237,7 +237,7 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
     ("words", "said"),
     [
         (["plan", "--gpus", "0"], "--gpus: '0', expected a whole number from 1 up"),
-        (["tune", "--trials", "many"], "--trials: 'many', expected a whole number from 1 up"),
+        (["sweep", "--trials", "many"], "--trials: 'many', expected a whole number from 1 up"),
         (["plan", "--price-per-hour", "nan"], "--price-per-hour: 'nan', expected a number from 0 up"),
         (["data", "--show", "-1"], "--show: '-1', expected a whole number from 0 up"),
         (["compare", "--budget", "1.2.3h"], "--budget: '1.2.3h', expected a time: 90s"),

@@ -24,7 +24,7 @@ DONE: list[Path] = []  # the comparison that most tests look at, made once
 def short(two_layers, small) -> list[str]:
     """Overrides for runs of two steps."""
     given = [f"model.name={two_layers}", *small, "train.max_steps=2", "train.warmup_steps=0"]
-    return [*given, "train.effective_batch_size=8", "eval.max_new_tokens=4", "eval.general=false"]
+    return [*given, "train.effective_batch_size=8", "eval.max_new_tokens=4", "eval.forgetting=false"]
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def test_each_run_is_an_ordinary_one_and_the_winner_trains(done, train, capsys) 
     text = (done / "compare.md").read_text()
     assert "| lora |" in text and "| ia3 |" in text and result["winner"]["why"] in text
     assert ElementTree.parse(done / "compare.svg").getroot().tag.endswith("svg")
-    won, winner = load_recipe(done / "winner.yaml"), result["winner"]
+    won, winner = load_recipe(done / "best.yaml"), result["winner"]
     assert (won.adapter.type, won.train.seed) == (winner["type"], winner["seed"])
     assert won.train.learning_rate == result["types"][winner["type"]]["rate"]
-    again = train("train.effective_batch_size=8", recipe=done / "winner.yaml")
+    again = train("train.effective_batch_size=8", recipe=done / "best.yaml")
     assert run_diff.weights(again, RunFolder(done / winner["run"])).rows == []
 
 
@@ -318,7 +318,7 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
 
 def test_evaluations_on_top_of_a_budget_are_said_beforehand(short, tmp_path, capsys) -> None:
     for every, budget, said in ((1, 900.0, True), (1, None, False), (None, 900.0, False)):
-        given = [*short, f"eval.every={every}" if every else "eval.every=null"]
+        given = [*short, f"eval.eval_steps={every}" if every else "eval.eval_steps=null"]
         asked = comparison.Asked(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
         comparison.introduce(comparison.plan(asked), asked, console.Console())
         assert ("on top of --budget" in capsys.readouterr().out) == said
@@ -356,7 +356,7 @@ def test_mistakes_are_said_before_anything_is_trained(done, tmp_path, capsys) ->
         ([recipe, "--adapters", "lora,lora"], "is named twice"),
         ([recipe, "--adapters", "lora, lora "], "is named twice"),
         ([recipe, "--adapters", "ia3@x"], "expected:  a learning rate: ia3@1e-3"),
-        ([recipe, "--adapters", "lora,full", "speed.base=nf4"], "full"),
+        ([recipe, "--adapters", "lora,full", "model.quantization=nf4"], "full"),
         ([recipe, "--adapters", "lora", "--output", runs[0]], "is a run folder"),
         ([recipe, runs[0], "--adapters", "lora"], "not an override"),
         ([runs[0]], "try:       finetune compare RUN_A RUN_B"),

@@ -89,9 +89,9 @@ def test_what_auto_became_is_compared() -> None:
     def run(**chosen: Any) -> dict[str, Any]:
         return {"recipe": {"speed.loss": "auto"}, "facts": {}, "chosen": {"speed.compile": True, **chosen}}
 
-    one = run(**{"speed.loss": "chunked", "speed.recompute": "int8:6"})
-    other = run(**{"speed.loss": "fused", "data.name": "x", "speed.recompute": "int8"})
-    note, rounded = resume_contract.chosen_anew(one, other)
+    one = run(**{"speed.loss": "chunked", "speed.activation_checkpointing": "mlp_int8:6"})
+    other = run(**{"speed.loss": "fused", "data.name": "x", "speed.activation_checkpointing": "mlp_int8"})
+    rounded, note = resume_contract.chosen_anew(one, other)
     assert 'speed.loss: chosen as "chunked" then, "fused" now' in note and "a hundredth apart" in rounded
     other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
     assert resume_contract.chosen_anew(one, other) == [rounded]
@@ -99,8 +99,8 @@ def test_what_auto_became_is_compared() -> None:
 
 def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:
     """A run that came to its end by it would stay ended."""
-    one, other = ({"recipe": {"eval.patience": n}, "facts": {}, "chosen": {}} for n in (2, 5))
-    with pytest.raises(UserError, match=r"eval\.patience"):
+    one, other = ({"recipe": {"eval.early_stopping_patience": n}, "facts": {}, "chosen": {}} for n in (2, 5))
+    with pytest.raises(UserError, match=r"eval\.early_stopping_patience"):
         resume_contract.compare(one, other, tmp_path)
 
 
@@ -111,9 +111,13 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = training_data.prepare_data(one)
 
-    def asked_for(recompute: str, offload: str) -> dict[str, Any]:
-        asked = {"speed.recompute": recompute, "speed.offload": offload}
-        return {"recipe": asked, "facts": {"hardware": "x"}, "chosen": {**asked, "speed.recompute": 3}}
+    def asked_for(checkpointing: str, offload: str) -> dict[str, Any]:
+        asked = {"speed.activation_checkpointing": checkpointing, "speed.offload": offload}
+        return {
+            "recipe": asked,
+            "facts": {"hardware": "x"},
+            "chosen": {**asked, "speed.activation_checkpointing": "full:3"},
+        }
 
     def resumed(name: str) -> tuple[int, run_checks.Choice]:
         found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
@@ -121,23 +125,24 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
         work = stages.work_of(model, one, setup, 64, 1.0)
         fast = stages.make_fast(model, one, setup, arguments, work, found, ledger)
         count = sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model))
-        return count, fast["speed.recompute"]
+        return count, fast["speed.activation_checkpointing"]
 
-    assert resumed(setup.hardware.name) == (3, run_checks.Choice("3 of 6", stages.AS_BEFORE))
+    assert resumed(setup.hardware.name) == (3, run_checks.Choice("full:3", stages.AS_BEFORE))
     assert resumed("another GPU")[0] == 0, "its memory is another"
     for then, now, kept in (
-        (("auto", "auto"), ("auto", "auto"), {"recompute", "offload"}),
-        (("auto", "activations"), ("auto", "activations"), {"recompute"}),
-        (("all", "auto"), ("all", "auto"), {"offload"}),
+        (("auto", "auto"), ("auto", "auto"), {"activation_checkpointing", "offload"}),
+        (("auto", "activations"), ("auto", "activations"), {"activation_checkpointing"}),
+        (("full", "auto"), ("full", "auto"), {"offload"}),
         (("auto", "auto"), ("auto", "activations"), set()),  # by which another part has to be recomputed
         (("auto", "auto"), ("auto", "none"), set()),
         (("auto", "none"), ("auto", "auto"), set()),
     ):
         found: Any = SimpleNamespace(contract=asked_for(*then))
-        asked = one.speed.model_copy(update=dict(zip(("recompute", "offload"), now, strict=True)))
+        keys = ("activation_checkpointing", "offload")
+        asked = one.speed.model_copy(update=dict(zip(keys, now, strict=True)))
         made, keys = resume_contract.as_chosen(asked, found, "x")
         assert keys == kept and (made == asked or kept)
-        assert made.recompute == (3 if "recompute" in kept else now[0])
+        assert made.activation_checkpointing == ("full:3" if "activation_checkpointing" in kept else now[0])
     assert resume_contract.as_chosen(one.speed, None, "x") == (one.speed, set())
 
 
@@ -153,7 +158,7 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
 def test_what_was_recorded_as_graphs_is_so_again(asked, compiled, graphs: str, kept) -> None:
     speed = loader.load(QUICKSTART).speed.model_copy(update={"compile": asked})
     chosen = {"speed.compile": compiled, "speed.graphs": graphs}
-    plain = {"speed.recompute": "auto", "speed.offload": "auto"}
+    plain = {"speed.activation_checkpointing": "auto", "speed.offload": "auto"}
     found: Any = SimpleNamespace(contract={"recipe": plain, "facts": {"hardware": "x"}, "chosen": chosen})
     made, keys = resume_contract.as_chosen(speed, found, "x")
     assert made.compile == kept and keys == ({"compile"} if kept != asked else set())

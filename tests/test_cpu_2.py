@@ -32,7 +32,7 @@ def test_two_processes_train_what_one_does(
     given.append("train.effective_batch_size=8")
     one, folder = train(*given), tmp_path / "two"
     words = ["train", str(QUICKSTART), *small, f"model.name={two_layers}", *given, "--quiet"]
-    words += ["train.warmup_steps=0", "eval.general=false"]
+    words += ["train.warmup_steps=0", "eval.forgetting=false"]
     words += [f"train.output_dir={folder}"]
     launch = module_of("scripts", "launch_matrix").environment(ROOT / "accelerate_configs" / f"{config}.yaml")
     launch |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}  # as cpu_2 has it

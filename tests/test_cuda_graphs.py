@@ -45,16 +45,20 @@ def test_layers_are_graphs_where_it_pays(
         ([], 30.0, ("none", "none", "on", "auto")),
         ([], 21.0, ("cheap", "none", "on", "auto")),  # graphs take two of it
         ([], 18.5, ("cheap", "none", "off", "made again whole")),  # beside them layers would be
-        (["speed.recompute=8"], 30.0, ("8 of 32", "none", "off", "made again whole")),
+        (["speed.activation_checkpointing=full:8"], 30.0, ("8 of 32", "none", "off", "made again whole")),
         (
-            ["speed.recompute=all", "speed.offload=activations"],
+            ["speed.activation_checkpointing=full", "speed.offload=activations"],
             30.0,
             ("32 of 32", "activations", "off", "leaves the GPU"),
         ),
-        (["speed.recompute=none"], 30.0, ("none", "none", "on", "auto")),
-        (["speed.recompute=none"], 20.5, ("none", "none", "off", "no room for the 2 GiB")),
-        (["speed.recompute=cheap"], 19.5, ("cheap", "none", "off", "no room for the 2 GiB")),
-        (["speed.recompute=none", "speed.compile=reduce-overhead"], 20.5, ("none", "none", "on", "auto")),
+        (["speed.activation_checkpointing=none"], 30.0, ("none", "none", "on", "auto")),
+        (["speed.activation_checkpointing=none"], 20.5, ("none", "none", "off", "no room for the 2 GiB")),
+        (["speed.activation_checkpointing=norms"], 19.5, ("cheap", "none", "off", "no room for the 2 GiB")),
+        (
+            ["speed.activation_checkpointing=none", "speed.compile=reduce-overhead"],
+            20.5,
+            ("none", "none", "on", "auto"),
+        ),
         (["speed.compile=reduce-overhead"], 18.5, ("cheap", "none", "on", "auto")),
     ],
 )
@@ -63,7 +67,9 @@ def test_by_themselves_graphs_fit_and_no_layer_is_made_again_whole(
 ) -> None:
     speed = loader.load(QUICKSTART, options).speed
     plan = memory_estimate.Memory(32, 20.0, 2.0, 0.1, room, graphs=2.0)
-    again, offload, graphs, _ = cuda_graphs.beside(Choice("on", "auto"), speed, speed.recompute, plan, H100)
+    again, offload, graphs, _ = cuda_graphs.beside(
+        Choice("on", "auto"), speed, speed.activation_checkpointing, plan, H100
+    )
     assert (again.value, offload.value, graphs.value) == found[:3] and found[3] in graphs.reason
 
 
@@ -109,8 +115,17 @@ def test_graphs_are_for_one_process_that_splits_nothing(config: str, processes: 
 
 def test_a_plan_has_their_time_and_their_memory(large) -> None:
     """What they work in is held at the loss too, and while a run evaluates between steps."""
-    small = ["data.packing=true", "data.max_length=2048", "data.validation_fraction=0.1", "speed.base=fp8"]
-    small += ["eval.every=10", "train.per_device_train_batch_size=1", "speed.recompute=none"]
+    small = [
+        "data.packing=true",
+        "data.max_length=2048",
+        "data.validation_fraction=0.1",
+        "model.quantization=fp8",
+    ]
+    small += [
+        "eval.eval_steps=10",
+        "train.per_device_train_batch_size=1",
+        "speed.activation_checkpointing=none",
+    ]
     made = planned(large, *small, "speed.compile=true", gpu="h200")
     without = planned(large, *small, "speed.compile=default", gpu="h200")
     assert made.choices["CUDA graphs"].value == "on"

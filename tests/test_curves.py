@@ -44,7 +44,7 @@ def curve(train, name: str, *more: str, folder: str = "run") -> list[float]:
     given += ["data.max_length=256"]
     given += ["data.validation=null"] * name.startswith("adapters/")  # the others would hold rows back
     run = train(*given, *MORE.get(name, []), *more, recipe=shipped_files.recipes()[name], name=folder)
-    assert all(receipt["ok"] for receipt in receipts(run).values())
+    assert all(receipt["passed"] for receipt in receipts(run).values())
     assert loader.load(run.recipe).adapter.type == Path(name).name
     return [line["loss"] for line in metrics(run)]
 

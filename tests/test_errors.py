@@ -65,7 +65,7 @@ def prepared(content: bytes, tmp_path, **more: object):
     """The rows of a file, as a run would have them."""
     (tmp_path / "rows.jsonl").write_bytes(content)
     data = Data.model_validate(
-        {"name": str(tmp_path / "rows.jsonl"), "cache": str(tmp_path / "cache"), **more}
+        {"name": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache"), **more}
     )
     return prepare(data, load_tokenizer(Model(name=str(MODEL))), 0, 4096)
 
@@ -105,7 +105,7 @@ def test_39_one_bos_and_a_remark(tmp_path) -> None:
     tokenizer._tokenizer, tokenizer.bos_token = with_bos, "<|im_start|>"
     content = rows('{"text": "<|im_start|>one two"}', '{"text": "three four"}')
     (tmp_path / "rows.jsonl").write_bytes(content)
-    found = prepare(Data(name=str(tmp_path / "rows.jsonl"), cache=str(tmp_path)), tokenizer, 0, None)
+    found = prepare(Data(name=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path)), tokenizer, 0, None)
     assert [row["input_ids"].count(start) for row in found.train] == [1, 1]
     assert found.report["train"].counts["doubled_bos"] == 1
     assert "second BOS" in "\n".join(found.report["train"].remarks())
@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:
     run = train("train.learning_rate=1e30", "train.max_steps=6", code=5)
     assert "not finite" in capsys.readouterr().err
     assert not run.adapter.exists()
-    assert run.read("receipts.json")
+    assert run.read("checks.json")
 
 
 def test_a_log_shows_nan_as_nan() -> None:

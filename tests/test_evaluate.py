@@ -164,7 +164,7 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     from safetensors.torch import load_file, save_file
 
     task = write_task(tmp_path, "choice", QUESTIONS, CHOICE)
-    run = train(f"model.name={two_layers}", f"eval.tasks=[{task}]", "eval.answers=false", "eval.limit=2")
+    run = train(f"model.name={two_layers}", f"eval.tasks=[{task}]", "eval.generate=false", "eval.limit=2")
     before = RunFolder(shutil.copytree(run.path, tmp_path / "before"))
     base = shutil.copytree(two_layers, tmp_path / "elsewhere" / Path(two_layers).name)
     asked = ["evaluate", str(run.path), f"model.name={base}", "--quiet"]
@@ -179,10 +179,10 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     assert main.main(asked) == 0 and "choice" in run.read("eval.json")["tasks"]
 
     own = (run.path / "eval.json").read_bytes()
-    assert main.main([*asked, "speed.base=nf4"]) == 0
+    assert main.main([*asked, "model.quantization=nf4"]) == 0
     other = run.read("eval.other.json")
     assert not other["tasks"]
-    assert main.main(["evaluate", str(run.path), "speed.base=nf4", "--quiet"]) == 0
+    assert main.main(["evaluate", str(run.path), "model.quantization=nf4", "--quiet"]) == 0
     assert "choice" in run.read("eval.other.json")["tasks"]
     assert "the base is in nf4" in " ".join(other["settings"]["notes"])
     weights = load_file(base / "model.safetensors")
@@ -197,15 +197,15 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
 def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_layers) -> None:
     """A rate that is far too high: every step after the first ones makes it worse."""
     asked = [f"model.name={two_layers}", "train.learning_rate=0.3", "train.lr_scheduler_type=constant"]
-    run = train(*asked, "train.max_steps=12", "eval.every=1", "eval.patience=3")
+    run = train(*asked, "train.max_steps=12", "eval.eval_steps=1", "eval.early_stopping_patience=3")
     lines = [line for line in metrics(run) if "eval_loss" in line]
     losses = [line["eval_loss"] for line in lines]
     best = losses.index(min(losses))
     assert len(losses) == best + 4 < 12
     assert run.read("eval.json")["tuned"]["loss"] == pytest.approx(losses[best], rel=1e-6)
     got = receipts(run)
-    assert got["best weights kept"]["asked"].startswith(f"step {best + 1},")
-    assert got["eval.every"]["got"] == str(len(losses))
+    assert got["best weights kept"]["expected"].startswith(f"step {best + 1},")
+    assert got["eval.eval_steps"]["actual"] == str(len(losses))
     assert "stopped at step" in (run.path / "log.txt").read_text()
     assert [line["step"] for line in metrics(run) if "loss" in line][-1] == best + 4
 
@@ -215,7 +215,12 @@ def test_evaluating_does_not_change_the_training(train, two_layers, task_files) 
     plain = train(*asked, name="plain")
     named = f"eval.tasks={json.dumps([task_files[0], task_files[1]])}"
     watched = train(
-        *asked, "eval.every=2", "eval.keep_best=false", "eval.best=choice/acc", named, name="watched"
+        *asked,
+        "eval.eval_steps=2",
+        "eval.load_best_model_at_end=false",
+        "eval.metric_for_best_model=choice/acc",
+        named,
+        name="watched",
     )
     weights = [(run.adapter / "adapter_model.safetensors").read_bytes() for run in (plain, watched)]
     assert weights[0] == weights[1]
@@ -225,22 +230,22 @@ def test_evaluating_does_not_change_the_training(train, two_layers, task_files) 
 
 
 def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) -> None:
-    asked = [f"model.name={two_layers}", "adapter.type=adalora", "train.max_steps=12", "eval.every=1"]
+    asked = [f"model.name={two_layers}", "adapter.type=adalora", "train.max_steps=12", "eval.eval_steps=1"]
     run = train(*asked, "train.learning_rate=0.1", "train.lr_scheduler_type=constant")
     config = json.loads((run.adapter / "adapter_config.json").read_text())
-    step = int(receipts(run)["best weights kept"]["asked"].split()[1].rstrip(","))
+    step = int(receipts(run)["best weights kept"]["expected"].split()[1].rstrip(","))
     assert step >= config["total_step"] - config["tfinal"]
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["eval.every=5", "data.validation=null"], "needs held-out rows"),
-        (["eval.patience=2"], "needs eval.every"),
-        (["eval.every=5", "eval.best=accuracy"], "task/metric"),
-        (["eval.every=5", "eval.best=arc/acc"], "needs its task in eval.tasks"),
+        (["eval.eval_steps=5", "data.validation=null"], "needs held-out rows"),
+        (["eval.early_stopping_patience=2"], "needs eval.eval_steps"),
+        (["eval.eval_steps=5", "eval.metric_for_best_model=accuracy"], "task/metric"),
+        (["eval.eval_steps=5", "eval.metric_for_best_model=arc/acc"], "needs its task in eval.tasks"),
         (["eval.batch_size=atuo"], "auto"),
-        (["eval.general=nowhere.jsonl"], "no such file"),
+        (["eval.forgetting=nowhere.jsonl"], "no such file"),
     ],
 )
 def test_settings_that_make_no_sense(asked, said, capsys) -> None:
@@ -254,7 +259,7 @@ def test_a_general_text_is_the_file_that_is_named(tmp_path, monkeypatch) -> None
     for folder, text in (("data", "meant"), ("data/data", "another")):
         Path(folder).mkdir()
         Path(folder, "general.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    assert evaluator.general_texts(Eval(general="data/general.jsonl")) == ["meant"]
+    assert evaluator.general_texts(Eval(forgetting="data/general.jsonl")) == ["meant"]
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch) -> None:

@@ -194,8 +194,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(train, monkeypatch, capsys) -> N
 def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8", "eval.answers=false"]
-    assert main.main(["check", str(QUICKSTART), *given, "--preflight"]) == 0
+    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8", "eval.generate=false"]
+    assert main.main(["check", str(QUICKSTART), *given, "--rehearse"]) == 0
     said = capsys.readouterr().out
     for phase in ("load", "resume: save, reopen, evaluate, generate", "straight: steps", "publish --dry-run"):
         assert phase in said
@@ -204,15 +204,19 @@ def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, mo
 
 
 def test_a_preflight_evaluates_at_its_end_alone() -> None:
-    """Early stopping and what decides on the best weights go with `eval.every`."""
-    given = ["eval.every=10", "eval.patience=2", "eval.best=exact_match"]
+    """Early stopping and what decides on the best weights go with `eval.eval_steps`."""
+    given = ["eval.eval_steps=10", "eval.early_stopping_patience=2", "eval.metric_for_best_model=exact_match"]
     asked = loader.load(QUICKSTART, [*given, *rehearsal.LITTLE]).eval
-    assert (asked.every, asked.patience, asked.best) == (None, None, "loss")
+    assert (asked.eval_steps, asked.early_stopping_patience, asked.metric_for_best_model) == (
+        None,
+        None,
+        "loss",
+    )
 
 
 def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -> None:
     given = [*small, f"model.name={two_layers}", "train.save_total_limit=1000000000"]
-    assert main.main(["check", str(QUICKSTART), *given, "--preflight"]) == 3
+    assert main.main(["check", str(QUICKSTART), *given, "--rehearse"]) == 3
     said = capsys.readouterr().err
     assert "the preflight ends in: load" in said and "no room" in said
 
@@ -263,4 +267,4 @@ def test_overflows_of_fp16_s_scaler_are_counted(tmp_path) -> None:
     assert counts == [1, 1, 1, 2, 2] and weight.item() == pytest.approx(0.4)
     resumed.load_state_dict(watcher.state_dict())
     resumed.on_train_end(None, state, None)
-    assert [receipt.got for receipt in ledger.receipts] == ["2 of 5"]
+    assert [receipt.actual for receipt in ledger.receipts] == ["2 of 5"]

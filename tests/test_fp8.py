@@ -142,7 +142,7 @@ def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
     base = load()
     quantization_checks.add_receipt(base, ledger)
     (receipt,) = ledger.as_json()
-    assert receipt["ok"] and receipt["got"].startswith("42 of 42 linear layers, ")
+    assert receipt["passed"] and receipt["actual"].startswith("42 of 42 linear layers, ")
     kinds = {
         name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, fp8_linear.Fp8Linear)
     }
@@ -195,8 +195,8 @@ def test_layers_that_do_not_fit_stay_and_are_counted(tmp_path) -> None:
     made.save_pretrained(tmp_path)
     base, ledger = load(tmp_path), RunChecks()
     quantization_checks.add_receipt(base, ledger)
-    assert "4 of 7 linear layers" in ledger.as_json()[0]["got"]
-    assert "3 stay: sides not divisible by 16" in ledger.as_json()[0]["got"]
+    assert "4 of 7 linear layers" in ledger.as_json()[0]["actual"]
+    assert "3 stay: sides not divisible by 16" in ledger.as_json()[0]["actual"]
     q_proj = base.model.layers[0].self_attn.q_proj
     assert torch.equal(q_proj.bias, made.model.layers[0].self_attn.q_proj.bias)
     assert torch.equal(base.model.layers[0].mlp.up_proj.weight, made.model.layers[0].mlp.up_proj.weight)
@@ -237,7 +237,7 @@ def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
     """Each by its gradients against those on the dequantised weights, or refused by name."""
     reason = adapter_types.obstacle(kind, "fp8")
     if reason:
-        options = [f"adapter.type={kind}", "speed.base=fp8"]
+        options = [f"adapter.type={kind}", "model.quantization=fp8"]
         assert main.main(["check", "recipes/quickstart.yaml", *options]) == 2
         assert kind in capsys.readouterr().err
         return
@@ -279,12 +279,17 @@ def test_a_run_on_it_trains_verifies_evaluates_and_merges(train, two_layers, mon
     """Through the command, as on a GPU that has fp8 GEMMs: only whether they are there is answered for it."""
     with monkeypatch.context() as patch:
         patch.setattr(mixed_precision, "fp8_missing", lambda machine, precision: "")
-        options = ["speed.base=fp8", "adapter.type=dora", f"model.name={two_layers}", "train.max_steps=8"]
+        options = [
+            "model.quantization=fp8",
+            "adapter.type=dora",
+            f"model.name={two_layers}",
+            "train.max_steps=8",
+        ]
         options += ["train.learning_rate=1e-2", "train.logging_steps=1", "eval.max_new_tokens=2"]
         run = train(*options)
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["speed.base"]["got"].startswith("14 of 14 linear layers")
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["model.quantization"]["actual"].startswith("14 of 14 linear layers")
     losses = [json.loads(line)["loss"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
     (note,) = [
@@ -299,7 +304,7 @@ def test_a_run_on_it_trains_verifies_evaluates_and_merges(train, two_layers, mon
 
 
 def refused(capsys, code: int, *options: str) -> str:
-    assert main.main(["check", "recipes/quickstart.yaml", "speed.base=fp8", *options]) == code
+    assert main.main(["check", "recipes/quickstart.yaml", "model.quantization=fp8", *options]) == code
     return capsys.readouterr().err
 
 
@@ -311,7 +316,7 @@ def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
         assert "init_lora_weights" in refused(capsys, 2, f"adapter.init_lora_weights={init}")
     assert "codes" in refused(capsys, 2, "adapter.modules_to_save=[q_proj]")
     assert "codes" in refused(capsys, 2, "adapter.target_parameters=[q_proj.weight]")
-    assert main.main(["check", "recipes/quickstart.yaml", "speed.base=fp8"]) == 0
+    assert main.main(["check", "recipes/quickstart.yaml", "model.quantization=fp8"]) == 0
     assert main.main(["check", "recipes/quickstart.yaml", "adapter.modules_to_save=[embed_tokens]"]) == 0
 
 
@@ -319,7 +324,7 @@ def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
 def test_without_fp8_gemms_it_is_refused_for_training_and_emulated_for_the_rest(machine: Hardware) -> None:
     with pytest.raises(UserError, match="no fp8 GEMMs") as raised:
         base_quantization.choose_base("fp8", "lora", "bf16", machine, lambda: "")
-    assert raised.value.code == Exit.ENVIRONMENT and "speed.base=auto" in str(raised.value)
+    assert raised.value.code == Exit.ENVIRONMENT and "model.quantization=auto" in str(raised.value)
     again = base_quantization.choose_base("fp8", "lora", "bf16", machine)
     assert again.value == "fp8" and "no fp8 GEMMs" in again.reason
 
@@ -330,7 +335,7 @@ def test_on_a_gpu_without_autocast_it_is_refused() -> None:
 
 
 def test_training_is_refused_here(train, capsys) -> None:
-    train("speed.base=fp8", code=3)
+    train("model.quantization=fp8", code=3)
     assert "CPU has no fp8 GEMMs" in capsys.readouterr().err
 
 
@@ -379,11 +384,11 @@ def test_experts_that_stay_are_in_the_receipt() -> None:
     config = AutoConfig.for_model("qwen3_moe", vocab_size=99, num_experts_per_tok=2, **sizes)
     ledger = RunChecks()
     quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
-    assert "of experts stay: they are no linear layers" in ledger.as_json()[0]["got"]
+    assert "of experts stay: they are no linear layers" in ledger.as_json()[0]["actual"]
 
 
 def test_a_convolution_is_no_expert() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     ledger, config = RunChecks(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
     quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
-    assert "experts" not in ledger.as_json()[0]["got"]
+    assert "experts" not in ledger.as_json()[0]["actual"]

@@ -64,11 +64,11 @@ def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, 
 def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys) -> None:
     commit = publish(trained())
     other = ["adapter.from_other_base=true", "data.validation=null", HERE[0]]
-    second = train(f"adapter.from=me/notes@{commit}", *other, name="second")
-    assert receipts(second)["adapter.from"]["got"] == f"all 84 of me/notes@{commit}"
-    train(f"adapter.from=me/notes@{'0' * 40}", *other, name="third", code=3)
+    second = train(f"adapter.init_from=me/notes@{commit}", *other, name="second")
+    assert receipts(second)["adapter.init_from"]["actual"] == f"all 84 of me/notes@{commit}"
+    train(f"adapter.init_from=me/notes@{'0' * 40}", *other, name="third", code=3)
     assert "no such repository or revision" in capsys.readouterr().err
-    assert main.main(["check", "recipes/quickstart.yaml", "adapter.from=me/notes"]) == 0
+    assert main.main(["check", "recipes/quickstart.yaml", "adapter.init_from=me/notes"]) == 0
     assert "pin it" in capsys.readouterr().out
 
 
@@ -87,7 +87,7 @@ def test_a_mistyped_folder_is_told_from_a_hub_id(
             hub.fail(f"/{name}/", 401, times=99)
     for key, name, near in (
         ("model.name", "models/lama", "models/llama"),
-        ("adapter.from", "runs/frist", "runs/first"),
+        ("adapter.init_from", "runs/frist", "runs/first"),
     ):
         given = [
             str(QUICKSTART),
@@ -102,7 +102,7 @@ def test_a_mistyped_folder_is_told_from_a_hub_id(
         said = capsys.readouterr().err
         assert "error: no such" in said.replace(f"{key}: ", "") and "found:     no such folder here" in said
         assert f"try:       {near}, which is here; or check the name" in said
-    assert main.main(["check", *given, "adapter.from=./runs/frist"]) == 2
+    assert main.main(["check", *given, "adapter.init_from=./runs/frist"]) == 2
     assert "try:       runs/first" in capsys.readouterr().err
 
 
@@ -135,12 +135,12 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     assert not [line for line in hub.requests if "main" in line], "what is resolved names the commit"
     kept = json.loads((run.adapter / "adapter_config.json").read_text())
     assert (kept["base_model_name_or_path"], kept["revision"]) == ("me/base", commit)
-    assert receipts(run)["base of the adapter"]["got"] == f"me/base {commit}"
+    assert receipts(run)["base of the adapter"]["actual"] == f"me/base {commit}"
     # it is finished, whatever the branch is now; and an adapter of it goes on under the branch's name
     steps = len(metrics(run))
     again = [str(run.recipe), "model.revision=main", "train.max_steps=4", "--resume=auto", "--quiet"]
     assert main.main(["train", *again]) == 0
-    branch = "model.name=me/base", "model.revision=main", f"adapter.from={run.adapter}"
+    branch = "model.name=me/base", "model.revision=main", f"adapter.init_from={run.adapter}"
     assert main.main(["check", str(QUICKSTART), *branch]) == 0 and len(metrics(run)) == steps
     # another base has no such commit
     there = loader.load(run.recipe, [f"model.name={two_layers}"])

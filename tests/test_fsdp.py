@@ -96,7 +96,12 @@ def runs(small, untied, tmp_path_factory) -> Path:
         "train.warmup_steps=0",
         "train.save_steps=2",
     ]
-    given += ["train.effective_batch_size=2", "train.logging_steps=1", "eval.general=false", "eval.samples=0"]
+    given += [
+        "train.effective_batch_size=2",
+        "train.logging_steps=1",
+        "eval.forgetting=false",
+        "eval.samples=0",
+    ]
     given += ["eval.max_new_tokens=1", "train.learning_rate=1e-3", "train.save_total_limit=5"]
     for kind, (by_rank_0, precision, _) in KINDS.items():
         launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
@@ -116,10 +121,10 @@ def test_the_weights_are_split_and_what_is_saved_is_whole(
     _, precision, near = KINDS[kind]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     folder = RunFolder(runs / kind)
-    receipts = {one["option"]: one for one in json.loads((folder.path / "receipts.json").read_text())}
-    assert receipts["split by FSDP"]["got"].startswith("50.0%")
-    assert receipts["saved tensors"]["ok"] and receipts["saved weights"]["ok"]
-    assert receipts["speed.loss"]["got"].startswith("chunked"), "of a head that trains, and is split, too"
+    receipts = {one["option"]: one for one in json.loads((folder.path / "checks.json").read_text())}
+    assert receipts["split by FSDP"]["actual"].startswith("50.0%")
+    assert receipts["saved tensors"]["passed"] and receipts["saved weights"]["passed"]
+    assert receipts["speed.loss"]["actual"].startswith("chunked"), "of a head that trains, and is split, too"
     alone = train(
         f"adapter.type={kind}",
         f"model.name={untied}",
@@ -150,13 +155,13 @@ def on_two_ranks(
         *small,
         *given,
         "train.warmup_steps=0",
-        "eval.general=false",
+        "eval.forgetting=false",
         "--quiet",
     ]
     two_ranks.run(rank, [*words, f"train.output_dir={place}"], **launch)
-    receipts = json.loads((place / "receipts.json").read_text())
-    assert all(one["ok"] for one in receipts)
-    return {one["option"]: one["got"] for one in receipts}
+    receipts = json.loads((place / "checks.json").read_text())
+    assert all(one["passed"] for one in receipts)
+    return {one["option"]: one["actual"] for one in receipts}
 
 
 @pytest.mark.parametrize(("kind", "by_rank_0"), OTHERS)
@@ -186,7 +191,7 @@ def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, mo
 def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
     """And run again in backward; on a GPU `auto` compiles them: launch_env.eager."""
     given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]
-    given += ["speed.recompute=all", "data.packing=true", "data.max_length=256"]
+    given += ["speed.activation_checkpointing=full", "data.packing=true", "data.max_length=256"]
     given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]
     found = on_two_ranks([*given, "speed.compile=true"], small, tmp_path / "two", "true")
     assert found["split by FSDP"].startswith("50.0%") and found["speed.compile"].startswith("0 graph breaks")
@@ -262,7 +267,7 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
     loaded, model = loader.load(QUICKSTART, ["adapter.type=full"]), torch.nn.Linear(10, 10, bias=False)
     setup, told = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full"), list[int]()
     monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
-    for evaluated in (Eval(), Eval(every=2), Eval(every=2, keep_best=False)):
+    for evaluated in (Eval(), Eval(eval_steps=2), Eval(eval_steps=2, load_best_model_at_end=False)):
         stages.check_space(model, loaded.train, loaded.speed, setup, str(tmp_path), evaluated)
     assert told == [1200, 1600, 1200], "weights and moments in fp32"
 

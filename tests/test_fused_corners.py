@@ -43,7 +43,7 @@ def test_dora_learns_what_pefts_does(train) -> None:
     runs = [train(*asked, f"speed.fused={on}", name=f"fused-{on}") for on in ("true", "false")]
     fast, own = ([line["loss"] for line in metrics(run)] for run in runs)
     assert fast == pytest.approx(own, abs=2e-4) and fast[0] - fast[-1] > 0.05
-    assert receipts(runs[0])["DoRA norms"]["got"] == "0 off"
+    assert receipts(runs[0])["DoRA norms"]["actual"] == "0 off"
 
 
 def test_norms_are_made_anew_when_the_optimizer_says_so() -> None:
@@ -90,7 +90,7 @@ def test_recomputed_layers_leave_nothing_behind() -> None:
     model = adapted(ranked(lora_dropout=0.1))
     layers, seen = decoder_layers(model), []
     fused = Fused(model, layers)
-    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
+    apply_to_model.add_activation_checkpointing(model, layers, len(layers), RunChecks())
     for layer in layers:
         norm = layer.post_attention_layernorm
         norm.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
@@ -105,7 +105,7 @@ def recomputed(kind: str, base: str, **how: Any) -> tuple[Any, int, list[Any], s
     model, sizes = adapted(TYPES[kind](), dtype=torch.float32, base=base), dict[int, int]()
     layers = decoder_layers(model)
     assert Fused(model, layers).mlps == len(layers)
-    apply_to_model.add_recompute(model, layers, 0, ledger := RunChecks(), **how)
+    apply_to_model.add_activation_checkpointing(model, layers, 0, ledger := RunChecks(), **how)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         sizes[tensor.data_ptr()] = tensor.nbytes
@@ -113,7 +113,7 @@ def recomputed(kind: str, base: str, **how: Any) -> tuple[Any, int, list[Any], s
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made = step(model)
-    return made, sum(sizes.values()), layers, str(ledger.receipts[-1].got)
+    return made, sum(sizes.values()), layers, str(ledger.receipts[-1].actual)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
@@ -179,7 +179,7 @@ def test_a_proof_compiles_nothing() -> None:
     for layer in decoder_layers(model):
         layer.compile(backend="aot_eager")
     packing_isolation.prove_apart(model, 16, "sdpa", ledger := RunChecks())
-    assert model.training and ledger.receipts[-1].ok
+    assert model.training and ledger.receipts[-1].passed
     assert not torch._dynamo.utils.counters["stats"] and not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -218,10 +218,12 @@ def test_layers_that_are_not_found() -> None:
     chosen = apply_to_model.apply(model, Speed(), WORK, CPU, RunChecks())
     assert chosen["speed.compile"].reason == "the layers of FalconForCausalLM are not known"
     with pytest.raises(UserError) as error:
-        apply_to_model.apply(model, Speed(compile=True, recompute="all"), WORK, CPU, RunChecks())
+        apply_to_model.apply(
+            model, Speed(compile=True, activation_checkpointing="full"), WORK, CPU, RunChecks()
+        )
     assert [problem.where or problem.key for problem in error.value.problems] == [
         "speed.compile",
-        "speed.recompute",
+        "speed.activation_checkpointing",
     ]
 
 

@@ -31,6 +31,9 @@ def load(folder: Path, base: str, kind: str):
     return loading.load(Model(name=str(folder)), setup, "cpu")
 
 
+HALVES = {"mlp": "mlp", "int8": "mlp_int8"}  # word of a row's name -> what it recomputes
+
+
 def test_the_fp8_checkpoint_is_taken_as_it_is(tmp_path) -> None:
     from safetensors.torch import load_file
 
@@ -90,10 +93,10 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
             assert loaded.data.packing and job.batch % loaded.train.per_device_train_batch_size == 0
     written = tmp_path / "recipe.yaml"
     written.write_text(gpu.RECIPE.format(model="m", data="d.jsonl", length=64, batch=4, steps=9, folder="f"))
-    recomputes = {
+    checkpointing = {
         "70b-fp8": "mlp",
         "70b-fp8-auto": "auto",
-        "70b-fp8-half": "int8",
+        "70b-fp8-half": "mlp_int8",
         "cap-24": "auto",
         "cap-48": "auto",
         "lora-auto": "auto",
@@ -101,15 +104,15 @@ def test_every_row_is_a_recipe_of_the_size_that_is_said(tmp_path) -> None:
     for name, row in gpu.ROWS.items():
         loaded = loader.load(written, row.changes)
         assert loaded.data.packing == row.packed == name.endswith("-packed")
-        half = next((half for half in ("mlp", "int8") if half in name), "none")
-        whole = "all" if "recomputed" in name or ("small" in name and half == "none") else half
-        assert loaded.speed.recompute == recomputes.get(name, whole)
+        half = next((how for word, how in HALVES.items() if word in name), "none")
+        whole = "full" if "recomputed" in name or ("small" in name and half == "none") else half
+        assert loaded.speed.activation_checkpointing == checkpointing.get(name, whole)
         away = {"70b-fp8-int8": "activations", "70b-fp8-half": "activations:40"}
         assert loaded.speed.offload == away.get(name, "activations" if "small" in name else "auto")
 
 
 def test_the_table_says_what_failed_and_what_packing_left_empty(tmp_path) -> None:
-    (tmp_path / "log").write_text("plan\nerror: speed.base: can't be\n  found:  a | b\n\n")
+    (tmp_path / "log").write_text("plan\nerror: model.quantization: can't be\n  found:  a | b\n\n")
     whole = {"tokens_per_second": 1000.0, "step_seconds": 2.0, "first_step_seconds": 9.0, "peak_gib": 1.5}
     whole |= {"loss": 1.0, "gpu": "H", "torch": "2.11.0+cu130", "date": "d", "attention": "cudnn"}
     measured = {
@@ -118,7 +121,7 @@ def test_the_table_says_what_failed_and_what_packing_left_empty(tmp_path) -> Non
     }
     *_, packed, failed = gpu.table(measured).splitlines()
     assert packed == "| a | 1,000 | 2,000 of 2,048 | 2.000 | 1.5 | 1.000 | 9 | cudnn | H, 2.11.0, d |"
-    assert failed.startswith("| b | failed: error: speed.base: can't be; found:  a / b |")
+    assert failed.startswith("| b | failed: error: model.quantization: can't be; found:  a / b |")
     assert failed.count("|") == packed.count("|")
 
 

@@ -86,9 +86,11 @@ def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatc
         train(*given, code=5)
         return
     run = train(*given)
-    rows = {row["option"]: row for row in run.read("receipts.json")}
-    assert rows["speed.compile"]["ok"] and not rows["speed.compile"]["got"].startswith("0 graph breaks")
-    assert int(rows["graphs compiled after the first step"]["got"]) >= 0
+    rows = {row["option"]: row for row in run.read("checks.json")}
+    assert rows["speed.compile"]["passed"] and not rows["speed.compile"]["actual"].startswith(
+        "0 graph breaks"
+    )
+    assert int(rows["graphs compiled after the first step"]["actual"]) >= 0
 
 
 def test_nothing_is_compiled_again_after_the_first_step(train, monkeypatch) -> None:
@@ -97,9 +99,9 @@ def test_nothing_is_compiled_again_after_the_first_step(train, monkeypatch) -> N
     flat = ("data.packing=true", "data.max_length=256", "model.attention=eager", "data.train_on=all")
     flat += ("train.effective_batch_size=4", "train.per_device_train_batch_size=auto")
     run = train("adapter.type=lora", ONE, "speed.compile=true", "train.max_steps=3", *flat)
-    found = {row["option"]: row for row in run.read("receipts.json")}
-    assert found["speed.compile"]["got"] == "0 graph breaks, 2 graphs", "of a layer, and of the loss"
-    assert found["graphs compiled after the first step"]["got"] == "0"
+    found = {row["option"]: row for row in run.read("checks.json")}
+    assert found["speed.compile"]["actual"] == "0 graph breaks, 2 graphs", "of a layer, and of the loss"
+    assert found["graphs compiled after the first step"]["actual"] == "0"
 
 
 def _in_eager(self: torch.nn.Module, **given: Any) -> None:

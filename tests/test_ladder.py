@@ -25,7 +25,7 @@ from finetune.recipe import loader
 from finetune.speed import apply_to_model
 from finetune.training import stages, training_arguments, training_data
 
-SHIPPED = optimizations.read(ROOT / "recipes" / "ladder.yaml")
+SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
 
 
 def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
@@ -33,7 +33,7 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import ladder as benchmark
 
-    copy = benchmark.changed(ROOT / "recipes" / "ladder.yaml", tmp_path, ["packing"], {"repeats": 1})
+    copy = benchmark.changed(ROOT / "recipes" / "ablation.yaml", tmp_path, ["packing"], {"repeats": 1})
     made = optimizations.read(copy)
     assert made.measure.repeats == 1 and made.rung("packing").elsewhere and not made.rung("bf16").elsewhere
     assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
@@ -67,7 +67,7 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
             [":3:37)", ":3:60)", ":4:44)"],
         ),
         (
-            "baseline: {set: {train.output_dir: here, eval.every: 2}}\nrungs:\n- {name: a, kind: b, what: c,"
+            "baseline: {set: {train.output_dir: here, eval.eval_steps: 2}}\nrungs:\n- {name: a, kind: b, what: c,"
             " set: {train.max_steps: 9, data.name: other.jsonl}, full: {set: {data.max_length: 8}}}",
             [":1:18)", "folder of its own", ":1:42)", ":3:37)", "measure.steps", ":3:57)", ":3:95)"],
         ),
@@ -79,7 +79,7 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
 def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
     (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
+    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ladder.yaml")]
     assert main.main([*words, "--output", str(tmp_path / "results")]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in said), error
@@ -92,7 +92,7 @@ def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
     (tmp_path / "ladder.yaml").write_text(
         "baseline: {set: {model.attention: flash_attention_2}}\nrungs: [{name: a, kind: b, what: c}]"
     )
-    words = ["ablate", str(QUICKSTART), "--ladder", str(tmp_path / "ladder.yaml")]
+    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ladder.yaml")]
     assert main.main([*words, "--output", str(tmp_path / "results")]) == 3
     error = capsys.readouterr().err
     assert "ladder.yaml:1:18" in error and "flash_attention_2" in error
@@ -108,7 +108,7 @@ def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
 def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
     """Nothing that asks for a frozen base or an adapter, and nothing said of one."""
     made, kept = optimizations.of_type(SHIPPED, "full"), optimizations.of_type(SHIPPED, "lora")
-    assert kept.rung("bf16").set == {"speed.base": "bf16"} and made.rung("bf16").set == {}
+    assert kept.rung("bf16").set == {"model.quantization": "none"} and made.rung("bf16").set == {}
     assert made.rung("bf16").mixed_precision == "bf16"
     for rung in made.rungs:
         if rung.unmeasured[0]:
@@ -231,8 +231,8 @@ def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:
 
 
 FROZEN = {
-    "llama3_8b": "b146d34314b7b958",
-    "quickstart": "f4c5fb23a496eb93",
+    "llama3_8b": "410a9829aecb5146",
+    "quickstart": "0a8e1f6d3affa9fe",
 }
 
 
@@ -247,4 +247,4 @@ def test_a_ladder_is_no_recipe(capsys) -> None:
     with pytest.raises(UserError, match="no shipped recipe"):
         from finetune.core import shipped_files
 
-        shipped_files.copy("ladder", Path("nowhere"))
+        shipped_files.copy("ablation", Path("nowhere"))

@@ -58,7 +58,8 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
 def problems(kind: str = "lora", machine: Hardware = H100, **speed: Any) -> str:
     own = {key: speed.pop(key) for key in ("packing", "streaming") if key in speed}
-    model, data = Model(name="m"), Data(name="d", **own)
+    model = Model(name="m", quantization=speed.pop("quantization", "auto"))
+    data = Data(name="d", **own)
     found = launch_conflicts.problems(machine, kind, model, data, Speed.model_validate(speed))
     assert all("accelerate config" in p.what and (p.found or p.key) and p.fix for p in found), "both sides"
     return "\n".join(map(str, found))
@@ -68,7 +69,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 CONTRADICTIONS = {
-    "bf16 base under fp8": ({}, {"base": "bf16"}, "in fp8, the recipe in bf16"),
+    "an 8-bit base under fp8": ({}, {"quantization": "int8"}, "in fp8, the recipe in int8"),
     "qlora under fp8": ({}, {"kind": "qlora"}, "the recipe in nf4"),
     "full on a frozen base": ({}, {"kind": "full"}, "8xh100_fp8_torchao"),
     "TE splits nothing": (
@@ -86,7 +87,7 @@ CONTRADICTIONS = {
     ),
     "TE runs a layer again": (
         {"ACCELERATE_FP8_BACKEND": "TE"},
-        {"kind": "full", "recompute": "all"},
+        {"kind": "full", "activation_checkpointing": "full"},
         "in force in forward alone",
     ),
     "TE and layers on the CPU": (
@@ -116,11 +117,11 @@ CONTRADICTIONS = {
 MORE = {
     "FSDP on the CPU": (FSDP, {"machine": CPU}, "becomes plain DDP"),
     "FSDP1": ({**FSDP, "FSDP_VERSION": "1"}, {}, "fsdp_version: 2"),
-    "recomputed twice": ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "speed.recompute"),
+    "recomputed twice": ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "both recompute layers"),
     "compiled twice": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "speed.compile"),
     "codes by rank 0": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": "qlora"}, "quantised"),
-    "int8 in parts": (FSDP, {"base": "int8"}, "can't split a base in int8"),
-    "codes under ZeRO-3": (ZERO, {"base": "fp8"}, "codes (fp8)"),
+    "int8 in parts": (FSDP, {"quantization": "int8"}, "can't split a base in int8"),
+    "codes under ZeRO-3": (ZERO, {"quantization": "fp8"}, "codes (fp8)"),
     "DeepSpeed as DDP": ({**ZERO, "ACCELERATE_USE_CPU": "true"}, {"machine": CPU}, "becomes plain DDP"),
     "DeepSpeed's 16 bits": (ZERO, {"machine": CPU}, "computes in 16 bits on GPUs alone"),
     "AdaLoRA in parts": (ZERO, {"kind": "adalora"}, "AdaLoRA's ranks"),
@@ -198,7 +199,7 @@ def test_ia3_is_told_where_its_factors_are_rounded(
     variables: dict[str, str], rate: float, base: str, said: bool, launched
 ) -> None:
     launched(**variables)
-    given = ["adapter.type=ia3", f"train.learning_rate={rate}", f"speed.base={base}"]
+    given = ["adapter.type=ia3", f"train.learning_rate={rate}", f"model.quantization={base}"]
     asked = loader.load(QUICKSTART, given)
     later = checker.advice(asked)  # which cli.train leaves to the plan that a run shows
     shown = [note for note in checker.run(asked) if note not in later]
@@ -212,7 +213,7 @@ def test_options_that_want_whole_weights(launched) -> None:
     with pytest.raises(UserError) as raised:
         launch_conflicts.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
     found = {problem.key for problem in raised.value.problems}
-    assert found == {"adapter.init_lora_weights", "adapter.loraplus_lr_ratio", "eval.every"}
+    assert found == {"adapter.init_lora_weights", "adapter.loraplus_lr_ratio", "eval.eval_steps"}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_optimizers_that_take_tensors_whole(
 ) -> None:
     launched(**split)
     monkeypatch.setattr(detection, "detect", lambda: H100)
-    asked: dict[str, Any] = {"attention": "sdpa", "base": "bf16", "adapter_type": "lora"}
+    asked: dict[str, Any] = {"attention": "sdpa", "base": "none", "adapter_type": "lora"}
     setup = machine_setup.choose(**asked, against_fp8=lambda: "")
     train = loader.load(QUICKSTART, [f"train.optim={optim}"]).train
     if not refused:
@@ -295,7 +296,7 @@ def test_an_fp8_launch_refuses_what_an_fp8_base_is_refused_for(
         choice_checks.setup_of(loaded)
     assert raised.value.code == 2 and "accelerate config" in raised.value.problems[0].what
     with pytest.raises(UserError) as said:  # the recipe itself
-        loader.load(QUICKSTART, [*given, "speed.base=fp8"])
+        loader.load(QUICKSTART, [*given, "model.quantization=fp8"])
     keys = [{problem.key for problem in one.value.problems} for one in (raised, said)]
     assert keys[0] == keys[1]
 
@@ -327,7 +328,7 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
         given: Any = {"model": model, "optimizer": optimizer}
         if not gathers:
             prepared.on_train_begin(None, None, None, **given)
-            assert ledger.receipts[-1].got == "13 layers of torchao's, 2 plain"
+            assert ledger.receipts[-1].actual == "13 layers of torchao's, 2 plain"
             continue
         with pytest.raises(UserError, match="tensors that the optimizer holds"):
             prepared.on_train_begin(None, None, None, **given)
@@ -351,7 +352,7 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
             prepared.on_step_end(None, state, None, model=model)
         prepared.on_step_end(None, state, None, model=model)
         (receipt,) = ledger.receipts
-        assert (receipt.got, receipt.ok) == (f"{number} layers", number == 2)
+        assert (receipt.actual, receipt.passed) == (f"{number} layers", number == 2)
         if number < 2:
             meta: Any = model[number].fp8_meta
             meta["scaling_fwd"].amax_history[-1] = 3.0
@@ -361,11 +362,11 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
 @pytest.mark.parametrize(
     ("shape", "given", "machine", "chosen"),
     [
-        ("8b", ("speed.base=bf16",), H100, "ddp_8"),
+        ("8b", ("model.quantization=none",), H100, "ddp_8"),
         ("8b", ("adapter.type=full",), H100, "fsdp2_8"),
-        ("70b", ("speed.base=bf16",), H200, "fsdp2_8"),
-        ("70b", ("speed.base=fp8",), H200, "ddp_8"),
-        ("70b", ("speed.base=fp8",), H100, "fsdp2_8_quantised"),
+        ("70b", ("model.quantization=none",), H200, "fsdp2_8"),
+        ("70b", ("model.quantization=fp8",), H200, "ddp_8"),
+        ("70b", ("model.quantization=fp8",), H100, "fsdp2_8_quantised"),
         ("70b", ("adapter.type=qlora",), H100, "ddp_8"),
     ],
 )

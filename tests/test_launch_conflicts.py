@@ -43,8 +43,12 @@ REFUSED = {  # name -> what the launch says, adapter.type, speed, what is said
         {**TE, "ACCELERATE_FP8_AMAX_COMPUTE_ALGO": "max", "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING": "True"},
         "full", {}, "use_mxfp8_block_scaling: False",
     ),
-    "fp32 on an fp8 base": ({"ACCELERATE_MIXED_PRECISION": "no"}, "lora", {"base": "fp8"}, "speed.base"),
-    "fp16 on an fp8 base": ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "lora", {"base": "fp8"}, "speed.base"),
+    "fp32 on an fp8 base": (
+        {"ACCELERATE_MIXED_PRECISION": "no"}, "lora", {"quantization": "fp8"}, "model.quantization",
+    ),
+    "fp16 on an fp8 base": (
+        {"ACCELERATE_MIXED_PRECISION": "fp16"}, "lora", {"quantization": "fp8"}, "model.quantization",
+    ),
 }  # fmt: skip
 TAKEN = {
     "a norm that the recipe gives": {**ZERO, "ACCELERATE_GRADIENT_CLIPPING": "auto"},
@@ -54,11 +58,14 @@ TAKEN = {
 }
 
 
-def problems(variables: dict[str, str], kind: str, speed: dict[str, str], monkeypatch) -> list[str]:
+def problems(variables: dict[str, str], kind: str, given: dict[str, str], monkeypatch) -> list[str]:
     for name, value in {"ACCELERATE_MIXED_PRECISION": "bf16", **variables}.items():
         monkeypatch.setenv(name, value)
-    model, data = Model(name="m", attention="sdpa"), Data(name="d")
-    found = launch_conflicts.problems(H100, kind, model, data, Speed.model_validate(speed))
+    sections = {"model": {"name": "m", "attention": "sdpa"}, "speed": {}}
+    for key, value in given.items():
+        sections["model" if key == "quantization" else "speed"][key] = value
+    model, data = Model.model_validate(sections["model"]), Data(name="d")
+    found = launch_conflicts.problems(H100, kind, model, data, Speed.model_validate(sections["speed"]))
     assert all("accelerate config" in p.what and (p.found or p.key) and p.fix for p in found), "both sides"
     return list(map(str, found))
 
@@ -109,7 +116,7 @@ def test_machines_that_are_launched_otherwise_are_told(launch, name, values, mon
     for value in values:
         monkeypatch.setenv(name, value)
         setup = machine_setup.choose(
-            attention="sdpa", base="bf16", adapter_type="lora", against_fp8=lambda: ""
+            attention="sdpa", base="none", adapter_type="lora", against_fp8=lambda: ""
         )
         held.append(resume_facts.facts(loaded, setup))
     assert held[0] != held[1]

@@ -19,7 +19,10 @@ def test_the_receipt_allows_what_the_audit_allows() -> None:
         training_data.add_data_receipts(
             loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), ledger
         )
-    assert [(one["got"], one["ok"]) for one in ledger.as_json()] == [("3 rows", True), ("2 rows", False)]
+    assert [(one["actual"], one["passed"]) for one in ledger.as_json()] == [
+        ("3 rows", True),
+        ("2 rows", False),
+    ]
 
 
 def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -> None:

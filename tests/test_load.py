@@ -397,7 +397,7 @@ def uses(folder: Path, seed: int, *weights: float, rows: int = 40) -> list[Count
     for number, weight in enumerate(weights):
         lines = "".join(json.dumps({"text": f"{number} {row}"}) + "\n" for row in range(rows))
         names.append(Source(name=str(written(folder, f"{number}.jsonl", lines)), weight=weight))
-    data = Data(name=names, cache=str(folder / "cache"))
+    data = Data(name=names, cache_dir=str(folder / "cache"))
     found: Any = prepare(data, load_tokenizer(Model(name=str(MODEL))), seed, None).train
     counts = Counter(row["where"][0] for row in found)
     return [Counter({w: n for w, n in counts.items() if f"{i}.jsonl" in w}) for i in range(len(weights))]

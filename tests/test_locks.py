@@ -15,7 +15,7 @@ from packaging.version import Version
 LOCKS = {path.stem: path for path in sorted((ROOT / "locks").glob("*.txt"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MADE = {"base", "torch", "torch-cpu", "tools"}
-CI = ("base", "torch", "torch-cpu", "dev", "bnb", "quantize", "eval", "tune")
+CI = ("base", "torch", "torch-cpu", "dev", "bnb", "quantize", "eval", "sweep")
 
 
 def pins(name: str) -> list[tuple[Requirement, list[str]]]:
@@ -76,7 +76,7 @@ def test_make_installs_by_hash_alone() -> None:
 def test_what_is_installed_is_what_is_locked() -> None:
     """From this package through all that is asked for, as far as it goes."""
     locked, seen = here(*CI), set[tuple[str, str]]()
-    start = {"", "dev", "bnb", "quantize", "eval", "tune"}
+    start = {"", "dev", "bnb", "quantize", "eval", "sweep"}
     waiting = [(Requirement(text), "") for text in distribution("finetune-toolkit").requires or ()]
     waiting = [(r, e) for r, _ in waiting for e in start if not r.marker or r.marker.evaluate({"extra": e})]
     while waiting:

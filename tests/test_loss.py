@@ -404,8 +404,10 @@ def test_a_request_leaves_a_receipt_and_a_streamed_run_counts_for_itself(train) 
     options = ["data.streaming=true", "train.max_steps=1", "data.validation=null"]
     ours, theirs = (train(f"speed.loss={name}", *options, name=name) for name in ("chunked", "trl"))
     got = receipts(ours)["speed.loss"]
-    assert got["asked"] == "chunked, 1 calls; no logits kept" and got["got"].startswith("chunked, 1 calls, ")
-    assert receipts(theirs)["speed.loss"]["got"] == "trl"
+    assert got["expected"] == "chunked, 1 calls; no logits kept" and got["actual"].startswith(
+        "chunked, 1 calls, "
+    )
+    assert receipts(theirs)["speed.loss"]["actual"] == "trl"
     assert metrics(ours)[0]["loss"] == pytest.approx(metrics(theirs)[0]["loss"], abs=2e-6)
     assert metrics(ours)[0]["tokens"] == metrics(theirs)[0]["tokens"]
 
@@ -422,4 +424,4 @@ def test_a_receipt_fails_where_another_loss_ran() -> None:
     ):
         ledger = RunChecks()
         lm_head_loss.add_receipt(chosen, done, operations, 2, ledger)
-        assert ledger.receipts[0].ok is ok
+        assert ledger.receipts[0].passed is ok

@@ -323,7 +323,7 @@ def test_a_held_out_row_without_a_prompt_is_found_at_the_audit(tmp_path: Path) -
     turns = [TURNS[0], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Omar"}]
     for name, messages in (("a", TURNS), ("b", [*turns, TURNS[3]])):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    data = Data(name=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "b.jsonl"), cache=str(tmp_path))
+    data = Data(name=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "b.jsonl"), cache_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"no prompt can be made \(.*b.jsonl:1\)"):
         prepare(data, tokenizer_with(chat_templates.read_template("deepseekv3")), 0, None)
 

@@ -252,8 +252,10 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
     assert torchao_quantization.kept(torch.nn.Linear(2, 2), 1) == torchao_quantization.KEPT
     loading.load(Model(name=str(tmp_path)), setup, "cpu", ledger := RunChecks())
     (found,) = ledger.as_json()
-    assert found["option"] == "speed.base" and found["ok"] and found["got"].startswith("4 of 4 ")
-    assert found["got"].endswith("; 0.19 MiB of experts stay: they are no linear layers")
+    assert (
+        found["option"] == "model.quantization" and found["passed"] and found["actual"].startswith("4 of 4 ")
+    )
+    assert found["actual"].endswith("; 0.19 MiB of experts stay: they are no linear layers")
 
 
 def test_a_base_that_is_none_of_codes_is_no_quantised_one(two_layers) -> None:

@@ -85,7 +85,7 @@ def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
     with pytest.raises(UserError, match="that") as raised:
         ledger.check()
     assert raised.value.code == 4
-    assert [receipt["ok"] for receipt in ledger.as_json()] == [True, False, True]
+    assert [receipt["passed"] for receipt in ledger.as_json()] == [True, False, True]
 
 
 @pytest.mark.parametrize(("machine", "precision"), [(CPU, "no"), (H100, "bf16"), (T4, "fp16")])
@@ -116,7 +116,9 @@ def test_the_launch_owns_precision(monkeypatch) -> None:
         ("auto", "full", "bf16", "fp32"),
         ("auto", "qdora", "bf16", "nf4"),
         ("nf4", "ia3", "no", "nf4"),
-        ("bf16", "full", "bf16", "bf16"),
+        ("none", "lora", "bf16", "bf16"),
+        ("none", "lora", "no", "fp32"),
+        ("none", "full", "bf16", "fp32"),
     ],
 )
 def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str) -> None:
@@ -125,50 +127,64 @@ def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str)
 
 
 def test_recompute_is_planned_from_memory() -> None:
-    from finetune.autoconfig.activation_checkpointing import choose_recompute
+    from finetune.autoconfig.activation_checkpointing import choose_activation_checkpointing
     from finetune.autoconfig.memory_estimate import Keeps, Memory, at_once, kept_gib, split
 
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=False)) == pytest.approx(60, rel=0.1)  # measured
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=True)) == pytest.approx(54, rel=0.1)  # measured
     plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0)
-    assert choose_recompute("auto", plan, H100).value == "none"
-    assert choose_recompute("auto", plan._replace(room=46.0), H100).value == "cheap"
-    assert choose_recompute("auto", plan._replace(room=38.0), H100).value == "8 of 32"  # 8 / 1.31, and one
-    assert choose_recompute("auto", plan._replace(room=1.0), H100).value == "32 of 32"
-    assert choose_recompute("auto", plan._replace(room=1.0), CPU).value == "none"
-    assert choose_recompute("all", plan, CPU).value == "32 of 32"
-    assert choose_recompute("cheap", plan, CPU).value == "cheap"
-    assert choose_recompute(4, plan, H100).value == "4 of 32"
-    assert choose_recompute(64, plan, H100).value == "32 of 32"
-    fused = plan._replace(mlps=28.0)
-    assert choose_recompute("auto", fused._replace(room=46.0), H100).value == "cheap"
-    assert choose_recompute("auto", fused._replace(room=32.0), H100).value == "mlp:17"  # 46 - 17 x 28 / 32
-    assert max(at_once(fused, "mlp:16")) == 32 + 8 / 32 and split("mlp:16", 32) == (0, 16)
-    assert choose_recompute("auto", fused._replace(room=19.2), H100).value == "mlp:31"
-    assert choose_recompute("auto", fused._replace(room=10.0), H100).value == "21 of 32"
-    in_fp8 = fused._replace(rounding=0.25)  # an MLP in int8 costs a quarter of one made again
-    assert choose_recompute("auto", in_fp8._replace(room=46.0), H100).value == "cheap"
-    assert choose_recompute("auto", in_fp8._replace(room=45.0), H100).value == "mlp:2"  # in int8: 8
-    assert choose_recompute("auto", in_fp8._replace(room=33.0), H100).value == "int8"  # 46 - 28 x 0.484
-    assert choose_recompute("auto", in_fp8._replace(room=30.0), H100).value == "int8:6"
+    assert choose_activation_checkpointing("auto", plan, H100).value == "none"
+    assert choose_activation_checkpointing("auto", plan._replace(room=46.0), H100).value == "norms"
     assert (
-        max(at_once(fused, "int8:6")) <= 30.25 and split("int8:6", 32) == (0, 6) and split("int8", 32)[1] == 0
+        choose_activation_checkpointing("auto", plan._replace(room=38.0), H100).value == "full:8"
+    )  # 8 / 1.31, and one
+    assert choose_activation_checkpointing("auto", plan._replace(room=1.0), H100).value == "full"
+    assert choose_activation_checkpointing("auto", plan._replace(room=1.0), CPU).value == "none"
+    assert choose_activation_checkpointing("full", plan, CPU).value == "full"
+    assert choose_activation_checkpointing("norms", plan, CPU).value == "norms"
+    assert choose_activation_checkpointing("full:4", plan, H100).value == "full:4"
+    assert choose_activation_checkpointing("full:64", plan, H100).value == "full"
+    fused = plan._replace(mlps=28.0)
+    assert choose_activation_checkpointing("auto", fused._replace(room=46.0), H100).value == "norms"
+    assert (
+        choose_activation_checkpointing("auto", fused._replace(room=32.0), H100).value == "mlp:17"
+    )  # 46 - 17 x 28 / 32
+    assert max(at_once(fused, "mlp:16")) == 32 + 8 / 32 and split("mlp:16", 32) == (0, 16)
+    assert choose_activation_checkpointing("auto", fused._replace(room=19.2), H100).value == "mlp:31"
+    assert choose_activation_checkpointing("auto", fused._replace(room=10.0), H100).value == "full:21"
+    in_fp8 = fused._replace(rounding=0.25)  # an MLP in int8 costs a quarter of one made again
+    assert choose_activation_checkpointing("auto", in_fp8._replace(room=46.0), H100).value == "norms"
+    assert (
+        choose_activation_checkpointing("auto", in_fp8._replace(room=45.0), H100).value == "mlp:2"
+    )  # in int8: 8
+    assert (
+        choose_activation_checkpointing("auto", in_fp8._replace(room=33.0), H100).value == "mlp_int8"
+    )  # 46 - 28 x 0.484
+    assert choose_activation_checkpointing("auto", in_fp8._replace(room=30.0), H100).value == "mlp_int8:6"
+    assert (
+        max(at_once(fused, "mlp_int8:6")) <= 30.25
+        and split("mlp_int8:6", 32) == (0, 6)
+        and split("mlp_int8", 32)[1] == 0
     )
-    assert choose_recompute("auto", in_fp8._replace(room=10.0), H100).value == "21 of 32"
-    assert choose_recompute("int8", fused, CPU).value == "int8"
-    assert choose_recompute("int8:40", fused, CPU).value == "mlp"
-    assert choose_recompute("mlp", fused, CPU).value == choose_recompute("mlp:32", fused, CPU).value == "mlp"
-    assert choose_recompute("mlp:5", fused, CPU).value == "mlp:5"
-    assert split("8 of 32", 32) == (8, 24) and split("mlp", 32) == (0, 32) and split("cheap", 32) == (0, 0)
+    assert choose_activation_checkpointing("auto", in_fp8._replace(room=10.0), H100).value == "full:21"
+    assert choose_activation_checkpointing("mlp_int8", fused, CPU).value == "mlp_int8"
+    assert choose_activation_checkpointing("mlp_int8:40", fused, CPU).value == "mlp"
+    assert (
+        choose_activation_checkpointing("mlp", fused, CPU).value
+        == choose_activation_checkpointing("mlp:32", fused, CPU).value
+        == "mlp"
+    )
+    assert choose_activation_checkpointing("mlp:5", fused, CPU).value == "mlp:5"
+    assert split("full:8", 32) == (8, 24) and split("mlp", 32) == (0, 32) and split("norms", 32) == (0, 0)
     leaving = fused._replace(
         entry=0.0, away=1.0
     )  # 18 GiB: of three of 32 layers at a time, and one's gate and up
-    assert choose_recompute("auto", leaving._replace(room=3.0), H100).value == "mlp"
+    assert choose_activation_checkpointing("auto", leaving._replace(room=3.0), H100).value == "mlp"
     for short in ({"room": 2.5}, {"room": 3.0, "host": 17.0}, {"room": 3.0, "mlps": 0.0}):
-        assert choose_recompute("auto", leaving._replace(**short), H100).value == "32 of 32"
+        assert choose_activation_checkpointing("auto", leaving._replace(**short), H100).value == "full"
     assert max(at_once(leaving._replace(away=0.5), "mlp")) == 9 + 3 * 18 / 32 + 36 / 32  # half of them leaves
     with pytest.raises(UserError, match="are not fused whole"):
-        choose_recompute("mlp", plan, H100)
+        choose_activation_checkpointing("mlp", plan, H100)
 
 
 def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
@@ -186,15 +202,15 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
 
     only = "auto: only beside compiled layers with fused MLPs on fp8"
     assert chosen(room=45.0) == ("mlp:2", "none", "auto: less is made again than int8 would cost")
-    for room, again in ((60.0, "none"), (46.0, "cheap"), (33.0, "int8")):
+    for room, again in ((60.0, "none"), (46.0, "norms"), (33.0, "mlp_int8")):
         assert chosen(room=room) == (again, "none", "auto: no need")
     count = math.ceil((18 + 28 * 33 / 64 + 2 * 0.25 - 30) / (18 / 32)) + 3  # each tensor of 1 / 8 GiB
     again, leaves, reason = chosen(room=30.0)
-    assert (again, leaves) == ("int8", f"activations:{count}")
+    assert (again, leaves) == ("mlp_int8", f"activations:{count}")
     assert reason == f"auto: {count * 18 / 32:.0f} GiB on the CPU, so that no MLP is made again"
-    assert max(at_once(plan._replace(away=count / 32), "int8")) <= 29.75
-    assert max(at_once(plan._replace(away=(count - 1) / 32), "int8")) > 29.75
-    assert chosen(room=30.0, host=2.0) == ("int8:6", "none", "auto: the CPU has no room for 5 GiB")
+    assert max(at_once(plan._replace(away=count / 32), "mlp_int8")) <= 29.75
+    assert max(at_once(plan._replace(away=(count - 1) / 32), "mlp_int8")) > 29.75
+    assert chosen(room=30.0, host=2.0) == ("mlp_int8:6", "none", "auto: the CPU has no room for 5 GiB")
     assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would take longer than layers")
     assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", only)
     assert chosen(room=30.0, at=CPU) == ("none", "none", "auto: no GPU")
@@ -203,13 +219,18 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
         made = activations(LLAMA_8B, 16384, Keeps(fused, fp8=True), **given)
         assert made.beside == share and (made.rounding == math.inf) == (not fused)
         assert (
-            activation_checkpointing.choose("auto", "auto", made, H100)[0].value.startswith("int8") == fused
+            activation_checkpointing.choose("auto", "auto", made, H100)[0].value.startswith("mlp_int8")
+            == fused
         )
-    assert chosen("int8:6", room=30.0) == ("int8:6", "none", "auto: speed.recompute is asked for")
-    assert chosen(room=15.0) == ("10 of 32", "none", "auto: all layers would not be enough")
-    assert chosen(room=30.0, host=5.1) == ("int8", "activations:9", reason)
+    assert chosen("mlp_int8:6", room=30.0) == (
+        "mlp_int8:6",
+        "none",
+        "auto: speed.activation_checkpointing is asked for",
+    )
+    assert chosen(room=15.0) == ("full:10", "none", "auto: all layers would not be enough")
+    assert chosen(room=30.0, host=5.1) == ("mlp_int8", "activations:9", reason)
     assert chosen(room=30.0, host=5.1, pinned=1.6)[2] == "auto: the CPU has no room for 8 GiB"
-    assert chosen(offload="none", room=30.0) == ("int8:6", "none", "not asked for")
+    assert chosen(offload="none", room=30.0) == ("mlp_int8:6", "none", "not asked for")
 
 
 def test_a_process_without_weights_has_all_but_these(two_layers, untied) -> None:

@@ -60,9 +60,11 @@ def test_weights_move_as_the_plain_optimizer_s_do(optim: str) -> None:
     if "bit" in optim:
         assert found > 1e-3, "its state has all 32 bits"
         kind = {"adamw_torch_8bit": "OptimState8bit", "adamw_torch_4bit": "OptimState4bit"}
-        assert f"24 tensors in {kind.get(optim, 'uint8')}" in receipt.got
-        assert "4 tensors in float32" in receipt.got  # k_proj and v_proj: A or B has fewer than 4096 numbers
-    assert receipt.ok
+        assert f"24 tensors in {kind.get(optim, 'uint8')}" in receipt.actual
+        assert (
+            "4 tensors in float32" in receipt.actual
+        )  # k_proj and v_proj: A or B has fewer than 4096 numbers
+    assert receipt.passed
 
 
 def test_an_optimizer_with_all_its_bits_is_not_taken_for_one_in_eight() -> None:
@@ -72,9 +74,9 @@ def test_an_optimizer_with_all_its_bits_is_not_taken_for_one_in_eight() -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizers.add_receipt(optimizer, "adamw_8bit", torch.optim.AdamW, ledger)
-    assert not ledger.receipts[0].ok and "28 tensors in float32" in ledger.receipts[0].got
+    assert not ledger.receipts[0].passed and "28 tensors in float32" in ledger.receipts[0].actual
     optimizers.add_receipt(optimizer, "sgd", torch.optim.SGD, ledger)
-    assert not ledger.receipts[1].ok and "torch's AdamW" in ledger.receipts[1].got
+    assert not ledger.receipts[1].passed and "torch's AdamW" in ledger.receipts[1].actual
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -92,7 +94,7 @@ def test_a_run_in_eight_bits_saves_what_a_plain_run_does(kind: str, train) -> No
 
     found = distance(flat(eight), flat(plain), flat(before) if before else 0.0)
     assert 1e-4 < found < 0.05, found
-    said = receipts(runs[1])["train.optim"]["got"]
+    said = receipts(runs[1])["train.optim"]["actual"]
     # norms and embeddings; of LoRA, k_proj and v_proj
     assert (
         "bitsandbytes's AdamW" in said
@@ -103,13 +105,13 @@ def test_a_run_in_eight_bits_saves_what_a_plain_run_does(kind: str, train) -> No
         )
         in said
     ), said
-    said = receipts(runs[0])["train.optim"]["got"]
+    said = receipts(runs[0])["train.optim"]["actual"]
     assert "torch's AdamW" in said and "uint8" not in said
 
 
 def test_adalora_keeps_the_optimizer_asked_for(train) -> None:
     run = train("adapter.type=adalora", "adapter.r=16", "train.optim=lion_8bit", "data.validation=null")
-    got = receipts(run)["train.optim"]["got"]
+    got = receipts(run)["train.optim"]["actual"]
     assert "bitsandbytes's Lion" in got and "uint8" in got
 
 
@@ -119,7 +121,7 @@ def test_torchao_s_optimizer_follows_the_schedule(train) -> None:
         options = ["train.optim=adamw_torch_8bit", "adapter.loraplus_lr_ratio=4", "data.validation=null"]
         run = train(*options, "adapter.r=16", "train.max_steps=4")
     got = receipts(run)
-    assert "OptimState8bit" in got["train.optim"]["got"] and got["adapter.loraplus_lr_ratio"]["ok"]
+    assert "OptimState8bit" in got["train.optim"]["actual"] and got["adapter.loraplus_lr_ratio"]["passed"]
     rates = [line["learning_rate"] for line in metrics(run)]
     assert rates[0] > rates[1] > rates[-1]
 

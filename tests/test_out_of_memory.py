@@ -30,8 +30,8 @@ def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, trai
     run = train(*given, "train.per_device_train_batch_size=4")
     said = (run.path / "log.txt").read_text()
     assert "out of memory in step 1: again, with 2 rows at once in place of 4" in said
-    (receipt,) = [r for r in run.read("receipts.json") if r["option"] == "rows at once"]
-    assert (receipt["asked"], receipt["got"]) == ("4", "2")
+    (receipt,) = [r for r in run.read("checks.json") if r["option"] == "rows at once"]
+    assert (receipt["expected"], receipt["actual"]) == ("4", "2")
     assert same(weights(run), weights(small))
     numbers = ("step", "tokens", "learning_rate", "grad_norm")
     assert [[line[k] for k in numbers] for line in metrics(run)] == [
@@ -82,7 +82,7 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
     (fix,) = re.findall(r"try: +(.*)", said)
     assert (
         fix
-        == "speed.recompute=all; or speed.base=nf4; or data.max_length=128; what each gives: finetune plan"
+        == "speed.activation_checkpointing=full; or model.quantization=nf4; or data.max_length=128; what each gives: finetune plan"
     )
     ((needed, rows),) = re.findall(r"by finetune plan: (\S+) GiB for (.*)", said)
     made = planner.make(loader.load(run.recipe), *planner.planned_machine(None, None))
@@ -92,14 +92,21 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora", "ia3", "full"])
 def test_there_are_three_ways_to_take_less_memory(kind: str) -> None:
-    for recompute in ("auto", "all"):
-        assert len(oom_recovery.fixes(Speed(recompute=recompute), kind, 256, lambda change: True)) >= 3
+    for checkpointing in ("auto", "full"):
+        assert (
+            len(
+                oom_recovery.fixes(
+                    Speed(activation_checkpointing=checkpointing), "auto", kind, 256, lambda change: True
+                )
+            )
+            >= 3
+        )
 
 
 def test_what_moves_less_to_the_cpu_is_not_advised(monkeypatch) -> None:
     monkeypatch.setattr(oom_recovery, "_gpu", lambda: True)
     for asked, move in (("none", "all"), ("activations", "all"), ("all", "")):
-        found = oom_recovery.fixes(Speed(offload=asked), "lora", 256, lambda change: True)
+        found = oom_recovery.fixes(Speed(offload=asked), "auto", "lora", 256, lambda change: True)
         assert [one for one in found if "offload" in one] == [f"speed.offload={move}"] * bool(move)
 
 
@@ -116,17 +123,32 @@ H100 = detection.Hardware("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 79.6, 16)
 @pytest.mark.parametrize(
     ("given", "launched", "processes", "first"),
     [
-        (["adapter.type=lora"], {}, 1, ["speed.recompute=all", "speed.base=nf4"]),
-        (["adapter.type=full"], {}, 1, ["speed.recompute=all", "data.max_length=128", "speed.offload=all"]),
+        (["adapter.type=lora"], {}, 1, ["speed.activation_checkpointing=full", "model.quantization=nf4"]),
+        (
+            ["adapter.type=full"],
+            {},
+            1,
+            ["speed.activation_checkpointing=full", "data.max_length=128", "speed.offload=all"],
+        ),
         (["adapter.type=full"], TE, 1, ["data.max_length=128", "several GPUs"]),
-        (["adapter.type=full"], {}, 2, ["speed.recompute=all", "data.max_length=128", "speed.offload=activ"]),
+        (
+            ["adapter.type=full"],
+            {},
+            2,
+            ["speed.activation_checkpointing=full", "data.max_length=128", "speed.offload=activ"],
+        ),
         (
             ["adapter.type=adalora"],
             {},
             1,
-            ["speed.recompute=all", "data.max_length=128", "speed.offload=act"],
+            ["speed.activation_checkpointing=full", "data.max_length=128", "speed.offload=act"],
         ),
-        (["speed.compile=reduce-overhead"], {}, 1, ["speed.base=nf4", "data.max_length=128", "a smaller"]),
+        (
+            ["speed.compile=reduce-overhead"],
+            {},
+            1,
+            ["model.quantization=nf4", "data.max_length=128", "a smaller"],
+        ),
     ],
 )
 def test_advice_is_what_the_run_would_not_refuse(given, launched, processes, first, monkeypatch) -> None:
@@ -138,14 +160,16 @@ def test_advice_is_what_the_run_would_not_refuse(given, launched, processes, fir
     launch = mixed_precision.Launch("here", processes, 0, "bf16", "hardware", "")
     setup = SimpleNamespace(hardware=H100, launch=launch)
     allowed = partial(choice_checks.allows, made, setup)
-    found = oom_recovery.fixes(made.speed, made.adapter.type, made.data.max_length, allowed)
+    found = oom_recovery.fixes(
+        made.speed, made.model.quantization, made.adapter.type, made.data.max_length, allowed
+    )
     assert all(text.startswith(start) for text, start in zip(found, first, strict=False)), found
 
 
 def test_graphs_are_the_first_advice() -> None:
     """They have memory of their own, and without them a step is slower at most."""
     graphs, without = (
-        oom_recovery.fixes(Speed(), "lora", 256, bool, graphs=given) for given in (True, False)
+        oom_recovery.fixes(Speed(), "auto", "lora", 256, bool, graphs=given) for given in (True, False)
     )
     assert graphs == ["speed.compile=default", *without]
 
@@ -185,8 +209,8 @@ def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train, monkeyp
     monkeypatch.setenv(fault_injection.VARIABLE, "rows:4:oom")
     found = [*FEW, "train.per_device_train_batch_size=auto"]
     run = train(*found, "--until=2", code=75)
-    (receipt,) = [r for r in run.read("receipts.json") if r["option"] == "train.per_device_train_batch_size"]
-    assert receipt["got"] == "4" and "8: inf" in receipt["how"]
+    (receipt,) = [r for r in run.read("checks.json") if r["option"] == "train.per_device_train_batch_size"]
+    assert receipt["actual"] == "4" and "8: inf" in receipt["how"]
     run = train(*found, "--resume")
     assert "per_device_train_batch_size: 4" in (run.path / "recipe.resolved.yaml").read_text()
     assert same(weights(run), weights(told))

@@ -59,7 +59,7 @@ def test_a_backend_that_leaks_is_refused() -> None:
     model, ledger = load("leaky"), RunChecks()
     with pytest.raises(UserError, match="see each other with attention leaky") as raised:
         prove_apart(model, 64, "leaky", ledger)
-    assert raised.value.code == 3 and not ledger.receipts[0].ok
+    assert raised.value.code == 3 and not ledger.receipts[0].passed
 
 
 def test_experts_sums_go_by_how_many_tokens_they_get_which_is_no_leak() -> None:
@@ -204,9 +204,9 @@ def test_a_step_on_packed_rows_is_a_step_on_the_same_documents(train, small, tmp
     for other in (flat, dense):
         assert metrics(other)[0]["loss"] == pytest.approx(metrics(padded)[0]["loss"], rel=1e-5)
         assert metrics(other)[0]["grad_norm"] == pytest.approx(metrics(padded)[0]["grad_norm"], rel=1e-3)
-        receipts = {receipt["option"]: receipt for receipt in other.read("receipts.json")}
-        assert all(receipt["ok"] for receipt in receipts.values())
-        assert receipts["documents apart"]["got"] == "moves logits by 0, gradients by 0"
+        receipts = {receipt["option"]: receipt for receipt in other.read("checks.json")}
+        assert all(receipt["passed"] for receipt in receipts.values())
+        assert receipts["documents apart"]["actual"] == "moves logits by 0, gradients by 0"
 
 
 def test_too_few_packed_rows_for_a_step_say_so(train, capsys) -> None:

@@ -108,7 +108,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(small, two_layers, tmp_path) -> 
     given += ["adapter.type=lora", "adapter.r=4", "adapter.lora_alpha=8", f"train.learning_rate={RATE}"]
     given += ["train.lr_scheduler_type=cosine", f"train.max_grad_norm={CLIP}", f"train.weight_decay={DECAY}"]
     given += ["train.effective_batch_size=4", "train.per_device_train_batch_size=2", "train.logging_steps=1"]
-    given += ["eval.general=false", "eval.max_new_tokens=1", f"train.output_dir={tmp_path / 'run'}"]
+    given += ["eval.forgetting=false", "eval.max_new_tokens=1", f"train.output_dir={tmp_path / 'run'}"]
     recorder = Recorder()
     run = pipeline.run(loader.load(QUICKSTART, given), quiet=True, watchers=[recorder])
     assert len(recorder.batches) == 2 * STEPS

@@ -131,16 +131,18 @@ def test_a_plan_asks_what_a_run_asks() -> None:
 
 def test_an_8b_llama_is_planned_as_it_was_measured(large) -> None:
     """benchmarks/plan.json holds every row; two of them here: 64.9 GiB and 0.695 s, 22.6 GiB and 1.399 s."""
-    fast = planned(large, "speed.compile=true", "speed.recompute=none")
-    assert fast.choices["base"].value == "fp8" and fast.peak == pytest.approx(64.9, rel=0.03)
-    small = planned(large, "speed.base=bf16", "speed.compile=true", "speed.recompute=all")
+    fast = planned(large, "speed.compile=true", "speed.activation_checkpointing=none")
+    assert fast.choices["quantization"].value == "fp8" and fast.peak == pytest.approx(64.9, rel=0.03)
+    small = planned(
+        large, "model.quantization=none", "speed.compile=true", "speed.activation_checkpointing=full"
+    )
     assert small.peak == pytest.approx(22.6, rel=0.03)
     assert sum(small.parts.values()) == small.step_seconds
     assert small.tokens_per_second == pytest.approx(4 * 2500 / (small.step_seconds or 1))
 
 
 def test_what_does_not_fit_has_three_changes_that_do_and_hold(large) -> None:
-    tight = ["speed.recompute=none", "speed.base=bf16", "train.max_steps=20"]
+    tight = ["speed.activation_checkpointing=none", "model.quantization=none", "train.max_steps=20"]
     loaded, now = loader.load(large, tight), planned(large, *tight, gpu="rtx4090")
     assert not now.fits
     found = suggestions.changes(loaded, tight, now)
@@ -153,7 +155,7 @@ def test_what_does_not_fit_has_three_changes_that_do_and_hold(large) -> None:
 
 
 def test_what_fits_is_told_what_is_faster(large) -> None:
-    slow = ["speed.recompute=all", "speed.base=bf16", "speed.fused=false"]
+    slow = ["speed.activation_checkpointing=full", "model.quantization=none", "speed.fused=false"]
     now = planned(large, *slow)
     found = suggestions.changes(loader.load(large, slow), slow, now)
     assert now.fits and 1 <= len(found) <= 3
@@ -161,7 +163,7 @@ def test_what_fits_is_told_what_is_faster(large) -> None:
         again = planned(large, *slow, *change.overrides)
         assert again == change.plan and again.fits
         assert (again.tokens_per_second or 0) > suggestions.FASTER * (now.tokens_per_second or 0)
-    assert ("speed.recompute=auto",) in [change.overrides for change in found]
+    assert ("speed.activation_checkpointing=auto",) in [change.overrides for change in found]
 
 
 def test_more_gpus_share_a_step(large) -> None:
@@ -175,7 +177,7 @@ def test_more_gpus_share_a_step(large) -> None:
 def test_four_h200_share_a_step_as_they_were_measured(large) -> None:
     """LoRA on an fp8 base under DDP: 21,287 tokens/s on one H200, 84,119 on four (a prototype's)."""
     one, four = (planned(large, f"train.effective_batch_size={4 * n}", count=n) for n in (1, 4))
-    assert four.choices["base"].value == "fp8" and four.choices["launch"].value == "ddp_8"
+    assert four.choices["quantization"].value == "fp8" and four.choices["launch"].value == "ddp_8"
     assert (four.tokens_per_second or 0) / (one.tokens_per_second or 1) == pytest.approx(
         84119 / 21287, rel=0.02
     )
@@ -196,13 +198,15 @@ def test_what_does_not_fit_whole_is_divided_and_gathered(large) -> None:
     long = (*full[:1], "train.effective_batch_size=32", "train.per_device_train_batch_size=4")
     long = (*long, "speed.compile=true")
     h200 = planned(large, *long, gpu="h200", count=8)
-    assert h200.choices["recompute"].value == "none", "each GPU has an eighth of what AdamW keeps"
+    assert h200.choices["activation checkpointing"].value == "none", (
+        "each GPU has an eighth of what AdamW keeps"
+    )
     parameters = one.trained
     assert eight.sent[0] == pytest.approx((2 * 2 + 4) * parameters * 7 / 8, rel=0.001)
 
 
 def test_gathering_waits_where_the_link_is_slow(large) -> None:
-    split = ("speed.base=bf16", "train.effective_batch_size=8")
+    split = ("model.quantization=none", "train.effective_batch_size=8")
     fast, slow = (
         planner.make(loader.load(large, split), *planner.planned_machine(gpu, 8), by=sharding_cost.FSDP2)
         for gpu in ("h100-80gb", "h100-pcie")
@@ -285,10 +289,10 @@ def test_a_launch_is_planned_with_as_many_processes_as_it_starts(large, capsys) 
 
 
 def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
-    made = planned(large, "speed.base=auto", gpu="t4")
-    assert made.choices["base"].value == "fp16" and not made.fits
+    made = planned(large, "model.quantization=auto", gpu="t4")
+    assert made.choices["quantization"].value == "fp16" and not made.fits
     with pytest.raises(UserError, match="fp8 base can't be trained on here"):
-        planned(large, "speed.base=fp8", gpu="a100-80gb")
+        planned(large, "model.quantization=fp8", gpu="a100-80gb")
 
 
 @pytest.mark.parametrize(

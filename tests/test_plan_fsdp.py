@@ -87,7 +87,7 @@ def test_deepspeed_is_given_adapters_in_the_launch_s_16_bits() -> None:
 )
 def test_fsdp2_is_planned_as_two_gpus_measured_it(large, base: str, seconds: float, gib: float) -> None:
     """An 8B Llama, four rows of 4,096 tokens on each of two H200s (benchmarks/multi_gpu.json)."""
-    long = ("train.max_steps=14", f"speed.base={base}")
+    long = ("train.max_steps=14", f"model.quantization={base}")
     (large.parent / "rows.jsonl").write_text('{"text": "' + "word " * 2**17 + '"}\n')
     loaded = loader.load(large, [*SPLIT, *long])
     made = planner.make(loaded, *planner.planned_machine("h200", 2), by=sharding_cost.FSDP2)
@@ -113,7 +113,12 @@ def test_4_bit_scales_lie_whole_in_each_process() -> None:
     assert layers * memory_estimate.GIB == sum(map(math.prod, found.stored.values())) / 2, "codes alone"
 
 
-CUT = ("model.attention=sdpa", "speed.base=bf16", "speed.recompute=all", "data.max_length=131072")
+CUT = (
+    "model.attention=sdpa",
+    "model.quantization=none",
+    "speed.activation_checkpointing=full",
+    "data.max_length=131072",
+)
 CUT += ("train.effective_batch_size=1", "train.per_device_train_batch_size=1", "data.too_long=split")
 
 
@@ -164,7 +169,7 @@ def test_parallelism_that_can_not_be_planned(old: str, new: str, said: str, tmp_
     [
         ("fsdp2_8", (), ""),
         ("fsdp2_8", ("adapter.type=full",), "but adapters on a plain base"),
-        ("fsdp2_8_quantised", ("speed.base=fp8",), "but adapters on a plain base"),
+        ("fsdp2_8_quantised", ("model.quantization=fp8",), "but adapters on a plain base"),
         ("context_parallel_4", ("model.attention=sdpa",), "where FSDP splits"),
         ("zero3_8", (), "not measured where DeepSpeed splits the weights"),
         ("zero2_8", (), ""),
@@ -202,12 +207,16 @@ def test_weights_are_not_split_where_that_takes_more(large) -> None:
     ("config", "given", "said"),
     [
         ("8xh100_fp8_te", (), "is for full fine-tuning"),
-        ("8xh100_fp8_te", ("adapter.type=full", "speed.recompute=all"), "in force in forward alone"),
+        (
+            "8xh100_fp8_te",
+            ("adapter.type=full", "speed.activation_checkpointing=full"),
+            "in force in forward alone",
+        ),
         ("8xh100_fp8", ("adapter.type=full",), "means a frozen fp8 base"),
-        ("8xh100_fp8", ("speed.base=bf16",), "stores the base in fp8"),
+        ("8xh100_fp8", ("model.quantization=none",), "stores the base in fp8"),
         ("fsdp2_8", ("adapter.type=qlora",), "hands on no base in nf4"),
         ("fsdp2_8", ("adapter.type=adalora",), "ranks are chosen by whole ones"),
-        ("zero2_8", ("speed.base=fp8",), "casts or splits weights"),
+        ("zero2_8", ("model.quantization=fp8",), "casts or splits weights"),
     ],
 )
 def test_what_a_launch_refuses_is_not_planned(config: str, given: tuple[str, ...], said: str, large) -> None:
@@ -225,7 +234,7 @@ def test_changes_that_a_launch_refuses_are_not_offered(large) -> None:
     made = planner.make(loaded, *planner.planned_machine("h100-80gb", processes), by=by)
     assert not made.fits and "breaks the graph" in made.choices["compile"].reason
     offered = [one.overrides for one in suggestions.changes(loaded, given, made, by=by)]
-    assert ("adapter.type=lora",) not in offered and ("speed.recompute=all",) not in offered
+    assert ("adapter.type=lora",) not in offered and ("speed.activation_checkpointing=full",) not in offered
 
 
 def test_a_launch_around_the_plan_is_none_of_it(large, monkeypatch) -> None:
@@ -288,7 +297,7 @@ def test_auto_stores_no_codes_where_the_launch_wants_weights(split: str, large, 
     made = planner.make(
         loader.load(large, ["train.effective_batch_size=8"]), *planner.planned_machine("h100-80gb", 8), by=by
     )
-    assert made.choices["base"].value == "bf16"
+    assert made.choices["quantization"].value == "bf16"
     launched = sharding_cost.launched(by, 8, "bf16")
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.1, 64)
     monkeypatch.setattr(detection, "detect", lambda: machine)

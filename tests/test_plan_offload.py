@@ -37,30 +37,38 @@ def test_copies_wait_for_what_computing_does_not_cover() -> None:
 
 def test_auto_offloads_what_would_be_made_again(large) -> None:
     rows = ("train.per_device_train_batch_size=8", "train.effective_batch_size=8")
-    given = ["speed.base=fp8", "speed.compile=true", *rows]
+    given = ["model.quantization=fp8", "speed.compile=true", *rows]
     machine, _ = planner.planned_machine("h100-80gb", 1)
     much, little = (
         planner.make(loader.load(large, given), replace(machine, host_gib=room), 1) for room in (64.0, 4.0)
     )
     kind, _, count = much.choices["offload"].value.partition(":")
-    assert much.choices["recompute"].value == "int8" and kind == "activations" and 0 < int(count) < 32
+    assert (
+        much.choices["activation checkpointing"].value == "mlp_int8"
+        and kind == "activations"
+        and 0 < int(count) < 32
+    )
     assert much.fits and much.host == pytest.approx(int(count) * 8 * 4096 * (3 * 4096 + 6144) * 2 / 2**30)
     assert much.parts["to the CPU and back"] == 0
-    assert little.choices["offload"].value == "none" and little.choices["recompute"].value.startswith("int8:")
+    assert little.choices["offload"].value == "none" and little.choices[
+        "activation checkpointing"
+    ].value.startswith("mlp_int8:")
     assert "no room" in little.choices["offload"].reason and little.host == 0
     assert (little.tokens_per_second or 0) < (much.tokens_per_second or 0)
 
 
 def test_activations_go_to_the_cpu_as_far_as_it_has_room(large) -> None:
     """As in a run: `mlp` where half of what is free holds it, else layers' inputs alone."""
-    offloaded = loader.load(large, ["speed.base=fp8", "speed.offload=activations", "speed.compile=true"])
+    offloaded = loader.load(
+        large, ["model.quantization=fp8", "speed.offload=activations", "speed.compile=true"]
+    )
     machine, _ = planner.planned_machine("h200", 1)
     unknown, much, little, none = (
         planner.make(offloaded, replace(machine, host_gib=room), 1) for room in (None, 64.0, 8.0, 2.0)
     )
-    assert [made.choices["recompute"].value for made in (unknown, much)] == ["mlp", "mlp"]
+    assert [made.choices["activation checkpointing"].value for made in (unknown, much)] == ["mlp", "mlp"]
     assert unknown.host == much.host == pytest.approx(18, rel=0.1)  # measured: 18 GiB
-    assert little.choices["recompute"].value == "32 of 32" and little.host == pytest.approx(4)
+    assert little.choices["activation checkpointing"].value == "full" and little.host == pytest.approx(4)
     assert much.fits and little.fits and not none.fits
     assert "4.0 of 2.0 GiB of the CPU's memory" in plan_report.headline(offloaded, none)
     assert any("64 GiB of it may be taken" in note for note in much.notes)

@@ -136,7 +136,7 @@ def test_a_layer_of_any_width_can_be_timed(hidden: int) -> None:
 
 def test_an_adapters_rank_takes_time(large) -> None:
     """Six FLOPs for each trained number and token, in products too thin to run at full speed."""
-    given = ("speed.compile=true", "speed.recompute=none", "data.too_long=split")
+    given = ("speed.compile=true", "speed.activation_checkpointing=none", "data.too_long=split")
     small, wide = (planned(large, *given, f"adapter.r={rank}") for rank in (16, 64))
     more = 6 * (wide.trained - small.trained) * 4 * 2500
     rate = step_time.THIN * step_time.PRODUCT * gpus.GPUS["h200"].bf16

@@ -31,7 +31,7 @@ def tall(large: Path) -> Path:
 
 def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
     """Rows of 2,500 tokens: half of max_length would drop each of them."""
-    slow = ["speed.base=bf16", "speed.recompute=all"]
+    slow = ["model.quantization=none", "speed.activation_checkpointing=full"]
     now, loaded = planned(large, *slow), loader.load(large, slow)
     offered = [change.overrides for change in suggestions.changes(loaded, slow, now)]
     assert ("data.max_length=2048",) in [given for given, _ in suggestions.candidates(loaded, now)]

@@ -72,14 +72,22 @@ def test_an_offloaded_optimizer_is_for_one_process(large) -> None:
 def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
     """By the rule of batch_search: a divisor of the share, a tenth of memory to spare; what is recomputed was
     chosen for one row."""
-    made = planned(large, *SHORT, AUTO, "speed.base=bf16", gpu="h100-80gb")
+    made = planned(large, *SHORT, AUTO, "model.quantization=none", gpu="h100-80gb")
     rows, one = made.batch.per_device, planned(large, *SHORT, "train.per_device_train_batch_size=1")
     assert 1 < rows < 96 and 96 % rows == 0 and made.batch.accumulation == 96 // rows
     most = batch_size.MARGIN * (made.machine.memory_gib - planned_choices.CONTEXT_GIB)
     assert made.usable <= most and made.fits
-    assert made.choices["recompute"].value == one.choices["recompute"].value == "none"
+    assert (
+        made.choices["activation checkpointing"].value
+        == one.choices["activation checkpointing"].value
+        == "none"
+    )
     larger = next(size for size in batch_size.sizes(96, 96) if size > rows)
-    stated = (f"train.per_device_train_batch_size={larger}", "speed.recompute=none", "speed.base=bf16")
+    stated = (
+        f"train.per_device_train_batch_size={larger}",
+        "speed.activation_checkpointing=none",
+        "model.quantization=none",
+    )
     assert planned(large, *SHORT, *stated, gpu="h100-80gb").peak > most
     assert any(f"=auto: {rows} rows of 1024 tokens at once" in note for note in made.notes)
     given = [change for change, _ in suggestions.candidates(loader.load(large, [*SHORT, AUTO]), made)]
@@ -98,7 +106,7 @@ def test_evaluation_that_does_not_fit_is_in_the_first_line(large) -> None:
     assert made.fits and ": training fits, evaluation does not, " in plan_report.headline(loaded, made)
     auto = planned(large, *given, "eval.batch_size=auto", gpu="rtx4090")
     assert ": fits, " in plan_report.headline(loaded, auto)
-    none = loader.load(large, ["eval.batch_size=64", "eval.general=false"])
+    none = loader.load(large, ["eval.batch_size=64", "eval.forgetting=false"])
     assert ": fits, " in plan_report.headline(none, made)  # nothing is evaluated
 
 
@@ -154,7 +162,7 @@ def test_a_cpu_is_not_told_what_was_measured_slower_there() -> None:
 @pytest.mark.parametrize(("kind", "why"), [("dora", "DoRA"), ("lokr", "lokr"), ("lora", "")])
 def test_what_breaks_the_graph_is_not_compiled_by_auto(large, kind: str, why: str) -> None:
     """As speed.apply has it of a model's modules."""
-    made = planned(large, f"adapter.type={kind}", "speed.fused=false", "speed.base=bf16")
+    made = planned(large, f"adapter.type={kind}", "speed.fused=false", "model.quantization=none")
     said = f"auto: PEFT's forward of {why} breaks the graph"
     assert (made.choices["compile"] == ("off", said)) is bool(why)
 
@@ -196,9 +204,9 @@ def test_what_auto_recomputes_is_the_least_that_fits(large, given: tuple[str, ..
     """By what the recipe's own optimizer and adapter hold, not by AdamW's of LoRA."""
     given = (*given, "speed.compile=true")
     auto = planned(large, *given, gpu=gpu)
-    count = int(auto.choices["recompute"].value.partition(" of ")[0])
+    count = int(auto.choices["activation checkpointing"].value.partition(":")[2])
     assert auto.fits and 1 < count < 32
-    fewer = planned(large, *given, f"speed.recompute={count - 4}", gpu=gpu)
+    fewer = planned(large, *given, f"speed.activation_checkpointing=full:{count - 4}", gpu=gpu)
     assert not fewer.fits
 
 
@@ -238,14 +246,16 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
 def test_what_auto_recomputes_in_vain_may_all_be_recomputed(large) -> None:
     full = ["adapter.type=full", "train.effective_batch_size=16", "train.optim=ademamix"]
     loaded, now = loader.load(large, full), planned(large, *full, gpu="h200")
-    assert not now.fits and "-" not in now.choices["recompute"].reason
-    assert ("speed.recompute=all",) in [change for change, _ in suggestions.candidates(loaded, now)]
+    assert not now.fits and "-" not in now.choices["activation checkpointing"].reason
+    assert ("speed.activation_checkpointing=full",) in [
+        change for change, _ in suggestions.candidates(loaded, now)
+    ]
 
 
 def test_what_compiling_takes_at_the_start_is_in_what_is_faster(large) -> None:
     """In a run of 6 s it takes 25 s more."""
     for steps, worth in ((4, False), (2000, True)):
-        given = ["speed.compile=false", "speed.recompute=none", f"train.max_steps={steps}"]
+        given = ["speed.compile=false", "speed.activation_checkpointing=none", f"train.max_steps={steps}"]
         loaded, now = loader.load(large, given), planned(large, *given)
         change = ("speed.compile=true",)
         assert change in [change for change, _ in suggestions.candidates(loaded, now)]

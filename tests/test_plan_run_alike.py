@@ -64,7 +64,7 @@ def test_auto_starts_no_fsdp2_that_would_be_refused(seventy: Path, given: list[s
     [
         ("full", "h100-80gb", "--accelerate fsdp2_8_offload"),
         ("lora", "a100-40gb", "adapter.type=qlora"),
-        ("lora", "h100-80gb", "speed.base=fp8"),
+        ("lora", "h100-80gb", "model.quantization=fp8"),
     ],
 )
 def test_advice_of_a_launch_is_not_refused(seventy: Path, kind: str, gpu: str, advice: str) -> None:
@@ -111,8 +111,8 @@ def test_what_trains_of_experts_is_counted(family: str, targets: str, tmp_path: 
     ("given", "gpu"),
     [
         (["adapter.type=dora", "adapter.lora_dropout=0.05"], "h100-80gb"),
-        (["speed.base=torchao_int8"], "a100-40gb"),
-        (["speed.base=int8"], "a100-40gb"),
+        (["model.quantization=torchao_int8"], "a100-40gb"),
+        (["model.quantization=int8"], "a100-40gb"),
         (["adapter.type=qdora"], "t4"),
         (["adapter.r=300"], "h100-80gb"),
         (["adapter.type=oft"], "h100-80gb"),
@@ -122,7 +122,7 @@ def test_what_trains_of_experts_is_counted(family: str, targets: str, tmp_path: 
 def test_what_can_t_run_fused_is_not_planned_so(large: Path, given: list[str], gpu: str) -> None:
     made = planned(large, *given, gpu=gpu)
     assert made.choices["fused"].value == "off" and made.choices["fused"].reason.startswith("auto: ")
-    assert "mlp" not in made.choices["recompute"].value
+    assert "mlp" not in made.choices["activation checkpointing"].value
     if "dora" in given[0]:
         assert "breaks the graph" in made.choices["compile"].reason
         with pytest.raises(UserError, match="PEFT's forward of DoRA breaks the graph") as caught:
@@ -181,7 +181,7 @@ def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
 def test_saved_modules_are_no_thin_products(large: Path) -> None:
     """A look-up has none; a head that trains has one more of its own, and a gradient in fp32 at the loss."""
     plain, embedded, head = (
-        planned(large, "speed.base=bf16", *given)
+        planned(large, "model.quantization=none", *given)
         for given in ([], ["adapter.modules_to_save=[embed_tokens]"], ["adapter.modules_to_save=[lm_head]"])
     )
     assert embedded.trained == head.trained == plain.trained + 128256 * 4096
@@ -213,9 +213,9 @@ def test_what_comes_with_a_change_is_in_its_price(seventy: Path) -> None:
         made = change.plan
         assert suggestions.evaluation_fits(loader.load(seventy, short), made)
         assert made.by.name == now.by.name or f"{made.by.name} in place of" in change.cost
-        base = made.choices["base"].value
-        named = change.overrides[0].startswith(("speed.base", "adapter.type"))
-        assert base == now.choices["base"].value or named or f"the base in {base}" in change.cost
+        base = made.choices["quantization"].value
+        named = change.overrides[0].startswith(("model.quantization", "adapter.type"))
+        assert base == now.choices["quantization"].value or named or f"the base in {base}" in change.cost
         assert made.host <= now.host or "GiB of the CPU's memory" in change.cost
     packed = dict(suggestions.faster(loader.load(seventy, short), now))["data.packing=true"]
     after = planned(seventy, *short, "data.packing=true", gpu="h100-80gb", count=8)
@@ -225,7 +225,7 @@ def test_what_comes_with_a_change_is_in_its_price(seventy: Path) -> None:
 
 
 def test_a_change_is_offered_once(large: Path) -> None:
-    given = ["speed.recompute=4"]
+    given = ["speed.activation_checkpointing=full:4"]
     now = planned(large, *given, gpu="a100-40gb")
     offered = [one.overrides for one in suggestions.changes(loader.load(large, given), given, now)]
     assert len(offered) == len(set(offered))

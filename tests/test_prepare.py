@@ -46,7 +46,7 @@ def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) ->
     name, cache = write(tmp_path / "a.jsonl", "Maria.", "Omar."), str(tmp_path / "cache")
 
     def cached(**more: object) -> bool:
-        data = Data.model_validate({"name": name, "cache": cache, **more})
+        data = Data.model_validate({"name": name, "cache_dir": cache, **more})
         return prepare(data, tokenizer, 0, None).cached
 
     assert not cached() and cached()
@@ -64,7 +64,7 @@ def test_what_is_found_prepared_names_the_files_of_this_run(tmp_path, tokenizer,
         (tmp_path / place).mkdir()
         monkeypatch.chdir(tmp_path / place)
         write(Path("a.jsonl"), "Maria.", "Omar.")
-        data = Data.model_validate({"name": "a.jsonl", "cache": str(tmp_path / "cache")})
+        data = Data.model_validate({"name": "a.jsonl", "cache_dir": str(tmp_path / "cache")})
         made = prepare(data, tokenizer, 0, None)
         assert made.cached == (place == "two")
         assert [*made.report["train"].sources] == [str(tmp_path / place / "a.jsonl")]
@@ -74,7 +74,7 @@ def test_weights_that_change_places_are_another_mix(tmp_path, tokenizer) -> None
     one, two = write(tmp_path / "a.jsonl", "Maria."), write(tmp_path / "b.jsonl", "Omar.")
     for often, once, answer in ((one, two, "Maria."), (two, one, "Omar.")):
         names = [{"name": often, "weight": 3.0}, {"name": once, "weight": 1.0}]
-        data = Data.model_validate({"name": names, "cache": str(tmp_path / "cache")})
+        data = Data.model_validate({"name": names, "cache_dir": str(tmp_path / "cache")})
         assert trained(prepare(data, tokenizer, 0, None), tokenizer).count(f"{answer}<|im_end|>") == 3
 
 
@@ -84,7 +84,9 @@ def test_equal_rows_stay_on_one_side_whatever_their_ids(tmp_path, tokenizer) -> 
         write(tmp_path / "one.jsonl", f"Name {number // 2}.", id=number)
         with path.open("a") as file:
             file.write((tmp_path / "one.jsonl").read_text())
-    data = Data(name=str(path), validation_fraction=0.1, cache=str(tmp_path / "c"), expect={"duplicates": 1})
+    data = Data(
+        name=str(path), validation_fraction=0.1, cache_dir=str(tmp_path / "c"), expect={"duplicates": 1}
+    )
     report = prepare(data, tokenizer, 0, None).report
     assert "in_validation" not in report["train"].counts and report["validation"].kept == 10
     assert report["train"].kept == 90 and any("id" in said for said in report["train"].remarks())
@@ -96,7 +98,7 @@ def test_a_row_that_is_split_is_one_row_to_its_duplicates(tmp_path, tokenizer) -
     path, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     for file, rows in ((path, texts), (held_out, texts[2:3])):
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    split = {"too_long": "split", "max_length": 32, "train_on": "all", "cache": str(tmp_path / "c")}
+    split = {"too_long": "split", "max_length": 32, "train_on": "all", "cache_dir": str(tmp_path / "c")}
     allowed = {"duplicates": 0.25, "in_validation": 1}
     data = Data.model_validate({"name": str(path), "validation": str(held_out), "expect": allowed, **split})
     report = prepare(data, tokenizer, 0, None).report["train"]
@@ -109,7 +111,7 @@ def test_held_out_rows_of_sources_in_two_formats(tmp_path, tokenizer) -> None:
     alpaca = tmp_path / "b.jsonl"
     rows = [{"instruction": f"{n}?", "output": f"{n}!"} for n in range(20)]
     alpaca.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = Data(name=[chats, str(alpaca)], validation_fraction=0.5, cache=str(tmp_path / "c"))
+    data = Data(name=[chats, str(alpaca)], validation_fraction=0.5, cache_dir=str(tmp_path / "c"))
     report = prepare(data, tokenizer, 0, None).report
     assert set(report["validation"].formats.values()) == {"messages", "alpaca"}
     assert report["train"].kept == report["validation"].kept == 20
@@ -126,7 +128,7 @@ def test_a_column_of_mappings_gives_no_row_the_keys_of_others(tmp_path, tokenize
         ]
         rows.append({"messages": turns})
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    data = Data(name=str(tmp_path / "a.parquet"), cache=str(tmp_path / "c"), chat_template="qwen3")
+    data = Data(name=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "c"), chat_template="qwen3")
     loaded = load_tokenizer(Model(name=str(MODEL)), read_template("qwen3"))
     said = trained(prepare(data, loaded, 0, None), loaded)
     assert "Paris" in said[0] and not any("null" in text or "None" in text for text in said)
@@ -137,7 +139,7 @@ def test_nothing_left_is_a_message_whatever_the_cause(tmp_path, tokenizer) -> No
     path.write_text('{"messages": 1}\n')
     seldom = {"name": write(tmp_path / "b.jsonl", "x"), "weight": 0.001}
     for more in ({"expect": {"malformed": 1.0}}, {"name": [seldom]}):
-        data = Data.model_validate({"name": str(path), "cache": str(tmp_path / "c"), **more})
+        data = Data.model_validate({"name": str(path), "cache_dir": str(tmp_path / "c"), **more})
         with pytest.raises(UserError, match=r"0 of 1 rows keep|no row is used"):
             prepare(data, tokenizer, 0, None)
 
@@ -147,7 +149,7 @@ def test_all_and_a_message_s_own_no_exclude_each_other(tmp_path, tokenizer) -> N
     row = json.loads((tmp_path / "a.jsonl").read_text())
     row["messages"][1]["train"] = False
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    data = Data(name=str(tmp_path / "a.jsonl"), train_on="all", cache=str(tmp_path / "c"))
+    data = Data(name=str(tmp_path / "a.jsonl"), train_on="all", cache_dir=str(tmp_path / "c"))
     with pytest.raises(UserError, match="train: false, and train_on: all"):
         prepare(data, tokenizer, 0, None)
 
@@ -187,7 +189,7 @@ def test_a_completion_has_no_space_of_the_tokenizer_s_own(tmp_path) -> None:
     loaded = load_tokenizer(Model(name=str(ASSETS / "stories260K-eos-hf")))
     rows = [{"prompt": "Q: 2+2=", "completion": "4"}, {"prompt": "Hello", "completion": " world"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = prepare(Data(name=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "c")), loaded, 0, None)
+    found = prepare(Data(name=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "c")), loaded, 0, None)
     said = [loaded.decode(row["input_ids"], skip_special_tokens=True).strip() for row in found.train]
     assert said == ["Q: 2+2=4", "Hello world"]
     assert all(row["labels"][0] == -100 and row["labels"][-1] != -100 for row in found.train)
@@ -251,7 +253,7 @@ def test_two_subsets_of_one_hub_set_are_two_sources(tmp_path, tokenizer, monkeyp
     monkeypatch.setattr(source_loading, "_hub", lambda one: iter([Row(held[one.subset], f"{one.name}[0]")]))
     monkeypatch.setattr(source_loading, "_commit", lambda source: "c0ffee")
     names = [{"name": "org/rows", "subset": subset, "split": "train"} for subset in held]
-    data = Data.model_validate({"name": names, "cache": str(tmp_path / "cache")})
+    data = Data.model_validate({"name": names, "cache_dir": str(tmp_path / "cache")})
     made = prepare(data, tokenizer, 0, None)
     report = made.report["train"]
     assert report.kept == 2 and len(report.formats) == len(report.mix) == 2, report

@@ -59,7 +59,7 @@ PLANTED = {
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path) -> None:
     overrides, watchers, said = PLANTED[planted]
-    given = [*small, f"model.name={two_layers}", "eval.general=false", *overrides]
+    given = [*small, f"model.name={two_layers}", "eval.forgetting=false", *overrides]
     for attempt in range(3):  # it measures time: what else a machine does may look like a wait
         found = profiler.run(str(QUICKSTART), given, str(tmp_path / str(attempt)), watchers)
         if said in found.verdict:
@@ -77,7 +77,13 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
 
 def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkeypatch) -> None:
     """Evaluations that a run ends by, AdaLoRA's schedule; and nothing is left of a run that fails."""
-    given = [*small, f"model.name={two_layers}", "eval.every=50", "eval.patience=2", "eval.best=exact_match"]
+    given = [
+        *small,
+        f"model.name={two_layers}",
+        "eval.eval_steps=50",
+        "eval.early_stopping_patience=2",
+        "eval.metric_for_best_model=exact_match",
+    ]
     whole = [*given, "adapter.type=adalora", "adapter.tinit=50", "adapter.tfinal=40"]
     whole += ["adapter.orth_reg_every=20", "train.max_steps=100", "train.save_steps=2"]
     runs = []
@@ -116,9 +122,9 @@ def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monk
             traces.append(self)
 
     monkeypatch.setattr(profiler, "Trace", Kept)
-    given = [*small, f"model.name={two_layers}", "eval.general=false", "train.effective_batch_size=4"]
+    given = [*small, f"model.name={two_layers}", "eval.forgetting=false", "train.effective_batch_size=4"]
     work = []
-    for index, more in enumerate(([], ["speed.recompute=all"], ["speed.loss=trl"])):
+    for index, more in enumerate(([], ["speed.activation_checkpointing=full"], ["speed.loss=trl"])):
         found = profiler.run(str(QUICKSTART), [*given, *more], str(tmp_path / str(index)))
         assert found.roofline and found.model and 0 < found.model < found.roofline[0]
         ran = trace_analysis.computed(traces[-1].profiler.events(), cuda=False)
@@ -129,7 +135,7 @@ def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monk
 
 
 def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
-    given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.general=false"]
+    given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.forgetting=false"]
     given += ["eval.samples=0"]
     given += ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_size=8"]
     waited = {}
@@ -147,7 +153,7 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
 def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_path, monkeypatch) -> None:
     """Once; and what is logged and saved after a step is no wait."""
     monkeypatch.setattr(step_metrics, "COUNTED", 2)
-    given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.general=false"]
+    given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.forgetting=false"]
     given += ["eval.samples=0", "train.max_steps=5", "train.warmup_steps=0", "train.effective_batch_size=8"]
     given += ["train.logging_steps=1"]
     loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'slow'}"])
@@ -172,7 +178,7 @@ def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_
 
 
 def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys) -> None:
-    given = [*small, f"model.name={two_layers}", "eval.general=false", "train.effective_batch_size=2"]
+    given = [*small, f"model.name={two_layers}", "eval.forgetting=false", "train.effective_batch_size=2"]
     assert main.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert "verdict:" in text and "next:" in text and "padding:" in text and "launch gaps" in text
@@ -198,7 +204,7 @@ def test_a_verdict_is_about_what_could_be_had_back() -> None:
     made, on_cpu = planner.make(whole, GPU, 1), planner.make(whole, CPU, 1)
     judge = partial(recommendations.judge, whole=whole, made=made)
     verdict, lever = judge(even, 0.0, "flash_attention_4")
-    assert "nothing large is in their way" in verdict and lever == "speed.base: fp8"
+    assert "nothing large is in their way" in verdict and lever == "model.quantization: fp8"
     near = judge(even, 0.0, "flash_attention_4", reached=(0.71, "989 TFLOP/s, of its data sheet"))
     assert near[0].endswith("products reach 71% of 989 TFLOP/s, of its data sheet")
     assert "padding" in judge(even, 0.4, "flash_attention_4")[0]
@@ -268,5 +274,5 @@ def test_a_lever_is_not_what_is_so_already() -> None:
     assert lever(passes, "speed.fused=false") == "speed.compile: true and speed.fused: auto"
     assert "faster memory" in lever(passes, "speed.compile=true")
     good = {**padded, "products": 0.9, "memory-bound": 0.0}
-    assert lever(good) == "speed.base: fp8"
-    assert lever(good, "speed.base=fp8") == lever(good, "adapter.type=full") == "a faster machine"
+    assert lever(good) == "model.quantization: fp8"
+    assert lever(good, "model.quantization=fp8") == lever(good, "adapter.type=full") == "a faster machine"

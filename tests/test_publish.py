@@ -28,7 +28,7 @@ FILES = {
     "environment.json",
     "eval.json",
     "metrics.jsonl",
-    "receipts.json",
+    "checks.json",
     "recipe.resolved.yaml",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -82,7 +82,7 @@ def test_a_run_goes_up_privately_and_plain_peft_loads_it(hub: Hub, trained, caps
     assert report["commit"] == repo.branches["main"] and report["url"].endswith(report["commit"])
     digest = hashlib.sha256(before["adapter/adapter_model.safetensors"]).hexdigest()
     assert report["files"]["adapter_model.safetensors"]["hash"] == digest
-    assert [receipt["ok"] for receipt in report["receipts"]] == [True]
+    assert [receipt["passed"] for receipt in report["receipts"]] == [True]
     assert TOKEN not in said.out + said.err + json.dumps(report)
     assert f"finetune evaluate me/notes@{report['commit']}" in said.out
 
@@ -339,7 +339,7 @@ def test_a_push_that_fails_does_not_fail_the_run(hub: Hub, small, tmp_path, caps
         *short,
         small[0],
         "data.validation=null",
-        "eval.general=false",
+        "eval.forgetting=false",
         "publish.repo=me/notes",
     ]
     assert main.main([*command, f"train.output_dir={folder.path}"]) == 0

@@ -131,11 +131,11 @@ def test_a_run_rounds_every_layer_and_reopens_as_it_was(kind: str, run, two_laye
     from transformers import AutoModelForCausalLM
 
     folder = run(kind)
-    receipts = {receipt["option"]: receipt for receipt in folder.read("receipts.json")}
-    assert all(receipt["ok"] for receipt in receipts.values())
-    assert receipts["speed.qat"]["got"] == "14 layers, IntxWeightOnlyConfig: int4 in groups of 32"
-    assert receipts["rounding in step 1"]["got"].startswith("14 layers, by 9.")
-    assert receipts["saved weights"]["got"] == "0", "bit for bit"
+    receipts = {receipt["option"]: receipt for receipt in folder.read("checks.json")}
+    assert all(receipt["passed"] for receipt in receipts.values())
+    assert receipts["speed.qat"]["actual"] == "14 layers, IntxWeightOnlyConfig: int4 in groups of 32"
+    assert receipts["rounding in step 1"]["actual"].startswith("14 layers, by 9.")
+    assert receipts["saved weights"]["actual"] == "0", "bit for bit"
     assert all(line["grad_norm"] > 0 for line in metrics(folder))
     assert (
         "fake_quant"
@@ -190,7 +190,7 @@ def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
         (["speed.qat={config: IntxWeightOnly, weight_dtype: int3}"], ["int4, int8"]),
         (["speed.qat={}"], ["speed.qat.config: is required"]),
         ([INTX, "adapter.type=qlora"], ["adapter.type", "quantised already", "try:       lora"]),
-        ([INTX, "speed.base=torchao_int8"], ["speed.base", "quantised already"]),
+        ([INTX, "model.quantization=torchao_int8"], ["model.quantization", "quantised already"]),
         ([INTX, "adapter.type=oft"], ["not known here", "adalora, ia3, full"]),
         ([INTX, "adapter.type=prompt_tuning"], ["not known here"]),
         ([INTX, "adapter.lora_dropout=0.1"], ["adapter.lora_dropout", "merged in forward"]),

@@ -32,7 +32,7 @@ def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
     scores = run.read("eval.json")
     assert scores["base"]["exact_match"] < 0.05
     assert scores["tuned"]["exact_match"] >= 0.90, f"{scores['tuned']} after {seconds:.0f} s"
-    assert all(receipt["ok"] for receipt in run.read("receipts.json"))
+    assert all(receipt["passed"] for receipt in run.read("checks.json"))
     for part in ("plan", "receipts", "result", "next:", "finetune evaluate"):
         assert part in done.stdout
     assert done.stderr == "", "nothing the user can't act on"

@@ -64,7 +64,7 @@ def two_processes(*given: str, **own: str) -> subprocess.Popen[str]:
 def short(small: tuple[str, str], two_layers: Path, *more: str) -> list[str]:
     """`finetune train`, on two layers, with nothing to evaluate."""
     given = ["train.max_steps=6", "train.effective_batch_size=8", "train.save_total_limit=null"]
-    given += ["adapter.lora_dropout=0.1", "data.validation=null", "eval.general=false"]
+    given += ["adapter.lora_dropout=0.1", "data.validation=null", "eval.forgetting=false"]
     return ["train", str(QUICKSTART), *given, small[0], f"model.name={two_layers}", *more, "--quiet"]
 
 
@@ -232,7 +232,7 @@ def test_ranks_whose_clocks_differ_end_in_time_together(small, two_layers, tmp_p
 
 
 def each_is_refused(given: list[str]) -> None:
-    for flag in ("--preflight", "--prove-resume"):
+    for flag in ("--rehearse", "--verify-resume"):
         assert main.main(["check", *given, flag]) == 2
 
 
@@ -287,7 +287,7 @@ def ends_late(words: list[str]) -> None:
 def test_no_rank_leaves_a_stopped_run_before_rank_0_has_written_all(small, two_layers, tmp_path) -> None:
     words = short(small, two_layers, "train.output_dir=run", "--until=1")
     two_ranks.run(ends_late, words, cwd=tmp_path)
-    assert (tmp_path / "run" / "receipts.json").exists()
+    assert (tmp_path / "run" / "checks.json").exists()
 
 
 def test_gloo_is_told_the_interface_on_which_other_machines_are(monkeypatch) -> None:
@@ -337,7 +337,7 @@ def test_a_proof_is_not_started_by_a_launcher(small, two_layers) -> None:
     """It starts the runs itself, each launched as `finetune train` launches it."""
     given = [str(QUICKSTART), small[0], "data.validation=null", f"model.name={two_layers}"]
     said = two_ranks.run(each_is_refused, given)
-    for flag in ("--preflight", "--prove-resume"):
+    for flag in ("--rehearse", "--verify-resume"):
         assert f"finetune check {QUICKSTART}" in said and flag in said
     assert said.count("starts runs of its own") == 4, "on both ranks"
 

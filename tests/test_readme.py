@@ -31,21 +31,27 @@ def test_a_finetune_command_runs(command: str, trained, small, two_layers, tmp_p
         words += [
             *SHORT,
             *small,
-            "eval.general=false",
+            "eval.forgetting=false",
             f"model.name={two_layers}",
             "--output",
             str(tmp_path / "compare"),
         ]
-    elif words[0] == "tune":  # test_tune.py has a study
+    elif words[0] == "sweep":  # test_tune.py has a study
         words += ["--export-wandb", str(tmp_path / "sweep.yaml")]
     elif words[0] == "profile":
-        words += [*small, "eval.general=false", f"model.name={two_layers}", "--output", str(tmp_path / "out")]
+        words += [
+            *small,
+            "eval.forgetting=false",
+            f"model.name={two_layers}",
+            "--output",
+            str(tmp_path / "out"),
+        ]
     elif words[0] == "ablate":  # test_ablate.py climbs a ladder; this one has too many runs for a test
         words = ["check", words[1]]
     elif words[0] == "recipes" and "--copy" in words:
         words[-1] = str(tmp_path / words[-1])
     elif words[0] == "train":
-        words += [*SHORT, *small, "eval.general=false", f"model.name={two_layers}"]
+        words += [*SHORT, *small, "eval.forgetting=false", f"model.name={two_layers}"]
         words.append(f"train.output_dir={tmp_path}/run")
         if "--accelerate" in words:
             assert words[2:4] == ["--accelerate", "cpu_2"]

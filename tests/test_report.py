@@ -207,7 +207,7 @@ def test_what_the_data_holds_is_shown_as_text(folder: RunFolder) -> None:
         verdict={"word": "better", "why": NASTY, "forgot": [NASTY]},
         sources=[{"source": NASTY, "rows": 1, "base": {"loss": 1.0}, "tuned": {"loss": 1.0}}] * 2,
     )
-    folder.write("receipts.json", [{**folder.read("receipts.json")[0], "got": NASTY, "ok": False}])
+    folder.write("checks.json", [{**folder.read("checks.json")[0], "actual": NASTY, "passed": False}])
     page = page_of(folder)
     assert page.open == [] and "<script" not in page.source and page.source.count("</style>") == 1 + 6
     assert page.text.count("<script>alert(1)</script></style><b>&amp; \\u202e \\u0007 {{ 7 * 7 }}") > 8
@@ -259,9 +259,9 @@ def test_the_command_that_makes_it_again_has_the_launch_s_precision(splitter: st
 
 
 def test_a_receipt_that_does_not_match_comes_first_and_spoils_the_verdict(folder: RunFolder) -> None:
-    receipts = folder.read("receipts.json")
+    receipts = folder.read("checks.json")
     receipts[-1] |= {"ok": False, "asked": "one thing", "got": "another"}
-    folder.write("receipts.json", receipts)
+    folder.write("checks.json", receipts)
     page = page_of(folder)
     said = page.said()
     assert f"1 of {len(receipts)} receipts do not match" in said and "mixed" in page.classes
@@ -329,7 +329,7 @@ def test_weights_and_an_evaluation_alone_are_a_page(word: str, folder: RunFolder
 
 @pytest.mark.parametrize("name", [name for name in run_files.FILES if name.endswith(".json")])
 def test_a_part_with_nothing_in_it(name: str, folder: RunFolder) -> None:
-    (folder.path / name).write_text("[]" if name == "receipts.json" else "{}")
+    (folder.path / name).write_text("[]" if name == "checks.json" else "{}")
     page = page_of(folder)
     assert page.open == []
     assert ("data_report.json can't be read" in page.said()) == (name == "data_report.json")
@@ -373,7 +373,7 @@ def test_a_report_of_what_was_just_trained(train) -> None:
     page, evaluation = page_of(run), run.read("eval.json")
     assert page.open == [] and evaluation["samples"][1]["reference"] in page.text
     assert scores.number(evaluation["tuned"]["loss"]) in page.said() and "ia3 on " in page.said()
-    assert all(receipt["option"] in page.text for receipt in run.read("receipts.json"))
+    assert all(receipt["option"] in page.text for receipt in run.read("checks.json"))
 
 
 def test_a_long_run_with_long_answers_stays_small(folder: RunFolder) -> None:

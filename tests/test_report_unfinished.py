@@ -42,7 +42,7 @@ def test_a_stopped_run_says_what_it_saved_and_how_it_goes_on(train, capsys) -> N
 
 def test_a_failed_run_that_has_a_checkpoint(tmp_path) -> None:
     (tmp_path / "checkpoints" / "step-8").mkdir(parents=True)
-    (tmp_path / "receipts.json").write_text("[]")
+    (tmp_path / "checks.json").write_text("[]")
     (tmp_path / "log.txt").write_text("begun\nerror: the loss is not finite\n")
     verdict = html_report.judge(run_files.read(tmp_path))
     assert verdict.title == "It failed: only a checkpoint was saved" and verdict.kind == "bad"

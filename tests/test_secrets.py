@@ -91,7 +91,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
         hub.fail("/me/other/commit/", 403, times=9)
         short = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=4"]
         command = ["train", str(QUICKSTART), *short, *small, "publish.repo=me/notes", "eval.max_new_tokens=2"]
-        command += ["eval.general=false", f"model.name={two_layers}", "train.save_steps=1"]
+        command += ["eval.forgetting=false", f"model.name={two_layers}", "train.save_steps=1"]
         command += [f"train.report_to={tracker}", f"train.output_dir={tmp_path / 'run'}", "--debug"]
         done = subprocess.run(
             [sys.executable, "-c", LIFE, str(tmp_path / "run"), *command],
@@ -112,7 +112,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
     assert any(name.startswith("checkpoints/step-1/") for name in written)
     pickles = [name for name in written if Path(name).suffix in untrusted_files.PICKLES]
     assert not pickles, "no training_args.bin, no other pickle"
-    assert all(receipt["ok"] for receipt in receipts(RunFolder(tmp_path / "run")).values())
+    assert all(receipt["passed"] for receipt in receipts(RunFolder(tmp_path / "run")).values())
 
 
 def test_a_traceback_of_a_defect_is_masked() -> None:

@@ -19,7 +19,7 @@ RECIPE = """model: {{name: {assets}/{model}}}
 data: {{name: {data}, {more}}}
 adapter: {{type: {kind}}}
 train: {{learning_rate: {rate}, max_steps: {steps}, effective_batch_size: {batch}, logging_steps: 1}}
-eval: {{max_new_tokens: 8, samples: 1, general: false}}
+eval: {{max_new_tokens: 8, samples: 1, forgetting: false}}
 """
 
 

@@ -211,7 +211,7 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     (tmp_path / "run" / "thesis.txt").unlink()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "run" / "log.txt").write_text("")
-    (tmp_path / "run" / "held_out.jsonl").write_text("")
+    (tmp_path / "run" / "validation.jsonl").write_text("")
     for name in ("model", "nonfinite-step-1"):  # names that anyone may have given
         (tmp_path / "run" / name).mkdir()
     train("--resume=auto", code=2)
@@ -224,7 +224,9 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     assert "left by process" in said and "in use" not in said
     run = train("--resume=auto", "--until=1", code=75)
     assert [line["step"] for line in metrics(run)] == [1] and "loss" in metrics(run)[0]
-    assert not run.model.exists() and not (run.path / "held_out.jsonl").exists(), "another recipe's, perhaps"
+    assert not run.model.exists() and not (run.path / "validation.jsonl").exists(), (
+        "another recipe's, perhaps"
+    )
     assert "note: model of an earlier start was removed" in (run.path / "log.txt").read_text()
 
 
@@ -234,7 +236,7 @@ def test_what_was_trained_and_saved_is_not_begun_again(tmp_path) -> None:
     run = tmp_path / "run"
     for name in ("adapter", "checkpoints"):
         (run / name).mkdir(parents=True)
-    for name in ("recipe.resolved.yaml", "receipts.json", "checkpoints/contract.json"):
+    for name in ("recipe.resolved.yaml", "checks.json", "checkpoints/contract.json"):
         (run / name).write_text("{}")
     assert not resume.nothing_to_do(str(run), "auto", {})
     (run / "adapter" / "tokenizer_config.json").write_text("{}")
@@ -258,9 +260,9 @@ def test_a_finished_run_may_be_asked_for_otherwise(tmp_path, monkeypatch) -> Non
         (["rows.jsonl"], [here], [here, here]),
         (["rows.jsonl"], [{"name": here}], [{"name": here, "weight": 2.0}]),
     ):
-        kept = {"recipe": {"data.name": was, "data.cache": "there", "eval.answers": True}}
+        kept = {"recipe": {"data.name": was, "data.cache_dir": "there", "eval.generate": True}}
         RunFolder(tmp_path / "run").write("checkpoints/contract.json", {**kept, "facts": {}, "chosen": {}})
-        now: dict[str, Any] = {"model": {}, "data": {"name": name, "cache": "here"}}
+        now: dict[str, Any] = {"model": {}, "data": {"name": name, "cache_dir": "here"}}
         now["eval"] = {"answers": False}
         assert resume.nothing_to_do("run", "auto", now)
         with pytest.raises(UserError, match=r"data\.name"):
@@ -334,7 +336,7 @@ def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
 
 def test_the_proof_of_a_recipe(two_layers, small, capsys) -> None:
     words = [*small, f"model.name={two_layers}", "train.max_steps=20", "adapter.type=adalora"]
-    assert main.main(["check", str(QUICKSTART), *words, "--prove-resume"]) == 0
+    assert main.main(["check", str(QUICKSTART), *words, "--verify-resume"]) == 0
     said = capsys.readouterr().out
     assert "not a bit differs" in said and "train.max_steps=12" in said
     for part in training_state.PARTS:

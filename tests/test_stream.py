@@ -180,9 +180,9 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
     run = train(
         "data.streaming=true", "data.packing=true", "data.max_length=512", "train.effective_batch_size=2"
     )
-    assert all(receipt["ok"] for receipt in run.read("receipts.json"))
+    assert all(receipt["passed"] for receipt in run.read("checks.json"))
     assert len(metrics(run)) == 2 and run.read("eval.json")["tuned"]
-    got = {receipt["option"]: receipt["got"] for receipt in run.read("receipts.json")}
+    got = {receipt["option"]: receipt["actual"] for receipt in run.read("checks.json")}
     assert re.fullmatch(r"0 of [1-9]\d*", got["rows of the stream left out"])
     assert "streamed" in json.dumps(run.read("data_report.json")["train"]["sources"])
 
@@ -206,11 +206,11 @@ def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
     overrides = [f"data.name={tmp_path / 'rows.jsonl'}", "data.validation=null", "data.streaming=true"]
     overrides += ["data.packing=true", "data.max_length=256", "train.effective_batch_size=12"]
     overrides += ["train.per_device_train_batch_size=2", "train.max_steps=6", "train.warmup_steps=0"]
-    overrides += ["eval.general=false", f"model.name={two_layers}"]
+    overrides += ["eval.forgetting=false", f"model.name={two_layers}"]
     overrides += [f"train.output_dir={tmp_path / 'run'}", "--quiet"]
     two_ranks.run(one_rank, "train", "recipes/quickstart.yaml", *overrides)
     run = RunFolder(tmp_path / "run")
-    assert len(metrics(run)) == 6 and receipts(run)["processes"]["got"] == "2"
+    assert len(metrics(run)) == 6 and receipts(run)["processes"]["actual"] == "2"
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,18 @@ def test_an_adapter_swapped_into_a_recipe_is_checked_on_the_model_itself(
         words += ["model.revision=null"]
         code = main.main(words)
         said = capsys.readouterr().err
-        assert code == 0 or said.startswith("error: speed.base: "), said
+        assert code == 0 or said.startswith("error: model.quantization: "), said
         if code:
-            assert "  try: " in said and main.main([*words, "speed.base=auto"]) == 0, capsys.readouterr().err
+            assert "  try: " in said and main.main([*words, "model.quantization=auto"]) == 0, (
+                capsys.readouterr().err
+            )
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_recipe_trains_two_steps_with_another_adapter(name: str, train) -> None:
     """Each with the next type in turn."""
-    given = [f"adapter.type={ADAPTERS[TRAINED.index(name) % len(ADAPTERS)]}", "speed.base=auto"]
-    given += ["model.revision=null", "data.max_length=256", "eval.answers=false"]
+    given = [f"adapter.type={ADAPTERS[TRAINED.index(name) % len(ADAPTERS)]}", "model.quantization=auto"]
+    given += ["model.revision=null", "data.max_length=256", "eval.generate=false"]
     given += ["train.effective_batch_size=2", "train.per_device_train_batch_size=1"]
     run = train(*given, recipe=RECIPES[name])
-    assert all(receipt["ok"] for receipt in receipts(run).values())
+    assert all(receipt["passed"] for receipt in receipts(run).values())

@@ -32,7 +32,7 @@ def test_every_kind_of_task_gives_lm_evals_own_numbers(train, two_layers, task_f
     from lm_eval.tasks import TaskManager
 
     named = json.dumps([*task_files, "general_knowledge"])
-    run = train(f"model.name={two_layers}", f"eval.tasks={named}", "eval.limit=12", "eval.general=true")
+    run = train(f"model.name={two_layers}", f"eval.tasks={named}", "eval.limit=12", "eval.forgetting=true")
     found = run.read("eval.json")
     assert set(found["tasks"]) == {
         *("general_text", "general_knowledge", "choice", "exact", "found", "as_json", "likely")

@@ -93,8 +93,8 @@ def run_of(train, gemma: Path):
 def test_no_adapter_in_towers_that_no_text_runs_through(options: list[str], run_of) -> None:
     run = run_of(options)
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["trained in multi_modal_projector, vision_tower"]["got"] == "nothing"
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["trained in multi_modal_projector, vision_tower"]["actual"] == "nothing"
     tensors = load_file(run.adapter / "adapter_model.safetensors")
     beside = [name for name in tensors if "vision_tower" in name]
     assert len(beside) < len(tensors)
@@ -107,8 +107,8 @@ def test_no_adapter_in_towers_that_no_text_runs_through(options: list[str], run_
 def test_full_fine_tuning_leaves_towers_as_they_are(run_of, gemma: Path) -> None:
     run = run_of(["adapter.type=full"])
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["trained in multi_modal_projector, vision_tower"]["got"] == "nothing"
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["trained in multi_modal_projector, vision_tower"]["actual"] == "nothing"
     before, after = (load_file(folder / "model.safetensors") for folder in (gemma, run.model))
     same = {name for name in before if torch.equal(before[name], after[name].to(before[name].dtype))}
     assert same == {name for name in before if "language_model" not in name}
@@ -120,7 +120,7 @@ def test_a_plan_counts_what_a_run_trains(kind: str, run_of, gemma: Path) -> None
     run = run_of(options)
     loaded = loader.load(QUICKSTART, [f"model.name={gemma}", *options, "train.max_steps=2"])
     planned = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 4)
-    trained = receipts(run)["trainable parameters"]["got"].partition(" of ")[0]
+    trained = receipts(run)["trainable parameters"]["actual"].partition(" of ")[0]
     assert f"{planned.trained:,}" == trained
 
 
@@ -134,10 +134,10 @@ def test_a_tower_s_layers_are_no_targets(gemma: Path, capsys) -> None:
 def test_mlps_that_peft_takes_for_experts_are_said(targets: str, train, deepseek: Path) -> None:
     run = train(f"model.name={deepseek}", f"adapter.target_modules={targets}")
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
+    assert all(receipt["passed"] for receipt in got.values())
     assert (
-        "proj 2" in got["adapter.target_modules"]["got"]
-        and "up_proj" not in got["adapter.target_modules"]["got"]
+        "proj 2" in got["adapter.target_modules"]["actual"]
+        and "up_proj" not in got["adapter.target_modules"]["actual"]
     )
     said = "down_proj 2, gate_proj 2, up_proj 2 get no adapter: PEFT adapts the experts' weights"
     assert said in (run.path / "log.txt").read_text()

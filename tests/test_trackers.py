@@ -53,7 +53,9 @@ def test_tensorboard_hears_training_evaluation_and_scores(train, monkeypatch: py
 
     monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
     before = dict(os.environ)
-    run = train("train.report_to=tensorboard", "train.max_steps=3", "eval.every=2", "train.logging_steps=1")
+    run = train(
+        "train.report_to=tensorboard", "train.max_steps=3", "eval.eval_steps=2", "train.logging_steps=1"
+    )
     heard = EventAccumulator(str(run.path / "tensorboard"))
     heard.Reload()
 

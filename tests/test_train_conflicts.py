@@ -143,7 +143,7 @@ def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
 def test_an_optimizer_is_held_to_its_own_name(train) -> None:
     """Not to what transformers' enum is as a text, in which no 8 bits are found."""
     receipt = receipts(train("train.max_steps=1", "train.warmup_steps=0"))["train.optim"]
-    assert receipt["asked"] == train_rules.DEFAULT and receipt["ok"]
+    assert receipt["expected"] == train_rules.DEFAULT and receipt["passed"]
 
 
 def test_a_warm_up_that_its_schedule_has_not_is_said() -> None:

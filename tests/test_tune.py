@@ -1,4 +1,4 @@
-"""finetune tune: a study of two real trials, one of them left by a worker that was killed."""
+"""finetune sweep: a study of two real trials, one of them left by a worker that was killed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def study(tmp_path_factory, small, two_layers) -> Path:
     )
     died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert died.returncode == -signal.SIGKILL
-    words = ["tune", str(QUICKSTART), *small, f"model.name={two_layers}", "train.max_steps=4"]
+    words = ["sweep", str(QUICKSTART), *small, f"model.name={two_layers}", "train.max_steps=4"]
     words += ["train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
     words += ["train.weight_decay=0.0", "--space", str(folder.parent / "space.yaml")]
     assert main.main([*words, "--trials", "2", "--output", str(folder)]) == 0
@@ -94,8 +94,8 @@ def test_a_trial_is_an_ordinary_run(study, found) -> None:
     assert result["tuned"]["loss"] == own["value"] and result["samples"] == []
     assert result["tuned"]["exact_match"] is None and "tuned" not in result["worst"][0]
     assert len(own["evaluations"]) == 2 and own["evaluations"][-1] == pytest.approx(own["value"], rel=1e-3)
-    receipts = json.loads((study / own["folder"] / "receipts.json").read_text())
-    assert all(receipt["ok"] for receipt in receipts)
+    receipts = json.loads((study / own["folder"] / "checks.json").read_text())
+    assert all(receipt["passed"] for receipt in receipts)
     assert 0 < own["started_seconds"] < own["seconds"]
 
 
@@ -115,7 +115,7 @@ def test_the_best_recipe_checks_and_says_where_its_values_are_from(study, found,
 def test_tables_and_pictures_are_left(study, found) -> None:
     rows = list(csv.DictReader((study / "trials.csv").read_text().splitlines()))
     assert [row["state"] for row in rows] == [row["state"] for row in found["trials"]]
-    page = (study / "tune.html").read_text()
+    page = (study / "sweep.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
     assert page.count("<svg") == len(list(study.glob("*.svg"))) >= 4
     assert "are not finite" in page and found["best"] is not None
@@ -139,11 +139,11 @@ def test_a_first_trial_may_be_the_best() -> None:
     rows.append({"number": 1, "state": "pruned", "value": None, "own": False, "reason": "exit 5: nan"})
     content = {"best": 0, "own": 0, "trials": rows, "direction": "minimize"}
     assert sweep_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5, trial 0."
-    asked = sweep_study.Asked("a.yaml", [], Path("s.yaml"), Path("runs/tune-a"), None, None, "")
-    assert sweep_report.next_step(asked, content) == "finetune train runs/tune-a/best.yaml"
-    assert sweep_report.next_step(asked, content | {"best": None}).startswith("finetune tune a.yaml")
+    asked = sweep_study.Asked("a.yaml", [], Path("s.yaml"), Path("runs/sweep-a"), None, None, "")
+    assert sweep_report.next_step(asked, content) == "finetune train runs/sweep-a/best.yaml"
+    assert sweep_report.next_step(asked, content | {"best": None}).startswith("finetune sweep a.yaml")
     limited = sweep_report.next_step(asked._replace(trials=30, seconds=5400.0), content | {"best": None})
-    assert limited.endswith("--output runs/tune-a --trials 30 --hours 1.5")
+    assert limited.endswith("--output runs/sweep-a --trials 30 --hours 1.5")
     assert [str(problem) for problem in sweep_study.problems(content)] == [
         "error: trial 1 pruned\n  found:     exit 5: nan"
     ]
@@ -153,14 +153,21 @@ def test_a_first_trial_may_be_the_best() -> None:
     ("more", "said"),
     [
         (["data.validation=null"], "held-out rows"),
-        (["eval.tasks=[general_knowledge]", "eval.every=2", "eval.best=general_knowledge/acc"], "eval.best"),
+        (
+            [
+                "eval.tasks=[general_knowledge]",
+                "eval.eval_steps=2",
+                "eval.metric_for_best_model=general_knowledge/acc",
+            ],
+            "eval.metric_for_best_model",
+        ),
         (["--space", "none.yaml"], "can't read the space"),
         (["--space", "recipes"], "a file in it: "),
         (["--trials", "0"], ""),
     ],
 )
 def test_what_can_not_be_searched_is_exit_2(more: list[str], said: str, tmp_path, capsys) -> None:
-    words = ["tune", str(QUICKSTART), "--output", str(tmp_path / "study"), *more]
+    words = ["sweep", str(QUICKSTART), "--output", str(tmp_path / "study"), *more]
     try:
         assert main.main(words) == Exit.INPUT
     except SystemExit as ended:  # argparse's

@@ -133,7 +133,7 @@ def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> N
     ],
 )
 def test_what_the_shipped_space_multiplies_is_said(given: list[str], says: str) -> None:
-    shipped, loaded = search_space.read(ROOT / "recipes" / "tune.yaml"), loader.load(QUICKSTART, given)
+    shipped, loaded = search_space.read(ROOT / "recipes" / "sweep.yaml"), loader.load(QUICKSTART, given)
     with pytest.raises(UserError) as raised:
         search_space_checks.corners(str(QUICKSTART), given, loaded, shipped)
     (problem,) = raised.value.problems
@@ -147,7 +147,7 @@ def test_mistakes_of_the_file_and_of_its_values_are_said_together(tmp_path, caps
         "  train.optim: {choices: [adamw_torch, nosuch]}\n"
     )
     words = [
-        "tune",
+        "sweep",
         str(QUICKSTART),
         "--space",
         str(tmp_path / "space.yaml"),
@@ -257,7 +257,7 @@ def test_a_value_is_read_back_as_it_was(value: object) -> None:
 
 
 def test_the_shipped_space_is_one_for_the_quickstart(small) -> None:
-    asked = search_space.read(ROOT / "recipes" / "tune.yaml")
+    asked = search_space.read(ROOT / "recipes" / "sweep.yaml")
     found = search_space_checks.look(str(QUICKSTART), list(small), asked)
     own = search_space.own_draw(found.space, loader.load(QUICKSTART), found.unsaid)
     assert [key for key in asked.parameters if key not in own] == ["train.warmup_steps"]  # 12 steps
@@ -269,7 +269,7 @@ def test_the_shipped_space_is_one_for_the_quickstart(small) -> None:
 
 def test_the_space_as_a_sweep(tmp_path, capsys) -> None:
     target = tmp_path / "sweep.yaml"
-    assert main.main(["tune", str(QUICKSTART), "train.seed=7", "--export-wandb", str(target)]) == 0
+    assert main.main(["sweep", str(QUICKSTART), "train.seed=7", "--export-wandb", str(target)]) == 0
     assert "can't multiply by adapter.r" in capsys.readouterr().out
     found = yaml.safe_load(target.read_text())
     assert found["metric"] == {"name": "eval/loss", "goal": "minimize"} and found["method"] == "bayes"
@@ -280,7 +280,7 @@ def test_the_space_as_a_sweep(tmp_path, capsys) -> None:
     assert found["command"][:3] == ["finetune", "train", str(QUICKSTART)]
     assert "train.seed=7" in found["command"] and found["command"][-1] == "${args_no_hyphens}"
     own = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null", "eval.tasks=[]"]
-    own += ["eval.general=false", "eval.answers=false", "train.output_dir=null"]
+    own += ["eval.forgetting=false", "eval.generate=false", "train.output_dir=null"]
     assert {*own} <= {*found["command"][found["command"].index("train.seed=7") :]}, "after what was given"
 
 
@@ -323,7 +323,7 @@ space:
 def test_a_sweep_of_what_no_recipe_can_have_is_exit_2(key: str, said: str, small, tmp_path, capsys) -> None:
     """Its agents would each end with that."""
     asked = space(tmp_path, f"space:\n  {key}\n")
-    words = ["tune", str(QUICKSTART), *small, "--space", str(asked.path)]
+    words = ["sweep", str(QUICKSTART), *small, "--space", str(asked.path)]
     assert main.main([*words, "--export-wandb", str(tmp_path / "sweep.yaml")]) == Exit.INPUT
     text = capsys.readouterr().err
     assert said in text and "space.yaml:2:" in text and not (tmp_path / "sweep.yaml").exists()
@@ -333,11 +333,11 @@ def test_a_sweep_of_epochs_is_evaluated_too(small, tmp_path, capsys) -> None:
     """Its metric would never be logged. What only this machine can't run stays, and is said."""
     asked = space(tmp_path, "space: {train.optim: {choices: [adamw_torch, paged_adamw_8bit]}}")
     given = [*small, "train.max_steps=null", "train.num_train_epochs=2", "train.effective_batch_size=8"]
-    words = ["tune", str(QUICKSTART), *given, "--space", str(asked.path)]
+    words = ["sweep", str(QUICKSTART), *given, "--space", str(asked.path)]
     target = tmp_path / "sweep.yaml"
     assert main.main([*words, "--export-wandb", str(target)]) == 0
     found = yaml.safe_load(target.read_text())
-    assert "eval.every=6" in found["command"]  # of 24 steps, four times
+    assert "eval.eval_steps=6" in found["command"]  # of 24 steps, four times
     assert found["parameters"]["train.optim"] == {"values": ["adamw_torch", "paged_adamw_8bit"]}
     assert "paged_adamw_8bit: there is no GPU" in capsys.readouterr().out
     words += ["data.validation=null", "--export-wandb", str(target)]

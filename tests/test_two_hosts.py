@@ -65,7 +65,7 @@ def test_two_hosts_train_what_one_does(hosts, train, small, two_layers, tmp_path
     folder = tmp_path / "two"
     recipe = [str(QUICKSTART), *small, f"model.name={two_layers}", f"train.output_dir={folder}"]
     recipe += ["train.max_steps=4", "train.warmup_steps=0", "train.effective_batch_size=8", "--quiet"]
-    recipe += ["train.per_device_train_batch_size=4", "eval.max_new_tokens=8", "eval.general=false"]
+    recipe += ["train.per_device_train_batch_size=4", "eval.max_new_tokens=8", "eval.forgetting=false"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "FINETUNE_TIMEOUT_SECONDS": "120"}
     environment["ACCELERATE_USE_CPU"] = "true"  # these configs are for GPUs

@@ -111,7 +111,7 @@ def test_a_template_that_is_not_the_base_s_own_is_named(tmp_path, train) -> None
     assert tokenizer_setup.own_template(base) == own
 
     run = train("data.chat_template=chatml")
-    (receipt,) = (one for one in run.read("receipts.json") if one["option"] == "chat template")
-    assert receipt["asked"] == tokenizer_setup.digest(own) != receipt["got"]
+    (receipt,) = (one for one in run.read("checks.json") if one["option"] == "chat template")
+    assert receipt["expected"] == tokenizer_setup.digest(own) != receipt["actual"]
     assert f"'s own ({tokenizer_setup.digest(own)})" in (run.path / "log.txt").read_text()
     assert any("chat template" in note for note in run.read("eval.json")["settings"]["notes"])

@@ -46,7 +46,7 @@ def data(chats: Path, tmp_path: Path) -> Callable[..., int]:
     """`data(*arguments)`: the command on the chats, without held-out rows -> its exit code."""
 
     def run(*arguments: str) -> int:
-        given = [f"data.name={chats}", "data.validation=null", f"data.cache={tmp_path / 'cache'}"]
+        given = [f"data.name={chats}", "data.validation=null", f"data.cache_dir={tmp_path / 'cache'}"]
         return main.main(["data", str(QUICKSTART), *given, *arguments])
 
     return run
@@ -184,7 +184,7 @@ def test_what_acts_on_a_terminal_is_shown_not_sent(data, capsys, chats) -> None:
 
 
 def test_with_colours_there_are_no_brackets(data, tmp_path, chats) -> None:
-    recipe = load_recipe(QUICKSTART, [f"data.name={chats}", f"data.cache={tmp_path / 'cache'}"])
+    recipe = load_recipe(QUICKSTART, [f"data.name={chats}", f"data.cache_dir={tmp_path / 'cache'}"])
     tokenizer, prepared = training_data.prepare_data(recipe)
     screen = Console()
     screen.console = RichConsole(force_terminal=True, color_system="standard", record=True, quiet=False)
@@ -214,7 +214,7 @@ def test_the_page_says_every_remark(data, tmp_path, chats, capsys) -> None:
     write(chats, [*zip(QUESTIONS, ANSWERS, strict=True), ("Who came?", "Maria did."), ("w " * 99, "long")])
     with chats.open("a") as file:
         file.write('not json\n{"messages": [{"role": "user", "content": "a"}]}\n')
-    more, held_out = tmp_path / "more.jsonl", tmp_path / "held_out.jsonl"
+    more, held_out = tmp_path / "more.jsonl", tmp_path / "validation.jsonl"
     write(more, [("One?", "<think>hm</think>two")])
     write(held_out, [("Three?", "<think>hm</think>four")])
     sources = json.dumps([{"name": str(chats), "weight": 2}, {"name": str(more)}])
@@ -239,12 +239,12 @@ def test_prepare_fills_a_folder_that_training_finds(data, tmp_path, capsys) -> N
     shown = capsys.readouterr().out
     (line,) = [line for line in shown.splitlines() if line.startswith("next: ")]
     command = shlex.split(line.removeprefix("next: "))
-    assert command[:3] == ["finetune", "train", str(QUICKSTART)] and command[-1] == f"data.cache={folder}"
+    assert command[:3] == ["finetune", "train", str(QUICKSTART)] and command[-1] == f"data.cache_dir={folder}"
     assert "【" not in shown
     recipe = load_recipe(command[2], command[3:])
     _, prepared = training_data.prepare_data(recipe)
     assert prepared.cached and prepared.path.parent == folder
-    assert data(f"data.cache={folder}", "--show", "0") == 0
+    assert data(f"data.cache_dir={folder}", "--show", "0") == 0
     assert "found in the cache" in capsys.readouterr().out
 
 

@@ -104,7 +104,7 @@ def command(words: list[str]) -> None:
 
 def compare(one: RunFolder, two: RunFolder) -> None:
     """That two processes trained what one did: each step, the weights, the evaluation."""
-    assert receipts(two)["processes"]["got"] == "2"
+    assert receipts(two)["processes"]["actual"] == "2"
     assert two.read("environment.json")["launch"]["launcher"] == "accelerate"
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)

@@ -1,4 +1,4 @@
-"""Going on from a saved adapter (`adapter.from`): one of this type, with these options, on this base?"""
+"""Going on from a saved adapter (`adapter.init_from`): one of this type, with these options, on this base?"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
-    """Whether training can go on from `adapter.from`; reads its config only, no torch.
+    """Whether training can go on from `adapter.init_from`; reads its config only, no torch.
 
     Returns:
         Notes: what can be seen only when it loads.
@@ -41,13 +41,13 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
     folder = _source_folder(adapter.source)
     if folder is None:
         repo, revision = client.split(adapter.source)
-        client.check_name(repo, "adapter.from")
+        client.check_name(repo, "adapter.init_from")
         pin = (
             ""
             if client.COMMIT.fullmatch(revision or "")
             else f"; pin it: {repo}@<commit>, or it may be another tomorrow"
         )
-        return [f"adapter.from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
+        return [f"adapter.init_from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
     check_weights(folder, adapter.source)
     saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     problems = _source_problems(saved, adapter, base, revision)
@@ -58,14 +58,14 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
 
 def check_weights(folder: Path, source: str) -> None:
     """Whether a folder holds an adapter in safetensors, the one format that is read (exit 2)."""
-    untrusted_files.check_adapter(folder, "adapter.from")
+    untrusted_files.check_adapter(folder, "adapter.init_from")
     missing = [name for name in FILES if not (folder / name).exists()]
     if missing:
-        raise UserError(Problem(f"has no {', '.join(missing)}", "adapter.from", found=source))
+        raise UserError(Problem(f"has no {', '.join(missing)}", "adapter.init_from", found=source))
 
 
 def _source_folder(source: str) -> Path | None:
-    """The local folder of `adapter.from`: a PEFT folder, or the adapter of a run; `None`: it is on the Hub.
+    """The local folder of `adapter.init_from`: a PEFT folder, or a run's adapter; `None`: it is on the Hub.
 
     Raises:
         UserError: a folder without an adapter (exit 2).
@@ -74,13 +74,13 @@ def _source_folder(source: str) -> Path | None:
     if not path.exists():
         if local_path(source):
             texts = {"found": f"looked in {Path.cwd()} and beside the recipe", "fix": similar_files(path)}
-            raise UserError(Problem(f"local path not found: {source}", "adapter.from", **texts))
+            raise UserError(Problem(f"local path not found: {source}", "adapter.init_from", **texts))
         return None
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").exists():
             return folder
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
-    raise UserError(Problem(f"no adapter in {path}", "adapter.from", found=found, fix="a run folder"))
+    raise UserError(Problem(f"no adapter in {path}", "adapter.init_from", found=found, fix="a run folder"))
 
 
 def _source_problems(
@@ -92,21 +92,23 @@ def _source_problems(
         what = f"PEFT can't go on training a saved {adapter.type}"
         fix = "merge it (finetune merge), and train on what comes out"
         fix = "drop it: what is saved can't be merged either" if kind.prompt else fix
-        return [Problem(what, "adapter.from", fix=fix)]
+        return [Problem(what, "adapter.init_from", fix=fix)]
     init = str(saved.get("init_lora_weights")).lower()
     if init.startswith(adapter_types.REBASING_INITS):
         what = "stands on a base that its first weights were taken out of"
         fix = "save it as plain LoRA by PEFT"
-        return [Problem(what, "adapter.from", found=f"init_lora_weights: {init}", fix=fix)]
+        return [Problem(what, "adapter.init_from", found=f"init_lora_weights: {init}", fix=fix)]
     for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
         if saved.get(key) is not None and saved[key] is not False:
-            found.append(Problem(why, "adapter.from", found=f"{key}: {saved[key]}"))
+            found.append(Problem(why, "adapter.init_from", found=f"{key}: {saved[key]}"))
     type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
     type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant({**adapter.options(), **kind.sets})}".strip()
     if type_saved != type_asked:
         found.append(
-            Problem("is an adapter of another type", "adapter.from", found=type_saved, expected=type_asked)
+            Problem(
+                "is an adapter of another type", "adapter.init_from", found=type_saved, expected=type_asked
+            )
         )
     for key, value in adapter.options().items():
         have = saved.get(key)
@@ -124,7 +126,11 @@ def _source_problems(
             what = "was trained on another base"
             found.append(
                 Problem(
-                    what, "adapter.from", found=f"{of} {commit or ''}".strip(), expected=expected, fix=fix
+                    what,
+                    "adapter.init_from",
+                    found=f"{of} {commit or ''}".strip(),
+                    expected=expected,
+                    fix=fix,
                 )
             )
     return found
@@ -147,7 +153,7 @@ def _variant(options: Any) -> str:
 
 
 def check_tokens(adapter: Adapter, added: Sequence[str], tokenizer: Any) -> None:
-    """Tokens that the base lacks and `adapter.from` trains rows of must be `model.add_tokens` (exit 2)."""
+    """Tokens that only `adapter.init_from` has must stand in `model.add_tokens` (exit 2)."""
     names = "adapter_config.json", "tokenizer.json"
     found = _source_files(adapter.source, names) if adapter.source else None
     if found is None:
@@ -187,14 +193,14 @@ def _rows_of(saved: dict[str, Any]) -> set[int] | None:
 
 
 def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger: RunChecks) -> Any:
-    """The adapter of `adapter.from`, to be trained further; every tensor of its file must be in the model."""
+    """Load the adapter of `adapter.init_from` to train it further; every tensor of its file must be used."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
     source = str(adapter.source)
     folder = _source_folder(source)
     if folder is None:
-        folder, pinned = client.download(source, list(FILES), "adapter.from")
+        folder, pinned = client.download(source, list(FILES), "adapter.init_from")
         source = f"{client.split(source)[0]}@{pinned}"
     check_weights(folder, source)
     saved = PeftConfig.from_pretrained(str(folder)).to_dict()
@@ -218,7 +224,11 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     )
     how = "tensors of its file, compared with the model's"
     ledger.add(
-        "adapter.from", f"all {len(on_disk)} of {source}", f"all {equal} of {source}", how, code=Exit.ARTEFACT
+        "adapter.init_from",
+        f"all {len(on_disk)} of {source}",
+        f"all {equal} of {source}",
+        how,
+        code=Exit.ARTEFACT,
     )
     return adapted
 

@@ -17,31 +17,32 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
 
 
-def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choice:
-    """`none`, `cheap` (the norms of all layers), `mlp:8` (and gate and up of eight), `mlp` (of all), or how
-    many layers are recomputed whole beside that of the others (`8 of 32`); `int8` and `int8:8`: gate and up
-    are kept in int8, and made again of eight. `auto` takes the least that fits.
+def choose_activation_checkpointing(asked: str, plan: Memory, hardware: Hardware) -> Choice:
+    """Choose what backward recomputes; `auto` takes the least that fits.
+
+    `none`; `norms`: the norms of all layers; `mlp:8`: also gate and up of eight layers; `mlp`: of all layers;
+    `full:8`: eight layers whole, and `mlp` in the others; `full`: all layers whole; `mlp_int8`: gate and up
+    are saved in int8; `mlp_int8:8`: eight layers recompute them instead.
 
     Raises:
-        UserError: `mlp` or `int8` where MLPs are not fused (exit 3).
+        UserError: `mlp` or `mlp_int8` where MLPs are not fused (exit 3).
     """
     layers = plan.layers
-    if str(asked).startswith(("mlp", "int8")) and not plan.mlps:
+    if asked.startswith("mlp") and not plan.mlps:
         what = "makes gate and up of fused MLPs again, and this model's are not fused whole"
-        found = f"{asked}, with {plan.unfused}" if plan.unfused else str(asked)
-        problem = Problem(what, "speed.recompute", found=found, fix="speed.recompute: auto, or all")
+        found = f"{asked}, with {plan.unfused}" if plan.unfused else asked
+        key = "speed.activation_checkpointing"
+        problem = Problem(what, key, found=found, fix=f"{key}: auto, or full")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if plan.away and asked == "auto":
         leaves = (plan.kept - plan.norms - plan.mlps) * plan.away * plan.pinned
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
             return Choice("mlp", f"auto: {leaves:.0f} GiB of what else layers keep go to the CPU's memory")
-        return Choice(f"{layers} of {layers}", "speed.offload keeps recomputed layers' inputs")
-    if asked in ("none", "cheap", "mlp", "int8", "all"):
-        return Choice(f"{layers} of {layers}" if asked == "all" else str(asked), "asked for")
-    if isinstance(asked, int):
-        return Choice(f"{min(asked, layers)} of {layers}", "asked for")
+        return Choice("full", "speed.offload keeps recomputed layers' inputs")
     if asked != "auto":
-        return Choice(asked if int(asked.partition(":")[2]) < layers else "mlp", "asked for")
+        kind, _, count = asked.partition(":")
+        every = "full" if kind == "full" else "mlp"  # `mlp_int8` of all layers recomputes all of them
+        return Choice(every if count and int(count) >= layers else asked, "asked for")
     if hardware.device == "cpu":
         return Choice("none", "auto: on the CPU memory is not what is short")
     free = max(0.0, plan.room)
@@ -50,7 +51,7 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
         return Choice("none", text)
     kept = plan.kept - plan.norms
     if kept <= plan.room:
-        return Choice("cheap", f"{text}; without what norms make {kept:.0f} GiB")
+        return Choice("norms", f"{text}; without what norms make {kept:.0f} GiB")
     rounded, one = _rounded(plan, text), plan.norms / layers  # of a layer that computes
     if plan.mlps and (count := math.ceil((kept + one - plan.room) / plan.mlps * layers)) < layers:
         kept -= count * plan.mlps / layers
@@ -59,11 +60,11 @@ def choose_recompute(asked: str | int, plan: Memory, hardware: Hardware) -> Choi
     kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
     saved = kept / layers - plan.entry
     count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
-    return rounded or Choice(f"{count} of {layers}", text)
+    return rounded or Choice(f"full:{count}" if count < layers else "full", text)
 
 
 def choose(
-    recompute: str | int, offload: str, plan: Memory, hardware: Hardware
+    checkpointing: str, offload: str, plan: Memory, hardware: Hardware
 ) -> tuple[Choice, Choice, Memory]:
     """What is recomputed, what a GPU keeps in the CPU's memory, and the plan with it.
 
@@ -72,20 +73,20 @@ def choose(
     they run beside.
 
     Raises:
-        UserError: as `choose_recompute`.
+        UserError: as `choose_activation_checkpointing`.
     """
-    again, layers = choose_recompute(recompute, plan, hardware), plan.layers
+    again, layers = choose_activation_checkpointing(checkpointing, plan, hardware), plan.layers
     if offload != "auto":
         return again, Choice(offload, "not asked for" if offload == "none" else "asked for"), plan
-    if recompute != "auto" or hardware.device == "cpu":
-        why = "no GPU" if hardware.device == "cpu" else "speed.recompute is asked for"
+    if checkpointing != "auto" or hardware.device == "cpu":
+        why = "no GPU" if hardware.device == "cpu" else "speed.activation_checkpointing is asked for"
         return again, Choice("none", f"auto: {why}"), plan
-    cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("int8", plan)
+    cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("mlp_int8", plan)
     each = (plan.kept - plan.norms - plan.mlps) / layers
     passing = plan.norms / layers  # a tensor that leaves, and one that comes
-    over = at_once(plan, "int8")[1] + passing - plan.room
+    over = at_once(plan, "mlp_int8")[1] + passing - plan.room
     count = max(1, math.ceil(over / each) + IN_FLIGHT)
-    if again.value in ("none", "cheap", "int8"):
+    if again.value in ("none", "norms", "mlp_int8"):
         why = "no need"
     elif not plan.beside:
         why = "only beside compiled layers with fused MLPs on fp8"
@@ -101,7 +102,9 @@ def choose(
         why = ""
     if why:
         return again, Choice("none", f"auto: {why}"), plan
-    half = Choice("int8", f"{again.reason}; no more, as {count} layers leave what else they keep to the CPU")
+    half = Choice(
+        "mlp_int8", f"{again.reason}; no more, as {count} layers leave what else they keep to the CPU"
+    )
     text = f"auto: {count * each:.0f} GiB on the CPU, so that no MLP is made again"
     return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
 
@@ -113,12 +116,12 @@ def _rounded(plan: Memory, text: str) -> Choice | None:
     count = max(0, math.ceil(over / (INT8 * one))) if one else plan.layers
     if count >= plan.layers or plan.rounding == math.inf:
         return None
-    value = f"int8:{count}" if count else "int8"
+    value = f"mlp_int8:{count}" if count else "mlp_int8"
     text += f"; with gate and up in int8 {kept - count * INT8 * one:.0f} GiB"
     return Choice(value, text + f", those of {count} made again" * bool(count))
 
 
-def _cost(recompute: str, plan: Memory) -> float:
+def _cost(checkpointing: str, plan: Memory) -> float:
     """Time, of making gate and up of one MLP again."""
-    rounding = plan.rounding * plan.layers if recompute.startswith("int8") else 0.0
-    return split(recompute, plan.layers)[1] + rounding
+    rounding = plan.rounding * plan.layers if checkpointing.startswith("mlp_int8") else 0.0
+    return split(checkpointing, plan.layers)[1] + rounding

@@ -51,11 +51,11 @@ def choose_base(
         if problem:
             raise UserError(problem, code=Exit.ENVIRONMENT)
         return Choice(storage, "asked for" if asked in QUANTISED else f"{adapter_type} means a 4-bit base")
-    if asked == "bf16":
-        return Choice("bf16", "asked for")
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
     stored = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
+    if asked == "none":
+        return Choice(stored, "asked for")
     if against_fp8 is None or precision != "bf16":
         return Choice(stored, f"precision {precision}")
     reason = mixed_precision.fp8_missing(machine, precision) or against_fp8()
@@ -69,8 +69,8 @@ def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:
         return Choice("fp8", "asked for")
     if reopened:
         return Choice("fp8", f"as in training, its products in float32: {missing}")
-    fix = "speed.base=auto; for memory adapter.type=qlora"
-    problem = Problem("the fp8 base can't be trained on here", "speed.base", found=missing, fix=fix)
+    fix = "model.quantization=auto; for memory adapter.type=qlora"
+    problem = Problem("the fp8 base can't be trained on here", "model.quantization", found=missing, fix=fix)
     raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
@@ -82,4 +82,4 @@ def missing_package(storage: str) -> Problem | None:
     if installed(package):
         return None
     what = f"a base in {storage} needs {package}, which is not installed"
-    return Problem(what, "speed.base", fix=f"pip install 'finetune-toolkit[{extra}]'")
+    return Problem(what, "model.quantization", fix=f"pip install 'finetune-toolkit[{extra}]'")

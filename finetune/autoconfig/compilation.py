@@ -104,7 +104,7 @@ def against_breaks(compile: str | bool, broken: str) -> Problem | None:
 
 
 def against_graphs(
-    compile: str | bool, recompute: str | int, offload: str, sharded: str = ""
+    compile: str | bool, checkpointing: str, offload: str, sharded: str = ""
 ) -> Problem | None:
     """What keeps torch's CUDA graphs from layers: that backward runs them again, whose outputs lie where the
     first run's lay, which torch ends the run for; that what splits weights moves them; or that what backward
@@ -119,9 +119,8 @@ def against_graphs(
         what = f"layers whose activations leave the GPU can't be CUDA graphs (speed.compile: {compile})"
         fix = "speed.offload: none; or speed.compile: true"
         return Problem(what, "speed.offload", found=offload, fix=fix)
-    whole = recompute == "all" or isinstance(recompute, int) or " of " in recompute
-    if compile not in GRAPHS or not whole:
+    if compile not in GRAPHS or not checkpointing.startswith("full"):
         return None
     what = f"layers that run again in backward can't be CUDA graphs, as speed.compile: {compile} makes them"
-    fix = "speed.recompute: mlp, cheap or none; or speed.compile: true"
-    return Problem(what, "speed.recompute", found=str(recompute), fix=fix)
+    fix = "speed.activation_checkpointing: mlp, norms or none; or speed.compile: true"
+    return Problem(what, "speed.activation_checkpointing", found=checkpointing, fix=fix)

@@ -103,14 +103,14 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
 
 
 def beside(
-    chosen: Choice, speed: Speed, recompute: str | int, plan: Memory, hardware: Hardware
+    chosen: Choice, speed: Speed, checkpointing: str, plan: Memory, hardware: Hardware
 ) -> tuple[Choice, Choice, Choice, Memory]:
     """What is made again, what leaves the GPU, whether layers are graphs beside that, and the memory plan so.
 
     By itself nothing makes graphs of layers that are made again whole, nor where memory has no room for them.
     Those that were asked for stay, whether or not there is.
     """
-    asked = recompute, speed.offload
+    asked = checkpointing, speed.offload
     if chosen.value == "on":
         again, offload, left = activation_checkpointing.choose(
             *asked, plan._replace(room=plan.room - plan.graphs), hardware

@@ -77,8 +77,11 @@ def choose(
         and hardware.device == "cpu"
         and "use_dora" in adapter_types.find(adapter_type).sets
     ):
-        what, fix = "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs", "base: nf4"
-        raise UserError(Problem(what, "speed.base", found="int8", fix=fix), code=Exit.ENVIRONMENT)
+        what, fix = (
+            "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs",
+            "quantization: nf4",
+        )
+        raise UserError(Problem(what, "model.quantization", found="int8", fix=fix), code=Exit.ENVIRONMENT)
     dtype = mixed_precision.compute_dtype(started.precision, storage.value)
     chosen = Choice(*attention_choice.choose(attention, hardware, dtype, attends, rows))
     return Setup(hardware, started, chosen, storage)

@@ -90,13 +90,13 @@ class Keeps(NamedTuple):
     """The output head trains, of `modules_to_save`."""
 
 
-def split(recompute: str, layers: int) -> tuple[int, int]:
-    """How many layers are recomputed whole, and of how many others gate and up: of `8 of 32` 8 and 24."""
-    if " of " in recompute:
-        count = int(recompute.split()[0])
+def split(checkpointing: str, layers: int) -> tuple[int, int]:
+    """Layers that are recomputed whole, and others of which gate and up are: 8 and 24 for `full:8` of 32."""
+    kind, _, some = checkpointing.partition(":")
+    if kind == "full":
+        count = min(int(some or layers), layers)
         return count, layers - count
-    _, _, some = recompute.partition(":")
-    return 0, int(some) if some else layers * (recompute == "mlp")
+    return 0, int(some) if some else layers * (kind == "mlp")
 
 
 def widths(config: Any) -> Widths:
@@ -233,26 +233,28 @@ def activations(
     return plan._replace(rounding=ROUNDING / one.hidden, beside=min(1.0, one.hidden / COPIED))
 
 
-def at_once(plan: Memory, recompute: str) -> tuple[float, float]:
+def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
     """GiB of activations when the loss is computed, and at the worst moment of backward after it.
 
     Recomputed layers are spread evenly, the first among them; each is whole while it runs again.
     """
     layers = plan.layers
-    if recompute == "none":
+    if checkpointing == "none":
         return plan.kept, plan.kept
-    if recompute.startswith("int8"):
+    if checkpointing.startswith("mlp_int8"):
         kept = _stays(plan.kept - plan.norms - plan.mlps, plan)
-        kept += INT8 * plan.mlps * (1 - split(recompute, layers)[1] / layers)
+        kept += INT8 * plan.mlps * (1 - split(checkpointing, layers)[1] / layers)
         return kept, kept + plan.norms / layers
-    if recompute.startswith("mlp:"):  # the first layers: when they are made again, the last ones' are gone
-        kept = plan.kept - plan.norms - int(recompute[4:]) * plan.mlps / layers
+    if checkpointing.startswith(
+        "mlp:"
+    ):  # the first layers: when they are made again, the last ones' are gone
+        kept = plan.kept - plan.norms - int(checkpointing[4:]) * plan.mlps / layers
         return kept, kept + plan.norms / layers
-    half = plan.norms + (0.0 if recompute == "cheap" else plan.mlps)  # of layers that are not whole
-    if recompute in ("cheap", "mlp"):
+    half = plan.norms + (0.0 if checkpointing == "norms" else plan.mlps)  # of layers that are not whole
+    if checkpointing in ("norms", "mlp"):
         kept = _stays(plan.kept - half, plan)
         return kept, kept + half / layers
-    count = int(recompute.split()[0])
+    count = split(checkpointing, layers)[0]
     each = (plan.kept - half) / layers if count < layers else plan.kept / layers
     kept = (layers - count) * each + count * plan.entry
     gone = (

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.core import fault_injection
 from finetune.core.errors import FULL, Exit, Problem, UserError
 from finetune.hub import client
+from finetune.recipe import renames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,7 +235,7 @@ def newest(checkpoints: Path) -> Found | None:
             continue
         rest = "was set aside, and goes with the next save; its old name brings it back"
         skipped += [f"{one.name} {rest}" for one in aside(checkpoints)]
-        return Found(path, step_of(path), read_json(path, CONTRACT), skipped)
+        return Found(path, step_of(path), read_contract(path), skipped)
     if skipped:
         what, fix = "no checkpoint verifies", "a new train.output_dir; nothing was deleted"
         raise UserError(
@@ -259,7 +260,7 @@ def named(checkpoints: Path, name: str) -> Found:
             "does not verify", where=str(path), found=str(damage), fix="--resume: the newest good"
         )
         raise UserError(problem, code=Exit.ARTEFACT) from None
-    return Found(path, step_of(path), read_json(path, CONTRACT), [])
+    return Found(path, step_of(path), read_contract(path), [])
 
 
 def verify(path: Path) -> None:
@@ -301,6 +302,11 @@ def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
         raise Damaged(f"{name} has {file.stat().st_size} bytes, not {said['bytes']}")
     if client.sha256(file) != said["sha256"]:
         raise Damaged(f"{name} has another content than was written")
+
+
+def read_contract(path: Path) -> dict[str, Any]:
+    """The contract in a folder, under today's names of the recipe's keys."""
+    return renames.current_contract(read_json(path, CONTRACT))
 
 
 def read_json(path: Path, name: str) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.checkpointing import checkpoints, resume_contract
 from finetune.core.errors import Problem, UserError
 from finetune.hub import client
+from finetune.recipe import renames
 from finetune.recipe.schema import Source
 from finetune.run_folder import lock, run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -30,21 +31,22 @@ OURS = {  # what a run that was stopped early may have left in its folder
     "checkpoints",
     "data_report.json",
     "environment.json",
-    "held_out.jsonl",
+    "validation.jsonl",
     "log.txt",
     "metrics.jsonl",
     "model",
     "model.unverified",
-    "receipts.json",
+    "checks.json",
     "recipe.resolved.yaml",
     "report.html",
     "tensorboard",
     "wandb",
     lock.LOCK,
+    *renames.FILES.values(),
 }
 BESIDE = (".*.tmp", "nonfinite-step-*")  # and files that were being written, and steps that were kept
 # Of these, what no one else would have called so; a lock's file stays where its run is killed
-MARKS = {"recipe.resolved.yaml", "receipts.json", lock.LOCK}
+MARKS = {"recipe.resolved.yaml", "checks.json", renames.FILES["checks.json"], lock.LOCK}
 
 
 def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, Any]) -> bool:
@@ -63,7 +65,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     folder = RunFolder(Path(output_dir))
     if folder.finished:
         if (folder.checkpoints / checkpoints.CONTRACT).exists():
-            kept = {**checkpoints.read_json(folder.checkpoints, checkpoints.CONTRACT), "facts": {}}
+            kept = {**checkpoints.read_contract(folder.checkpoints), "facts": {}}
             now, asked_at = (
                 resume_contract.keys(recipe),
                 recipe["model"].get("revision") or "main",
@@ -72,7 +74,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
                 now["model.revision"] = kept["recipe"].get("model.revision")
             now |= {key: was for key, was in kept["recipe"].items() if _same_file(key, was, now.get(key))}
             resume_contract.compare(
-                kept, {"recipe": now, "facts": {}}, folder.path, ("data.cache", "train.output_dir")
+                kept, {"recipe": now, "facts": {}}, folder.path, ("data.cache_dir", "train.output_dir")
             )
         return True
     if checkpoints.published(folder.checkpoints):
@@ -147,6 +149,8 @@ def begin(
     if not found:
         forget(folder, screen)
         return
+    for name in renames.FILES.values():  # of format 1: this run writes them anew, under today's names
+        (folder.path / name).unlink(missing_ok=True)
     screen.say(f"goes on after step {step}, from {found.path}")
     notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
     notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
@@ -159,7 +163,7 @@ def forget(folder: RunFolder, screen: Console) -> None:
 
     The folder is ours: `nothing_to_do` has looked.
     """
-    for path in (folder.path / run_folder.HELD_OUT, folder.adapter, folder.model):
+    for path in (folder.file(run_folder.HELD_OUT), folder.adapter, folder.model):
         if path.exists():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
             screen.say(f"note: {path.name} of an earlier start was removed")

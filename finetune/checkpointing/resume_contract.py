@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 # Keys of a recipe, and facts, that a resumed run takes as they are now; a dot at the end: all that follow
 MAY_CHANGE = (
     "data.expect",
-    "eval.answers",
+    "eval.generate",
     "eval.apply_chat_template",
     "eval.batch_size",
     "eval.engine",
-    "eval.general",
+    "eval.forgetting",
     "eval.limit",
     "eval.max_new_tokens",
     "eval.num_fewshot",
@@ -52,7 +52,7 @@ MAY_CHANGE = (
 )
 # Only where something lies, or how it is called: its content must match
 IGNORED = (
-    "data.cache",
+    "data.cache_dir",
     "data.chat_template",
     "data.name",
     "data.validation",
@@ -125,9 +125,7 @@ def compare(
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
         what, table = "this is another training than the one that is there", ("\n" + " " * 13).join(lines)
-        fix = (
-            "the values it had; or a new train.output_dir, with adapter.from to go on from a finished adapter"
-        )
+        fix = "the values it had; or a new train.output_dir, and adapter.init_from to continue an adapter"
         raise UserError(Problem(what, where=str(path), found=table, fix=fix), code=Exit.ARTEFACT)
     return [
         f"{key}: {_short(was)} in the checkpoint, now {_short(value)}{_remark(key)}"
@@ -166,7 +164,10 @@ def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, 
     """
     if not found or found.contract["facts"].get("hardware") != hardware:
         return asked, set()
-    now, chosen = {key: getattr(asked, key) for key in ("recompute", "offload")}, found.contract["chosen"]
+    now, chosen = (
+        {key: getattr(asked, key) for key in ("activation_checkpointing", "offload")},
+        found.contract["chosen"],
+    )
     if any(found.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
         return asked, set()  # one is chosen by the other
     auto = [key for key, value in now.items() if value == "auto"]
@@ -191,7 +192,9 @@ def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
     """Of what `auto` became another thing."""
     if key == "speed.offload":
         return "; what comes back is what left"
-    if key == "speed.recompute" and any(str(one[key]).startswith("int8") for one in (then, today)):
+    if key == "speed.activation_checkpointing" and any(
+        str(one[key]).startswith("mlp_int8") for one in (then, today)
+    ):
         return "; gate and up are rounded in other layers, whose gradients are a hundredth apart"
     return "; sums may run in another order"
 

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.cli.inputs import load, located
 
 ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--ladder", {"metavar": "FILE", "help": "the rungs: recipes/ladder.yaml"}),
+    ("--optimizations", {"metavar": "FILE", "help": "the rungs: recipes/ablation.yaml"}),
     (
         "--output",
         {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
@@ -22,6 +22,6 @@ def ablate(options: argparse.Namespace) -> None:
     with located(load(options)):
         from finetune.experiments.ablation import ablation
 
-        file = Path(options.ladder) if options.ladder else ablation.default_ladder()
+        file = Path(options.optimizations) if options.optimizations else ablation.default_ladder()
         asked = ablation.Asked(options.recipe, options.overrides, file, Path(options.output))
         ablation.run(asked, quiet=options.quiet)

@@ -9,14 +9,14 @@ from finetune.cli.inputs import load, located
 
 CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
     (
-        "--prove-resume",
+        "--verify-resume",
         {
             "action": "store_true",
             "help": "train a few steps, stop, resume, and compare bit for bit: a minute",
         },
     ),
     (
-        "--preflight",
+        "--rehearse",
         {
             "action": "store_true",
             "help": "a run's whole life in three steps: kill, resume, evaluate, publish",
@@ -36,9 +36,9 @@ def check(options: argparse.Namespace) -> None:
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
         print(*(f"note: {note}" for note in notes), f"fine: {options.recipe}: {what}", sep="\n")
-    if options.prove_resume or options.preflight:
+    if options.verify_resume or options.rehearse:
         from finetune.core.console import Console
         from finetune.experiments.runner import rehearsal, verify_resume
 
-        prove_it = rehearsal.run if options.preflight else verify_resume.run
+        prove_it = rehearsal.run if options.rehearse else verify_resume.run
         prove_it(recipe, [options.recipe, *options.overrides], Console(quiet=options.quiet))

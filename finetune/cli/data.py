@@ -18,7 +18,7 @@ from finetune.core.paths import writing
 DATA: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--show", {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20"}),
     ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
-    ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache=DIR"}),
+    ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache_dir=DIR"}),
 )
 
 
@@ -29,14 +29,14 @@ def data(options: argparse.Namespace) -> None:
     from finetune.training import training_data
 
     if options.prepare is not None:
-        options.overrides.append(f"data.cache={options.prepare}")
+        options.overrides.append(f"data.cache_dir={options.prepare}")
     recipe = load(options)
     page = Path(options.html) if options.html is not None else None
     with located(recipe):
         checker.run(recipe)
         if options.prepare is not None and recipe.data.streaming:
             raise UserError(Problem("a stream is prepared while training", "data.streaming", fix="false"))
-        kept = [Path(recipe.data.cache)] if options.prepare and recipe.data.cache else []
+        kept = [Path(recipe.data.cache_dir)] if options.prepare and recipe.data.cache_dir else []
         for folder in [*kept, *([page.parent] if page else [])]:
             with writing(folder):  # known before the work, not after it
                 folder.mkdir(parents=True, exist_ok=True)

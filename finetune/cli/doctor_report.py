@@ -40,7 +40,7 @@ EXTRAS = {  # extra -> what it brings, by import name
     "bnb": ("bitsandbytes",),
     "quantize": ("torchao",),
     "eval": ("lm_eval",),
-    "tune": ("optuna", "psycopg"),
+    "sweep": ("optuna", "psycopg"),
     "deepspeed": ("deepspeed",),
     "fp8": ("transformer_engine",),
     "kernels": ("kernels", "liger_kernel"),
@@ -125,7 +125,7 @@ def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice
     benchmark = Optimisation(
         "cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions to choose for", "GPU"
     )
-    return [bf16, tf32, Optimisation("fp8 base", "speed.base", fp8, why, "sm_89"), benchmark]
+    return [bf16, tf32, Optimisation("fp8 base", "model.quantization", fp8, why, "sm_89"), benchmark]
 
 
 def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
@@ -156,18 +156,19 @@ def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, st
 def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
     compile, reason = choose_compile(speed.compile, None, machine)
     state = "active" if compile == "on" else "off"
-    asked, gpu = speed.recompute != "auto", machine.device == "cuda"
-    recompute = "active" if speed.recompute != "none" and (asked or gpu) else "off"
+    asked, gpu = speed.activation_checkpointing != "auto", machine.device == "cuda"
+    checkpointing = "active" if speed.activation_checkpointing != "none" and (asked or gpu) else "off"
     why = "asked for" if asked else "auto: on the CPU memory is not what is short"
     if gpu and not asked:
         why = "auto: decided when the model is loaded, from its size and this GPU's memory"
     meant = find(recipe.adapter.type).storage if recipe else ""
-    four_bit = (speed.base if speed.base in QUANTISED else meant) in FOUR_BIT
+    quantization = recipe.model.quantization if recipe else "auto"
+    four_bit = (quantization if quantization in QUANTISED else meant) in FOUR_BIT
     bnb = "bitsandbytes is installed" if installed("bitsandbytes") else "pip install 'finetune-toolkit[bnb]'"
     nf4 = "active" if four_bit else "off" if installed("bitsandbytes") else "not possible"
     return [
         Optimisation("torch.compile", "speed.compile", state, reason),
-        Optimisation("activation recompute", "speed.recompute", recompute, why),
+        Optimisation("activation checkpointing", "speed.activation_checkpointing", checkpointing, why),
         Optimisation("4-bit base (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
         Optimisation("CPU offload", "speed.offload", *_offload(speed.offload, machine)),
         _loss(speed),
@@ -313,7 +314,7 @@ def _base(recipe: Recipe | None, machine: Hardware) -> run_checks.Choice:
             choice_checks.against_fp8(recipe) if recipe else "without a recipe the model's width is not known"
         )
 
-    asked, kind = (recipe.speed.base, recipe.adapter.type) if recipe else ("auto", "lora")
+    asked, kind = (recipe.model.quantization, recipe.adapter.type) if recipe else ("auto", "lora")
     try:
         return base_quantization.choose_base(
             asked, kind, mixed_precision.launch(machine).precision, machine, against_fp8

@@ -120,7 +120,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
         ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}),
     )
     add(compare.compare, *compare.COMPARE)
-    add(sweep.tune, arguments.RECIPE, arguments.OVERRIDES, *sweep.TUNE)
+    add(sweep.sweep, arguments.RECIPE, arguments.OVERRIDES, *sweep.SWEEP)
     add(chat.chat, arguments.RUN, arguments.OF_RUN, *chat.CHAT)
     add(recipes.recipes, *recipes.RECIPES)
     add(doctor.doctor, arguments.MAYBE_RECIPE, arguments.OVERRIDES, doctor.MEASURE)

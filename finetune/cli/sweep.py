@@ -1,4 +1,4 @@
-"""`finetune tune` as it was asked for: where things are, and what has to be installed."""
+"""`finetune sweep` as it was asked for: where things are, and what has to be installed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def run(options: argparse.Namespace) -> None:
     """Search, or write the space as a W&B sweep.
 
     Raises:
-        UserError: Optuna is not installed (exit 3), the folder can't be made (2); and as `tune` does.
+        UserError: Optuna is not installed (exit 3), the folder can't be made (2); and as `sweep` does.
     """
-    path = options.space or str(shipped_files.folder("recipes") / "tune.yaml")
-    folder = Path(options.output or f"runs/tune-{Path(options.recipe).stem}")
+    path = options.space or str(shipped_files.folder("recipes") / "sweep.yaml")
+    folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
     if options.export_wandb:
         export(options, Path(path), Path(options.export_wandb))
         return
     if not packages.installed("optuna"):
-        problem = Problem("needs optuna, which is not installed", fix="pip install 'finetune-toolkit[tune]'")
+        problem = Problem("needs optuna, which is not installed", fix="pip install 'finetune-toolkit[sweep]'")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if (folder / "recipe.resolved.yaml").exists():
         what, fix = "a search needs a folder of its own", "--output runs/my-search"
@@ -59,7 +59,7 @@ def export(options: argparse.Namespace, path: Path, target: Path) -> None:
     space, recipe = search_space.read(path), load(options.recipe, options.overrides)
     search_space_checks.comparable(recipe)
     lacking = search_space_checks.corners(options.recipe, options.overrides, recipe, space)
-    counted = recipe.eval.every is None and recipe.train.max_steps is None
+    counted = recipe.eval.eval_steps is None and recipe.train.max_steps is None
     rows = search_space_checks.rows_of(recipe)[0] if counted else None
     text, notes = wandb_sweep.sweep(space, recipe, options.recipe, options.overrides, rows)
     notes += [f"{key}: not here: {one}: {why}" for key, gone in lacking.items() for one, why in gone.items()]
@@ -69,8 +69,8 @@ def export(options: argparse.Namespace, path: Path, target: Path) -> None:
     screen.say(*[f"note: {note}" for note in notes], f"wrote {target}", f"next: wandb sweep {target}")
 
 
-TUNE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--space", {"metavar": "FILE", "help": "what is searched: the shipped recipes/tune.yaml"}),
+SWEEP: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--space", {"metavar": "FILE", "help": "what is searched: the shipped recipes/sweep.yaml"}),
     (
         "--trials",
         {"metavar": "N", "type": arguments.at_least_one, "help": "in all, over restarts and workers: 20"},
@@ -91,14 +91,14 @@ TUNE: tuple[tuple[str, dict[str, Any]], ...] = (
             " $FINETUNE_STORAGE, which shows no password; else a file in the study's folder",
         },
     ),
-    ("--output", {"metavar": "DIR", "help": "runs/tune-RECIPE; its name is the study's"}),
+    ("--output", {"metavar": "DIR", "help": "runs/sweep-RECIPE; its name is the study's"}),
     ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch trials with"}),
     ("--final", {"action": "store_true", "help": "then train the best recipe, whole, into DIR/final"}),
     ("--export-wandb", {"metavar": "FILE", "help": "write the space as a W&B sweep, and end"}),
 )
 
 
-def tune(options: argparse.Namespace) -> None:
+def sweep(options: argparse.Namespace) -> None:
     """Search recipe keys by Optuna: trials in processes of their own, poor ones ended early."""
 
     with located(load(options)):

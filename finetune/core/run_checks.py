@@ -1,4 +1,4 @@
-"""The ledger: what was asked, what was got, and how it was read back from the running system."""
+"""Run checks: what a recipe asked for, what the running system has, and how that was read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from finetune.core.errors import Exit, Problem, UserError
 @dataclass(frozen=True)
 class RunCheck:
     option: str
-    asked: str
-    got: str
+    expected: str
+    actual: str
     how: str
-    ok: bool
+    passed: bool
     code: Exit
 
 
@@ -30,32 +30,34 @@ class RunChecks:
     def add(
         self,
         option: str,
-        asked: Any,
-        got: Any,
+        expected: Any,
+        actual: Any,
         how: str,
         *,
         ok: bool | None = None,
         code: Exit = Exit.TRAINING,
     ) -> None:
-        """Record a fact. `ok` defaults to `asked == got`; `code` is the exit code if it is not."""
-        ok = asked == got if ok is None else ok
-        self.receipts.append(RunCheck(option, str(asked), str(got), how, bool(ok), code))
+        """Record a check. `ok` defaults to `expected == actual`; `code` is the exit code if it failed."""
+        ok = expected == actual if ok is None else ok
+        self.receipts.append(RunCheck(option, str(expected), str(actual), how, bool(ok), code))
 
     def check(self) -> None:
-        """Stop the run if a receipt added since the last check does not match.
+        """Stop the run if a check that was added since the last call failed.
 
         Raises:
             UserError: one problem for each mismatch, with the first one's exit code.
         """
-        bad = [receipt for receipt in self.receipts[self.checked :] if not receipt.ok]
+        bad = [receipt for receipt in self.receipts[self.checked :] if not receipt.passed]
         self.checked = len(self.receipts)
         if bad:
             what = "asked for one thing, got another"
-            problems = [Problem(what, r.option, found=f"{r.got} ({r.how})", expected=r.asked) for r in bad]
+            problems = [
+                Problem(what, r.option, found=f"{r.actual} ({r.how})", expected=r.expected) for r in bad
+            ]
             raise UserError(*problems, code=bad[0].code)
 
     def as_json(self) -> list[dict[str, Any]]:
-        keys = ("option", "asked", "got", "how", "ok")
+        keys = ("option", "expected", "actual", "how", "passed")
         return [{key: asdict(receipt)[key] for key in keys} for receipt in self.receipts]
 
 

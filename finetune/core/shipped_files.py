@@ -11,7 +11,7 @@ from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
-NOT_RECIPES = ("ladder", "tune")  # of the recipes' folder: what a command does with a recipe
+NOT_RECIPES = ("ablation", "sweep")  # of the recipes' folder: what a command does with a recipe
 SCHEMA = PACKAGE / "recipe" / "recipe.schema.json"
 
 

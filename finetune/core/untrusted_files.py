@@ -41,7 +41,7 @@ def check_model(folder: Path, key: str) -> None:
     """`check_files`, and that the weights are safetensors of a whole model (exit 2)."""
     check_files(folder, key)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.from"
+        what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.init_from"
         raise UserError(Problem(what, key, found=str(folder), fix=fix))
     if (folder / "adapter_config.json").exists():  # transformers would load another base, the adapter's own
         what, fix = "holds a model and an adapter", "take adapter_config.json out of it"
@@ -167,7 +167,7 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
 
 def _redirects(path: Path, key: str) -> Iterator[Problem]:
     """transformers takes a repository with an adapter's config for that, and loads the base it names."""
-    what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.from"
+    what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.init_from"
     yield Problem(what, key, found=path.name, fix=fix)
 
 

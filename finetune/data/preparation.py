@@ -109,8 +109,8 @@ def prepare(
 
 
 def cache_folder(data: Data) -> Path:
-    """Where prepared data is kept: `data.cache`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
-    return Path(data.cache or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+    """Where prepared data is kept: `data.cache_dir`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
+    return Path(data.cache_dir or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
 
 
 def _building(cache: Path) -> Path:
@@ -119,8 +119,10 @@ def _building(cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     except OSError as error:
-        fix = "data.cache: a folder that can be written, or FINETUNE_CACHE"
-        problem = Problem(f"nothing can be kept in {cache}", "data.cache", found=str(error.strerror), fix=fix)
+        fix = "data.cache_dir: a folder that can be written, or FINETUNE_CACHE"
+        problem = Problem(
+            f"nothing can be kept in {cache}", "data.cache_dir", found=str(error.strerror), fix=fix
+        )
         raise UserError(problem) from None
 
 
@@ -320,7 +322,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {
-        "data": data.model_dump(exclude={"cache"}),  # with its names, for rows are known by file and line
+        "data": data.model_dump(exclude={"cache_dir"}),  # with its names, for rows are known by file and line
         "mix": [_content(source, sources) for source in source_loading.sources(data)],
         "sources": sorted(sources.values()),
         "tokenizer": tokenizer.backend_tokenizer.to_str(),

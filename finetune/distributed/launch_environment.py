@@ -19,7 +19,6 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from finetune.recipe.schema import Speed
 
 FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
 BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
@@ -121,9 +120,9 @@ def zero_stage() -> str:
     return said("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2") if on("ACCELERATE_USE_DEEPSPEED") else ""
 
 
-def means_fp8(speed: Speed) -> bool:
+def means_fp8(quantization: str) -> bool:
     """Whether it is the launch alone that says how the base is stored: in fp8."""
-    return fp8().kind == FROZEN and speed.base == "auto"
+    return fp8().kind == FROZEN and quantization == "auto"
 
 
 def device_options(device: str) -> dict[str, Any]:

@@ -123,8 +123,8 @@ def measure(
     score, general, found = None, None, {}
     with scoring.memory_errors():
         if rows:
-            say(f"loss{' and answers' * settings.answers} of {len(rows):,} held-out rows")
-            score = scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=settings.answers)
+            say(f"loss{' and answers' * settings.generate} of {len(rows):,} held-out rows")
+            score = scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=settings.generate)
         if texts:
             say(f"loss of {len(texts):,} general texts")
             general = scoring.score_texts(asked, tokenizer, texts, settings)
@@ -137,10 +137,10 @@ def measure(
 def by_vllm(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """`eval.tasks` of base and tuned by vLLM, which serves the adapter as it was saved."""
     rank = getattr(recipe.adapter, "r", None)
-    plain = recipe.adapter.type in ("lora", "rslora") and recipe.speed.base in ("auto", "bf16")
+    plain = recipe.adapter.type in ("lora", "rslora") and recipe.model.quantization in ("auto", "none")
     if folder.weights != folder.adapter or not plain:
         fix = "eval.engine: hf; or merge it first"
-        what = f"vLLM serves LoRA on a base in bf16, not {recipe.adapter.type} on {recipe.speed.base}"
+        what = f"vLLM serves LoRA on a base in bf16, not {recipe.adapter.type} on {recipe.model.quantization}"
         raise UserError(Problem(what, "eval.engine", fix=fix))
     engine = lm_eval_harness.vllm(recipe.model.name, recipe.model.revision, str(folder.adapter), rank or 8)
     after = lm_eval_harness.run(engine, tokenizer, recipe.eval)
@@ -152,8 +152,8 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
     """Why this is no evaluation of the run's own weights: its base is stored otherwise than while it trained,
     or, by the held-out loss, another one was named."""
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
-    own = comparability.resolved(folder).get("speed.storage", ("", ""))[0].strip('"')
-    if origin.get("speed.base") == "override" and now != own:
+    own = comparability.resolved(folder).get("model.storage", ("", ""))[0].strip('"')
+    if origin.get("model.quantization") == "override" and now != own:
         return [f"the base is in {now}; the run's was in {own or 'what it does not say'}"]
     asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     earlier = folder.found("eval.json")
@@ -187,11 +187,11 @@ def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
 
 
 def general_texts(settings: Eval) -> list[str]:
-    """The texts on which forgetting is measured: `eval.general`."""
-    if settings.general is False:
+    """The texts on which forgetting is measured: `eval.forgetting`."""
+    if settings.forgetting is False:
         return []
     path = shipped_files.folder("examples") / "general" / "text.jsonl"
-    name = str(path) if settings.general is True else settings.general
+    name = str(path) if settings.forgetting is True else settings.forgetting
     rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
     source = tasks.Task(task=results.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
     return [row["prompt"] for row in tasks.documents(source, name)]

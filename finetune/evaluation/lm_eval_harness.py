@@ -276,7 +276,11 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
     names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
     if f"{task}/{metric}" not in names:
         expected = ", ".join(["loss", "exact_match", *names])
-        raise UserError(Problem("no such metric", "eval.best", found=f"{task}/{metric}", expected=expected))
+        raise UserError(
+            Problem(
+                "no such metric", "eval.metric_for_best_model", found=f"{task}/{metric}", expected=expected
+            )
+        )
     return float(results[task]["metrics"][metric]), results[task]["higher_is_better"][metric] is not False
 
 

@@ -38,7 +38,7 @@ def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
     and a cache."""
     setup = machine_setup.choose(
         attention=recipe.model.attention,
-        base=recipe.speed.base,
+        base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
         attends=attention_choice.read(model_files.read_config(section or recipe.model)),
     )

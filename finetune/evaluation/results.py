@@ -51,10 +51,10 @@ def content(
         result |= {"base": base.as_json(), "tuned": tuned.as_json(), "difference": differences(base, tuned)}
         result["sources"] = by_source(rows, base, tuned)
         asked = [index for index, row in enumerate(rows) if scoring.asks(row)]
-        shown = asked[: settings.samples if settings.answers else 0]
+        shown = asked[: settings.samples if settings.generate else 0]
         result["samples"] = [_sample(rows, base, tuned, index) for index in shown]
         result["worst"] = worst(rows, base, tuned)
-        for row in result["worst"] if not settings.answers else ():
+        for row in result["worst"] if not settings.generate else ():
             del row["base"], row["tuned"]  # they were not asked
     if before.general and after.general:
         result["tasks"][GENERAL] = _general(before.general, after.general)
@@ -68,7 +68,7 @@ def content(
         "rows": len(rows),
         "batch_size": settings.batch_size,
         "max_new_tokens": settings.max_new_tokens,
-        "general": settings.general,
+        "general": settings.forgetting,
         "data": files_hashed(settings),
         "lm_eval": version("lm-eval") if settings.tasks else None,
         "processes": PartialState().num_processes,
@@ -150,8 +150,8 @@ def files_hashed(settings: Eval) -> dict[str, str]:
         task, digest = tasks.read(name), client.sha256(tasks.file(name))
         rows = client.sha256(tasks.rows_file(task, name)) if task else ""
         found[task.task if task else name] = f"{digest[:32]}{rows[:32]}"
-    if isinstance(settings.general, str):
-        found[GENERAL] = client.sha256(Path(settings.general))
+    if isinstance(settings.forgetting, str):
+        found[GENERAL] = client.sha256(Path(settings.forgetting))
     return found
 
 

@@ -42,7 +42,8 @@ ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 """Of `generate`: the likeliest tokens as they are, whatever the model's own generation_config holds."""
 LESS_MEMORY = (
-    "train.per_device_train_batch_size=1, speed.recompute=all, eval.batch_size=4, adapter.type=qlora"
+    "train.per_device_train_batch_size=1, speed.activation_checkpointing=full, eval.batch_size=4, "
+    "adapter.type=qlora"
 )
 
 Result = TypeVar("Result")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
-CHOSEN = "these rows also chose the weights (eval.every): the held-out figures flatter them a little"
+CHOSEN = "these rows also chose the weights (eval.eval_steps): the held-out figures flatter them a little"
 
 
 def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[HeldOut], list[str]]:
@@ -28,9 +28,13 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     Returns:
         The rows, and what is worth knowing of them.
     """
-    kept, other = folder.path / run_folder.HELD_OUT, overridden(recipe)
+    kept, other = folder.file(run_folder.HELD_OUT), overridden(recipe)
     ends = tokenizer_setup.declared_ends(recipe.model)
-    chosen = recipe.eval.every and recipe.eval.keep_best and "/" not in recipe.eval.best
+    chosen = (
+        recipe.eval.eval_steps
+        and recipe.eval.load_best_model_at_end
+        and "/" not in recipe.eval.metric_for_best_model
+    )
     notes = [CHOSEN] if chosen and not other else []
     if kept.exists() and not other:
         with kept.open(

@@ -207,7 +207,7 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
         value = getattr(module, leaf, None) if value is None else value
         if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
             what, found = f"a {setup.storage.value} base can't be dequantised", f"{name}: {value!r:.60}"
-            raise UserError(Problem(what, found=found, fix="speed.base=bf16, and train again"))
+            raise UserError(Problem(what, found=found, fix="model.quantization=none, and train again"))
         parameter.data = value.detach().float()
     del stored, modules
     clear_device_cache(garbage_collection=True)

@@ -63,8 +63,8 @@ def make(
         table(
             ("what", "asked", "got", "true"),
             [
-                (r["option"], r["asked"], r["got"], "yes" if r["ok"] else "NO")
-                for r in run.found("receipts.json")
+                (r["option"], r["expected"], r["actual"], "yes" if r["passed"] else "NO")
+                for r in run.found("checks.json")
             ],
         ),
         "## Versions",
@@ -211,8 +211,8 @@ def usage(
     head = ["from peft import PeftModel"] if kind == "adapter" else []
     head += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
     head += [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(repo)})"]
-    stored = adapter_types.find(recipe.adapter.type).storage or recipe.speed.base
-    note = f"In training the base was held in {stored}." if stored not in ("auto", "bf16") else ""
+    stored = adapter_types.find(recipe.adapter.type).storage or recipe.model.quantization
+    note = f"In training the base was held in {stored}." if stored not in ("auto", "none") else ""
     code = "\n".join(["```python", *head, *lines, "```"])
     return "\n\n".join(part for part in (code, note if kind == "adapter" else "", serve) if part)
 

@@ -183,7 +183,7 @@ def stage(
     """What goes up but for the card: links to the run's files, and copies of those that name local paths."""
     known = local_names(folder, recipe, base)
     patterns = (*(ADAPTER if kind == "adapter" else MODEL), *TOKENIZER)
-    names = [name for name in run_folder.PUBLISHED if (folder.path / name).exists()]
+    names = [file.name for name in run_folder.PUBLISHED if (file := folder.file(name)).exists()]
     sent = [file for file in sorted(weights.iterdir()) if any(fnmatch(file.name, one) for one in patterns)]
     sent += sorted(weights.glob(TEMPLATES))
     untrusted_files.check_links([*sent, *(folder.path / name for name in names)], "")
@@ -209,7 +209,7 @@ def stage(
         else:
             text = recipe_without_paths(text, known, base) if name.endswith(".yaml") else text
             (staged / name).write_text(text, encoding="utf-8")
-    load_recipe(staged / folder.recipe.name)  # what others will open must load
+    load_recipe(staged / folder.recipe.name, (), folder.format_version)  # what others will open must load
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
         raise UserError(Problem("no safetensors to publish", where=str(weights)), code=Exit.ARTEFACT)
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
@@ -229,7 +229,13 @@ def local_names(folder: RunFolder, recipe: Recipe, base: Base) -> dict[str, str]
     sources = data.name if isinstance(data.name, list) else [data.name]
     paths += [source.name if isinstance(source, Source) else source for source in sources]
     paths += evaluated_files(folder.found("eval.json"))
-    paths += [data.validation, data.chat_template, data.cache, recipe.adapter.source, recipe.train.output_dir]
+    paths += [
+        data.validation,
+        data.chat_template,
+        data.cache_dir,
+        recipe.adapter.source,
+        recipe.train.output_dir,
+    ]
     named = last_names([path for path in paths if path and "/" in path and local_path(path)])
     named |= {str(path): folder.path.absolute().name for path in (folder.path, folder.path.absolute())}
     if local_path(recipe.model.name):
@@ -298,7 +304,7 @@ def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:
     lines = [_QUOTED.sub(said, line) for line in text.splitlines()]
     lines = [_FILE.sub("", line) if line.startswith("#") else line for line in lines]
     text = "\n".join(without_paths(line, known) for line in lines) + "\n"
-    return re.sub(r"^  cache: .*$", "  cache: null", text, flags=re.MULTILINE)
+    return re.sub(r"^  (cache(_dir)?): .*$", r"  \1: null", text, flags=re.MULTILINE)
 
 
 def refuse_secrets(files: dict[str, Path]) -> None:

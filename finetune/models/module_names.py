@@ -30,7 +30,7 @@ def of_experts(model: Any) -> int:
 
 
 def stored_as(layer: Any) -> str:
-    """What a module's weight is stored as, by the values of speed.base; empty: as numbers, or it has none."""
+    """The value of `model.quantization` that a module is stored with; empty: not quantized."""
     weight: Any = getattr(layer, "weight", None)
     if type(weight).__module__.startswith("torchao."):
         return "torchao_int8"

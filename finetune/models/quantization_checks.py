@@ -27,7 +27,7 @@ def add_coded_receipt(model: Any, storage: str, ledger: RunChecks) -> None:
     got += f"; {len(linear) - coded} stay as numbers" if coded < len(linear) else ""
     got += f"; {formatting.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
     how = "what the layers of the live model hold"
-    ledger.add("speed.base", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
+    ledger.add("model.quantization", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
 
 
 def add_receipt(base: Any, ledger: RunChecks) -> None:
@@ -46,4 +46,4 @@ def add_receipt(base: Any, ledger: RunChecks) -> None:
     stacked = module_names.of_experts(base)
     got += f"; {formatting.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
-    ledger.add("speed.base", "fp8", got, how, ok=bool(layers))
+    ledger.add("model.quantization", "fp8", got, how, ok=bool(layers))

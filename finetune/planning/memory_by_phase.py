@@ -85,7 +85,7 @@ def phases(
     has: Adapted,
     kept: Keeps,
     plan: memory_estimate.Memory,
-    recompute: str,
+    checkpointing: str,
     *,
     tokens: int,
     batch: Batch,
@@ -115,7 +115,7 @@ def phases(
     )
     state = each * trained / share.states + (memory_estimate.AVERAGES * trained if has.allocates else 0.0)
     entry = 2 * tokens * memory_estimate.widths(config).hidden * (2 if full else 1) / GIB
-    gone = {"activations": leaving(plan, recompute, entry)}
+    gone = {"activations": leaving(plan, checkpointing, entry)}
     if offloaded:  # torchao keeps weights and gradients there too
         gone["optimizer"] = (8 + (8.0 if known is None else known)) * trained
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
@@ -124,7 +124,7 @@ def phases(
     buckets = 4 * trained if share.buckets else 0.0
     gradients = 4 * trained / share.states
     held = {**own, "optimizer": state}
-    at_loss, at_backward = memory_estimate.at_once(plan, recompute)
+    at_loss, at_backward = memory_estimate.at_once(plan, checkpointing)
     loss = memory_estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full or kept.head)
     passing = memory_estimate.backward_gib(config, tokens, kept)
     if plan.away:  # a layer's input that leaves, and one that comes
@@ -142,7 +142,7 @@ def phases(
         {**held, "gradients": gradients, "buffers": buckets, **pool},
     ]
     step = max(moments, key=lambda moment: sum(moment.values()))
-    own |= pool if evaluation.every else {}
+    own |= pool if evaluation.eval_steps else {}
     evaluated = _evaluation({**own, "buffers": layers + ends}, found, evaluation, longest, usable)
     read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
     made = {
@@ -164,15 +164,15 @@ def head_share(config: Any) -> float:
     return 1.0 if config.get_text_config().tie_word_embeddings else 0.5
 
 
-def leaving(plan: memory_estimate.Memory, recompute: str, entry: float) -> float:
+def leaving(plan: memory_estimate.Memory, checkpointing: str, entry: float) -> float:
     """GiB that a pass keeps in the CPU's memory: of layers that run again their inputs, of others whose norms
     and half MLPs do all else.
 
     Args:
         entry: GiB of a layer's input.
     """
-    each = memory_estimate.split(recompute, plan.layers)[0] * entry
-    if recompute in ("mlp", "int8"):
+    each = memory_estimate.split(checkpointing, plan.layers)[0] * entry
+    if checkpointing in ("mlp", "mlp_int8"):
         each = plan.kept - plan.norms - plan.mlps
     return plan.away * each
 

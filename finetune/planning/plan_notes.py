@@ -105,4 +105,4 @@ def searched(rows: int, length: int, margin: float) -> str:
 def evaluates(data: Data, settings: Eval) -> bool:
     """Whether anything is evaluated."""
     held_out = data.validation is not None or data.validation_fraction is not None
-    return held_out or settings.general is not False or bool(settings.tasks)
+    return held_out or settings.forgetting is not False or bool(settings.tasks)

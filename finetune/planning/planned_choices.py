@@ -41,7 +41,7 @@ def storage_and_attention(
     launched = sharding_cost.launched(by, 1, precision)
     if kept := base_quantization.whole_base(launched):
         against = partial(str, kept)
-    asked = "fp8" if by.frozen_fp8 and recipe.speed.base == "auto" else recipe.speed.base
+    asked = "fp8" if by.frozen_fp8 and recipe.model.quantization == "auto" else recipe.model.quantization
     base = base_quantization.choose_base(asked, kind, precision, machine, against)
     dtype = mixed_precision.compute_dtype(precision, base.value)
     shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
@@ -120,7 +120,8 @@ def recomputed(
     chooses it, and the memory plan so."""
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
-    asked = "none" if by.once and speed.recompute == "auto" else speed.recompute  # as stages.make_fast
+    asked = speed.activation_checkpointing
+    asked = "none" if by.once and asked == "auto" else asked  # as stages.make_fast
     again, offload, graphs, memory = cuda_graphs.beside(graphs, speed, asked, memory, machine)
     sharded = by.name if by.weights else ""
     if problem := compilation.against_graphs(speed.compile, again.value, offload.value, sharded):

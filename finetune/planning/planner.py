@@ -162,7 +162,7 @@ def make(
     # of codes, whose layers are not fused, a part may take more than the whole
     made = split if split and (split.fits or split.peak < whole.peak) else whole
     parts = split.peak if split else None
-    storage, fp8 = made.choices["base"].value, not mixed_precision.fp8_missing(machine, "bf16")
+    storage, fp8 = made.choices["quantization"].value, not mixed_precision.fp8_missing(machine, "bf16")
     reason = sharding_cost.reason(
         processes,
         machine.memory_gib,
@@ -185,7 +185,7 @@ def _split(
     """The plan under FSDP2 as `auto` would start it, or why it is refused there."""
     try:
         made = under(recipe, machine, processes, FSDP2, cpu_rate)
-        storage = made.choices["base"].value
+        storage = made.choices["quantization"].value
         refuse(recipe, machine, processes, sharding_cost.split_config(FSDP2, storage, processes))
     except UserError as error:
         return None, error.problems[0].what
@@ -221,26 +221,27 @@ def under(
         what, fix = f"can't be searched: {by.name} splits the weights only later", "a number"
         raise UserError(Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix))
 
-    def of(rows: int, recompute: str | int, offload: str) -> Plan:
+    def of(rows: int, checkpointing: str, offload: str) -> Plan:
         train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
-        speed = recipe.speed.model_copy(update={"recompute": recompute, "offload": offload})
+        speed = recipe.speed.model_copy(
+            update={"activation_checkpointing": checkpointing, "offload": offload}
+        )
         asked = recipe.model_copy(update={"train": train, "speed": speed})
         return at_once(asked, machine, processes, by, cpu_rate, searched=True)
 
-    chosen = of(1, recipe.speed.recompute, recipe.speed.offload)
-    recompute, offload = chosen.choices["recompute"], chosen.choices["offload"]
+    chosen = of(1, recipe.speed.activation_checkpointing, recipe.speed.offload)
+    checkpointing, offload = chosen.choices["activation checkpointing"], chosen.choices["offload"]
     usable = MARGIN * (
         machine.memory_gib - (planned_choices.CONTEXT_GIB if machine.device == "cuda" else 0.0)
     )
-    again = int(recompute.value.split()[0]) if " of " in recompute.value else recompute.value
     for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
-        made = of(rows, again, offload.value)
+        made = of(rows, checkpointing.value, offload.value)
         if made.peak > usable:
             break
         chosen = made
     note = plan_notes.searched(chosen.batch.per_device, recipe.data.max_length, MARGIN)
     choices, usable = (
-        {**chosen.choices, "recompute": recompute, "offload": offload},
+        {**chosen.choices, "activation checkpointing": checkpointing, "offload": offload},
         min(usable, chosen.usable),
     )
     return replace(chosen, choices=choices, usable=usable, notes=(*chosen.notes, note))
@@ -264,7 +265,7 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         raise UserError(*problems)
     if by.sharing > 1:
         launch_conflicts.against_window(found.config)
-    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
     with launch_environment.under(dict(by.variables)):
         contradictions = launch_conflicts.against(machine, *asked)
         contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
@@ -315,25 +316,30 @@ def at_once(
     given = recipe, machine, found, has, kept, base.value, precision, tokens, share
     memory, usable = planned_choices.room(*given)
     chosen = planned_choices.recomputed(recipe.speed, memory, machine, processes, by, graphs)
-    recompute, offload, graphs, memory = chosen
+    checkpointing, offload, graphs, memory = chosen
     phases = memory_by_phase.phases(
-        found, has, kept, memory, recompute.value, tokens=tokens, batch=batch, storage=base.value,
+        found, has, kept, memory, checkpointing.value, tokens=tokens, batch=batch, storage=base.value,
         precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
         longest=length, usable=usable, graphs=graphs.value == "on",
     )  # fmt: skip
     if adapter_types.unmerged(recipe.adapter.type, recipe.adapter.options()):
         phases.pop("merge", None)
     every = (gathered(full=False, layers=memory.layers) + outside) * memory_estimate.GIB
-    step = _step(recipe, rows, batch, memory, recompute, base.value, by, processes, every, phases, graphs)
+    step = _step(recipe, rows, batch, memory, checkpointing, base.value, by, processes, every, phases, graphs)
     parts, source, link = step_time.of_step(found, has, kept, step, machine, attends, cpu_rate)
     notes = _notes(recipe, found, has, rows, steps, phases, usable, machine, processes, refused)
     moved = sum(sharding_cost.sent(by, processes, step.base, has.trained, batch.accumulation))
     moved += step_time.shared_rows(step, memory_estimate.widths(found.config)) * step.passes
-    choices = {"base": base, "attention": attention, "fused": fused, "compile": compile}
+    choices = {"quantization": base, "attention": attention, "fused": fused, "compile": compile}
     return Plan(
         machine=machine,
         processes=processes,
-        choices={**choices, "CUDA graphs": graphs, "recompute": recompute, "offload": offload},
+        choices={
+            **choices,
+            "CUDA graphs": graphs,
+            "activation checkpointing": checkpointing,
+            "offload": offload,
+        },
         batch=batch,
         tokens=tokens,
         steps=steps,
@@ -355,7 +361,7 @@ def _step(
     rows: Rows | None,
     batch: Batch,
     memory: memory_estimate.Memory,
-    recompute: Choice,
+    checkpointing: Choice,
     storage: str,
     by: Sharding,
     processes: int,
@@ -372,7 +378,7 @@ def _step(
     gone = phases.get(memory_by_phase.HOST, {})
     length = recipe.data.max_length
     row = max(1, round(rows.padded)) if rows else length
-    whole, mlps = memory_estimate.split(recompute.value, memory.layers)
+    whole, mlps = memory_estimate.split(checkpointing.value, memory.layers)
     halves = (mlps if memory.mlps else 0) / memory.layers
     return step_time.Step(
         tokens=batch.per_device * row // by.sharing,
@@ -388,7 +394,7 @@ def _step(
         base=base,
         leaving=gone.get("activations", 0.0) * memory_estimate.GIB * row / length,
         stepped="optimizer" in gone,
-        rounded=(1 - halves) * recompute.value.startswith("int8"),
+        rounded=(1 - halves) * checkpointing.value.startswith("mlp_int8"),
         graphs=graphs.value == "on",
     )
 

@@ -249,7 +249,7 @@ def _smaller(storage: str, kind: str, *, fp8: bool) -> str:
     if kind == "full":
         return offload
     if storage not in CODED and fp8:
-        return f"speed.base=fp8, or {offload}"
+        return f"model.quantization=fp8, or {offload}"
     if storage not in FOUR_BIT and quantised in adapter_types.all_types():
         return f"adapter.type={quantised}"
     return "a smaller train.per_device_train_batch_size or data.max_length"

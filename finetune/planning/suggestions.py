@@ -61,8 +61,8 @@ def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
     """What else comes with a change: another launch or base by `auto`, other steps, the CPU's memory."""
     if made.by.name != now.by.name:
         yield f"{made.by.name or 'one process'} in place of {now.by.name or 'one process'}"
-    before, after = (plan.choices["base"].value for plan in (now, made))
-    if before != after and not any(one.startswith(("speed.base", "adapter.type")) for one in change):
+    before, after = (plan.choices["quantization"].value for plan in (now, made))
+    if before != after and not any(one.startswith(("model.quantization", "adapter.type")) for one in change):
         yield f"the base in {after}, not {before}"
     if made.steps != now.steps and made.steps:
         yield f"{made.steps:,} steps"
@@ -98,20 +98,21 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         )
         less.append(("train.optim=adamw_torch_8bit", "steps a few percent off those of fp32 state"))
         less.append(("speed.offload=optimizer", "steps on the CPU"))
-    elif now.choices["base"].value not in adapter_types.QUANTISED:
-        less.append(("speed.base=fp8", "weights and products rounded to fp8"))
+    elif now.choices["quantization"].value not in adapter_types.QUANTISED:
+        less.append(("model.quantization=fp8", "weights and products rounded to fp8"))
         if (quantised := f"q{kind}") in adapter_types.all_types():
             less.append((f"adapter.type={quantised}", "the base rounded to 4 bits"))
-    elif now.choices["base"].value == "fp8" and speed.base == "fp8":
-        less.append(("speed.base=nf4", "the base rounded to 4 bits"))
+    elif now.choices["quantization"].value == "fp8" and recipe.model.quantization == "fp8":
+        less.append(("model.quantization=nf4", "the base rounded to 4 bits"))
     if now.choices["CUDA graphs"].value == "on":
         less.append(("speed.compile=default", "the same numbers, without CUDA graphs"))
     if getattr(recipe.adapter, "lora_dropout", 0.0):
         less.append(("adapter.lora_dropout=0.0", "no dropout"))
-    if now.choices["recompute"].value == "none" or speed.recompute not in ("auto", "all"):
-        less += [("speed.recompute=auto", BY_AUTO), ("speed.recompute=all", "the same numbers")]
-    elif speed.recompute == "auto" and not now.fits:
-        less.append(("speed.recompute=all", "the same numbers"))
+    key, again = "speed.activation_checkpointing", speed.activation_checkpointing
+    if now.choices["activation checkpointing"].value == "none" or again not in ("auto", "full"):
+        less += [(f"{key}=auto", BY_AUTO), (f"{key}=full", "the same numbers")]
+    elif again == "auto" and not now.fits:
+        less.append((f"{key}=full", "the same numbers"))
     if speed.offload in ("auto", "none") and now.machine.device == "cuda":
         less.append(("speed.offload=activations", "the same numbers"))
     for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():
@@ -124,7 +125,7 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         return
     yield from (((change,), cost) for change, cost in less)
     costs = dict(less)
-    for first in ("speed.recompute=all", "speed.offload=activations"):
+    for first in ("speed.activation_checkpointing=full", "speed.offload=activations"):
         for second in less:
             if first in costs and second[0].partition("=")[0] != first.partition("=")[0]:
                 yield (first, second[0]), "; ".join(dict.fromkeys((costs[first], second[1])))
@@ -149,8 +150,8 @@ def _shorter(recipe: Recipe, length: int) -> str:
 def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
     """Overrides that may make a recipe that fits faster."""
     speed, per_device = recipe.speed, now.batch.per_device
-    if speed.recompute != "auto":
-        yield "speed.recompute=auto", BY_AUTO
+    if speed.activation_checkpointing != "auto":
+        yield "speed.activation_checkpointing=auto", BY_AUTO
     compiles, why = now.choices["compile"]
     if compiles == "off" and now.machine.device == "cuda":
         why = f"; {why.removeprefix('auto: ')}" if "not measured" in why else ""

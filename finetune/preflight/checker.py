@@ -49,12 +49,14 @@ def run(recipe: Recipe) -> list[str]:
             (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
     kind = adapter_types.find(recipe.adapter.type)
     problems += optimizer_choice.problems(recipe.train, kind.learning_rate)
-    asked = recipe.speed.base if recipe.speed.base != "auto" else kind.storage
+    asked = recipe.model.quantization if recipe.model.quantization != "auto" else kind.storage
     missing = base_quantization.missing_package(asked)
     optimizer = optimizer_choice.missing_packages(optimizer_choice.asked(recipe.train), recipe.speed)
     lacking = (missing, recipe.speed.qat and qat_rules.missing(), *optimizer)
     packages += [problem for problem in lacking if problem]
-    graphs = compilation.against_graphs(recipe.speed.compile, recipe.speed.recompute, recipe.speed.offload)
+    graphs = compilation.against_graphs(
+        recipe.speed.compile, recipe.speed.activation_checkpointing, recipe.speed.offload
+    )
     problems += [graphs] if graphs else []
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
@@ -71,7 +73,9 @@ def rounded(recipe: Recipe) -> list[str]:
     """What is worth knowing of the adapter under this launch."""
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
     splitter, precision = launch_environment.splitter(), launch_environment.said("ACCELERATE_MIXED_PRECISION")
-    as_stored = splitter == "FSDP" and recipe.speed.base in adapter_types.FOUR_BIT  # exchange.fsdp_policy
+    as_stored = (
+        splitter == "FSDP" and recipe.model.quantization in adapter_types.FOUR_BIT
+    )  # exchange.fsdp_policy
     if kind != "ia3" or not splitter or as_stored or precision not in ("bf16", "fp16") or rate >= IA3_RATE:
         return []
     steps = "1/256" if precision == "bf16" else "1/2048"
@@ -126,8 +130,8 @@ def _tasks(recipe: Recipe) -> list[str]:
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
         tasks.check(recipe.eval, longest)
         tasks.check_names(recipe.eval)
-    if isinstance(recipe.eval.general, str) and not Path(recipe.eval.general).is_file():
-        raise UserError(Problem("no such file", "eval.general", found=recipe.eval.general))
+    if isinstance(recipe.eval.forgetting, str) and not Path(recipe.eval.forgetting).is_file():
+        raise UserError(Problem("no such file", "eval.forgetting", found=recipe.eval.forgetting))
     return []
 
 
@@ -165,7 +169,7 @@ def _tracker_installed(name: str) -> bool:
 
 
 def _adapter(recipe: Recipe) -> list[str]:
-    """Names in the adapter's section against the safetensors headers of a local model; `adapter.from`."""
+    """Check the adapter section's names against a local model's safetensors headers, and `init_from`."""
     folder, options = Path(recipe.model.name), recipe.adapter.options()
     notes = init_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     names = checkpoint_headers.in_folder(folder) if folder.is_dir() else None

@@ -17,11 +17,11 @@ from finetune.hardware import detection
 from finetune.models import architecture, model_files
 from finetune.preflight import launch_conflicts
 from finetune.recipe import adapter_rules, adapter_types
-from finetune.recipe.schema import Speed
+from finetune.recipe.schema import Model, Speed
 
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Model, Recipe
+    from finetune.recipe.schema import Recipe
 
 
 def setup_of(recipe: Recipe) -> Setup:
@@ -30,14 +30,14 @@ def setup_of(recipe: Recipe) -> Setup:
     Raises:
         UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
     """
-    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.every
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
     launch_conflicts.check(detection.detect(), *asked)
     launch_conflicts.against_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
     setup = machine_setup.choose(
         attention=recipe.model.attention,
-        base=recipe.speed.base,
+        base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
         attends=attention_choice.read(model_files.read_config(recipe.model)),
         rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
@@ -49,18 +49,28 @@ def setup_of(recipe: Recipe) -> Setup:
 
 
 def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
-    """Whether a run of this recipe with another value, `speed.recompute=all` or `adapter.type=lora`, is not
-    refused here."""
+    """Whether a run of this recipe with another value is not refused here.
+
+    Args:
+        change: such as `speed.activation_checkpointing=full` or `adapter.type=lora`.
+    """
     key, _, value = change.partition("=")
     section, _, name = key.partition(".")
     raw = recipe.model_dump(exclude_unset=True)
-    if section not in ("speed", "adapter") or not value:
+    if section not in ("model", "speed", "adapter") or not value:
         return True
     raw[section] = {**raw.get(section, {}), name: value}
     kind, speed = raw["adapter"]["type"], Speed.model_validate(raw.get("speed", {}))
-    by_launch = launch_conflicts.problems(setup.hardware, kind, recipe.model, recipe.data, speed)
-    graphs = compilation.against_graphs(speed.compile, speed.recompute, speed.offload, setup.launch.sharded)
-    if by_launch or graphs or adapter_rules.conflicts(raw) or base_quantization.missing_package(speed.base):
+    model = Model.model_validate(raw["model"])
+    by_launch = launch_conflicts.problems(setup.hardware, kind, model, recipe.data, speed)
+    again = speed.activation_checkpointing
+    graphs = compilation.against_graphs(speed.compile, again, speed.offload, setup.launch.sharded)
+    if (
+        by_launch
+        or graphs
+        or adapter_rules.conflicts(raw)
+        or base_quantization.missing_package(model.quantization)
+    ):
         return False
     try:
         optimizer_choice.check(recipe.train, speed, setup)
@@ -89,7 +99,7 @@ def pinned(recipe: Recipe) -> Recipe:
 
 
 def against_fp8(recipe: Recipe, config: Any = None) -> str:
-    """Why `speed.base: auto` does not store the base in fp8, by recipe and model; empty: it may.
+    """Why `model.quantization: auto` does not store the base in fp8, by recipe and model; empty: it may.
 
     Args:
         config: the model's, where it has been read already.
@@ -98,16 +108,16 @@ def against_fp8(recipe: Recipe, config: Any = None) -> str:
     return by_recipe or (config_against_fp8(config) if config else model_against_fp8(recipe.model))
 
 
-FP8_WIDTH = 2048  # hidden size from which `speed.base: auto` takes fp8
+FP8_WIDTH = 2048  # hidden size from which `model.quantization: auto` takes fp8
 
 
 def model_against_fp8(model: Model) -> str:
-    """Why `speed.base: auto` does not store this model in fp8, from its config; the empty string: it may."""
+    """Why `model.quantization: auto` does not store this model in fp8, by its config; empty: it may."""
     return config_against_fp8(model_files.read_config(model))
 
 
 def config_against_fp8(config: Any) -> str:
-    """Why `speed.base: auto` does not store a model with this config in fp8; the empty string: it may."""
+    """Why `model.quantization: auto` does not store a model with this config in fp8; empty: it may."""
     width = getattr(config.get_text_config(), "hidden_size", 0)
     if width < FP8_WIDTH:
         return f"layers of width {width} are too small to gain (from {FP8_WIDTH} up they do)"

@@ -59,7 +59,7 @@ def check(
     """Refuse what can't be meant before any weight is loaded.
 
     Args:
-        every: `eval.every`.
+        every: `eval.eval_steps`.
 
     Raises:
         UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
@@ -78,7 +78,7 @@ def check(
 def against(
     machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None
 ) -> list[Problem]:
-    """Every contradiction, those of single options of the adapter and of `eval.every` too."""
+    """Every contradiction, those of single options of the adapter and of `eval.eval_steps` too."""
     found = problems(machine, adapter.type, model, data, speed)
     init = adapter.options().get("init_lora_weights")
     if sharded() and isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
@@ -89,8 +89,8 @@ def against(
         found.append(Problem(what, "adapter.init_lora_weights", found=init, fix=fix))
     if sharded() and every:
         what = f"{sharded()} of the {CONFIG} needs all ranks at each pass, and they ask differently often"
-        fix = "eval.every: null; at the end it is evaluated"
-        found.append(Problem(what, "eval.every", found=str(every), fix=fix))
+        fix = "eval.eval_steps: null; at the end it is evaluated"
+        found.append(Problem(what, "eval.eval_steps", found=str(every), fix=fix))
     if splitter() and adapter.ours("loraplus_lr_ratio"):
         what = f"{splitter()} of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
         found.append(Problem(what, "adapter.loraplus_lr_ratio", fix="drop it, or ddp_8.yaml"))
@@ -103,11 +103,11 @@ def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Spee
     Args:
         kind: `adapter.type`.
     """
-    found = [*_started(machine), *_sharding(machine, kind, speed), *_parallelism(model, data)]
-    return found + (_fp8(fp8(), kind, speed, data) if fp8().kind else [])
+    found = [*_started(machine), *_sharding(machine, kind, model, speed), *_parallelism(model, data)]
+    return found + (_fp8(fp8(), kind, model, speed, data) if fp8().kind else [])
 
 
-def _fp8(asked: Fp8, kind: str, speed: Speed, data: Data) -> list[Problem]:
+def _fp8(asked: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
     """fp8 is the launch's, the base's storage the recipe's: they must mean the same."""
     if asked.kind not in (FROZEN, *BACKENDS):
         drop = OTHER_FP8["TE"] if kind == "full" else f"drop it: {BASE_INSTEAD}"
@@ -119,21 +119,21 @@ def _fp8(asked: Fp8, kind: str, speed: Speed, data: Data) -> list[Problem]:
             what = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base, and full trains it"
             fix = "accelerate_configs/8xh100_fp8_torchao.yaml or 8xh100_fp8_te.yaml"
             return [Problem(what, "adapter.type", found="full", fix=fix)]
-        stored = adapter_types.find(kind).storage or speed.base
+        stored = adapter_types.find(kind).storage or model.quantization
         if stored not in ("auto", "fp8"):
             what = f"mixed_precision: fp8 of the {CONFIG} stores the base in fp8, the recipe in {stored}"
-            fix = "speed.base: auto and a type that leaves it open, or mixed_precision: bf16"
-            return [Problem(what, "speed.base", found=stored, fix=fix)]
+            fix = "model.quantization: auto and a type that leaves it open, or mixed_precision: bf16"
+            return [Problem(what, "model.quantization", found=stored, fix=fix)]
         obstacle = adapter_types.obstacle(kind, "fp8")
         if obstacle:
             what = f"mixed_precision: fp8 of the {CONFIG}, and {obstacle}"
             fix = "adapter.type: lora, or mixed_precision: bf16"
             return [Problem(what, "adapter.type", found=kind, fix=fix)]
         return []
-    return _by_accelerate(asked.kind, kind, speed, data)
+    return _by_accelerate(asked.kind, kind, model, speed, data)
 
 
-def _by_accelerate(backend: str, kind: str, speed: Speed, data: Data) -> list[Problem]:
+def _by_accelerate(backend: str, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
     """Accelerate's own fp8 is for training every weight."""
     found: list[Problem] = []
     if kind != "full":
@@ -145,9 +145,10 @@ def _by_accelerate(backend: str, kind: str, speed: Speed, data: Data) -> list[Pr
         }[backend]
         what = f"fp8_config.backend: {backend} of the {CONFIG} is for full fine-tuning: it {why}"
         found.append(Problem(what, "adapter.type", found=kind, fix=BASE_INSTEAD))
-    elif speed.base != "auto":
+    elif model.quantization not in ("auto", "none"):
         what = f"fp8_config.backend: {backend} of the {CONFIG} trains weights in fp32"
-        found.append(Problem(what, "speed.base", found=speed.base, fix="speed.base: auto"))
+        key = "model.quantization"
+        found.append(Problem(what, key, found=model.quantization, fix=f"{key}: auto"))
     if backend == "TE" and speed.compile not in ("auto", False):
         what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
         found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
@@ -155,7 +156,7 @@ def _by_accelerate(backend: str, kind: str, speed: Speed, data: Data) -> list[Pr
         what = f"fp8_config.backend: TE of the {CONFIG} multiplies {TE_TOKENS} tokens or a multiple, and "
         what += "streamed rows that stand end to end are of any length"
         found.append(Problem(what, "data.streaming", found="true", fix="streaming: false"))
-    again = {"offload": ("auto", "none", "optimizer"), "recompute": ("auto", "none", "cheap")}
+    again = {"offload": ("auto", "none", "optimizer"), "activation_checkpointing": ("auto", "none", "norms")}
     for name in [
         name for name, once in again.items() if backend == "TE" and getattr(speed, name) not in once
     ]:
@@ -207,9 +208,11 @@ def _started(machine: Hardware) -> list[Problem]:
     return []
 
 
-def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
+def _sharding(machine: Hardware, kind: str, model: Model, speed: Speed) -> list[Problem]:
     """What splits weights, or their state, against the machine and the recipe."""
-    stored = adapter_types.find(kind).storage or ("fp8" if means_fp8(speed) else speed.base)
+    stored = adapter_types.find(kind).storage or (
+        "fp8" if means_fp8(model.quantization) else model.quantization
+    )
     found = [*_twice(speed), *_precision(machine, stored)]
     if on("ACCELERATE_USE_FSDP"):
         found += _fsdp(machine, stored)
@@ -218,7 +221,7 @@ def _sharding(machine: Hardware, kind: str, speed: Speed) -> list[Problem]:
     unsplit = ("int8", "torchao_int8", "fp4") if sharded() == "DeepSpeed" else ("int8", "torchao_int8")
     if sharded() and stored in unsplit:
         what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
-        found.append(Problem(what, "speed.base", found=stored, fix="speed.base: bf16"))
+        found.append(Problem(what, "model.quantization", found=stored, fix="model.quantization: none"))
     if sharded():
         found += _undivided(kind)
     if splitter() and adapter_types.find(kind).peft == "adalora":
@@ -245,11 +248,10 @@ def _undivided(kind: str) -> Iterator[Problem]:
 def _twice(speed: Speed) -> Iterator[Problem]:
     """What the launch and the recipe would both do."""
     if on("FSDP_ACTIVATION_CHECKPOINTING"):
-        what = (
-            f"fsdp_activation_checkpointing of the {CONFIG} and speed.recompute would both recompute layers"
-        )
-        fix = "fsdp_activation_checkpointing: false; speed.recompute: all"
-        yield Problem(what, "speed.recompute", found=str(speed.recompute), fix=fix)
+        key = "speed.activation_checkpointing"
+        what = f"fsdp_activation_checkpointing of the {CONFIG} and {key} would both recompute layers"
+        fix = f"fsdp_activation_checkpointing: false; {key}: full"
+        yield Problem(what, key, found=speed.activation_checkpointing, fix=fix)
     if (compiler := said("ACCELERATE_DYNAMO_BACKEND", "no")) not in ("", "no"):
         what = (
             f"dynamo_config of the {CONFIG} and speed.compile would both compile; compiling is the recipe's"
@@ -263,7 +265,8 @@ def _precision(machine: Hardware, stored: str) -> Iterator[Problem]:
     precision = said("ACCELERATE_MIXED_PRECISION", "bf16")
     if stored == "fp8" and precision in ("no", "fp16") and machine.device == "cuda":
         what = f"mixed_precision: {precision} of the {CONFIG}, and products on an fp8 base give bf16"
-        yield Problem(what, "speed.base", found=stored, fix="mixed_precision: bf16, or speed.base: auto")
+        fix = "mixed_precision: bf16, or model.quantization: auto"
+        yield Problem(what, "model.quantization", found=stored, fix=fix)
 
 
 def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
@@ -276,7 +279,7 @@ def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
     if on("FSDP_CPU_RAM_EFFICIENT_LOADING") and stored in ("fp8", "nf4", "fp4"):
         what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} hands on no base in {stored}"
         fix = "fsdp_cpu_ram_efficient_loading: false (accelerate_configs/fsdp2_8_quantised.yaml)"
-        yield Problem(what, "speed.base", found=stored, fix=fix)
+        yield Problem(what, "model.quantization", found=stored, fix=fix)
 
 
 def _deepspeed(machine: Hardware, stored: str, kind: str) -> Iterator[Problem]:
@@ -290,7 +293,7 @@ def _deepspeed(machine: Hardware, stored: str, kind: str) -> Iterator[Problem]:
     if stored == "fp8" or (stored == "nf4" and sharded()):  # ZeRO-2 too casts the whole module
         what = f"DeepSpeed of the {CONFIG} casts or splits weights, and the recipe's are codes ({stored})"
         fix = "accelerate_configs/ddp_8.yaml, where it fits on each GPU, or fsdp2_8_quantised.yaml"
-        yield Problem(what, "speed.base", found=stored, fix=fix)
+        yield Problem(what, "model.quantization", found=stored, fix=fix)
     if file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         what = f"a file of DeepSpeed's in place of the {CONFIG}'s section is not held against the recipe"
         fix = "zero_stage and what else it says, in deepspeed_config"
@@ -378,7 +381,7 @@ def deepspeed_values(train: Train, processes: int) -> list[Problem]:
 
 def against_launch(recipe: Recipe) -> None:
     """Refuse a search for a batch where weights are split, a sliding window where rows are, and under an fp8
-    launch what a recipe with `speed.base: fp8` is refused for (exit 2)."""
+    launch what a recipe with `model.quantization: fp8` is refused for (exit 2)."""
     by, key = launch_environment.sharded(), "train.per_device_train_batch_size"
     if by and recipe.train.per_device_train_batch_size == "auto":
         what = f"can't be searched: {by} of the {launch_environment.CONFIG} splits the weights only later"
@@ -392,12 +395,12 @@ def against_launch(recipe: Recipe) -> None:
         raise UserError(Problem(what, "eval.engine", found="vllm", fix=fix))
     if launch_environment.parallel("CP") > 1:
         against_window(model_files.read_config(recipe.model))
-    if not launch_environment.means_fp8(recipe.speed):
+    if not launch_environment.means_fp8(recipe.model.quantization):
         return
     raw = {
         "adapter": {"type": recipe.adapter.type, **recipe.adapter.options()},
-        "speed": {**recipe.speed.model_dump(include={"qat"}), "base": "fp8"},
-        "model": {"add_tokens": recipe.model.add_tokens},
+        "speed": recipe.speed.model_dump(include={"qat"}),
+        "model": {"add_tokens": recipe.model.add_tokens, "quantization": "fp8"},
     }
     by = f"mixed_precision: fp8 of the {launch_environment.CONFIG} means a frozen fp8 base: "
     found = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]

@@ -218,7 +218,12 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
         "train.save_strategy": "no",
     }
     cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}  # else it would count as a wait
-    cut |= {"eval.every": "null", "eval.patience": "null", "eval.best": "loss", "publish.repo": "null"}
+    cut |= {
+        "eval.eval_steps": "null",
+        "eval.early_stopping_patience": "null",
+        "eval.metric_for_best_model": "loss",
+        "publish.repo": "null",
+    }
     cut |= adapter_types.in_few_steps(whole.adapter, STEPS)
     temporary = tempfile.mkdtemp(dir=folder)
     asked = compiled if whole.speed.compile == "auto" else whole.speed.compile

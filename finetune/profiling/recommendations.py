@@ -146,9 +146,9 @@ def fewer_passes(whole: Recipe, made: Plan) -> str:
 def faster_products(whole: Recipe, made: Plan) -> str:
     """The frozen base in fp8, where that is possible and not so."""
     able = made.machine.device == "cuda" and made.machine.capability >= kernel_limits.FP8_CAPABILITY
-    stored = made.choices["base"].value in ("fp8", *QUANTISED)
+    stored = made.choices["quantization"].value in ("fp8", *QUANTISED)
     if able and not stored and not adapter_rules.against_fp8(whole.adapter, whole.speed, whole.eval):
-        return "speed.base: fp8"
+        return "model.quantization: fp8"
     return "a faster machine"
 
 

@@ -194,7 +194,7 @@ def _merge(layer: Any, *args: Any, **options: Any) -> Any:
         "finetune merge RUN, from the whole weights",
     )
     fix += "; here: model.get_base_model().dequantize(torch.bfloat16) first"
-    raise UserError(Problem(what, "speed.base", found="fp8", fix=fix))
+    raise UserError(Problem(what, "model.quantization", found="fp8", fix=fix))
 
 
 def pack(base: Any) -> None:

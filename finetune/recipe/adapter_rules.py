@@ -49,15 +49,16 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     kind = all_types().get(name) if isinstance(name, str) else None
     if kind is None or kind.refused:
         return []
-    found = _base(str(name), kind, speed.get("base"))
-    base = speed.get("base") if speed.get("base") in QUANTISED else kind.storage
+    quantization = model.get("quantization")
+    found = _base(str(name), kind, quantization)
+    base = quantization if quantization in QUANTISED else kind.storage
     if base and not found:
         found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base)
     for key, why in UNSERVED.get(kind.peft, {}).items():
         if adapter.get(key) is not None and adapter[key] is not False:
             found.append((f"adapter.{key}", why, {"found": str(adapter[key]), "fix": "drop it"}))
     if kind.peft:
-        found += _init(str(name), kind, adapter, speed.get("base"), bool(model.get("add_tokens")))
+        found += _init(str(name), kind, adapter, quantization, bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
@@ -77,15 +78,15 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
 
 def _base(name: str, kind: AdapterType, base: Any) -> Found:
     if kind.storage and base not in (None, "auto", *FOUR_BIT):
-        fix = f"drop speed.base, or adapter.type: {name[1:]}"
+        fix = f"drop model.quantization, or adapter.type: {name[1:]}"
         what = f"excludes adapter.type: {name}, which means a 4-bit base"
-        return [("speed.base", what, {"found": str(base), "fix": fix})]
-    if name == "full" and base == "bf16":
-        what = "full fine-tuning keeps fp32 weights: small steps are lost in bf16's eight bits"
-        return [("speed.base", what, {"found": "bf16", "fix": "base: auto"})]
+        return [("model.quantization", what, {"found": str(base), "fix": fix})]
     if isinstance(base, str) and obstacle(name, base):
-        texts = {"found": f"{name} on {base}", "fix": "base: auto, or a type that adds to the layer (lora)"}
-        return [("speed.base", obstacle(name, base), texts)]
+        texts = {
+            "found": f"{name} on {base}",
+            "fix": "quantization: auto, or a type that adds to the layer (lora)",
+        }
+        return [("model.quantization", obstacle(name, base), texts)]
     return []
 
 
@@ -106,12 +107,12 @@ def _offload(
     """What moves to the CPU's memory must be there, and be what torchao can move."""
     asked, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
     found: Found = []
-    again = str(speed.get("recompute"))
+    again = str(speed.get("activation_checkpointing"))
     if asked.startswith(("activations", "all")) and (
-        again in ("none", "cheap") or again.startswith(("mlp:", "int8:"))
+        again in ("none", "norms", "False") or again.startswith(("mlp:", "mlp_int8:"))
     ):
         what = "keeps in the CPU's memory what recomputed layers leave, and not all are recomputed"
-        found.append(("speed.offload", what, {"found": asked, "fix": "speed.recompute: auto"}))
+        found.append(("speed.offload", what, {"found": asked, "fix": "speed.activation_checkpointing: auto"}))
     if asked not in ("optimizer", "all"):
         return found
     without = "activations" if asked == "all" else "none"
@@ -128,7 +129,7 @@ def _offload(
 
 
 def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
-    """Why `speed.base: auto` does not store the base in fp8 in this recipe; the empty string: it may."""
+    """Why `model.quantization: auto` does not store the base in fp8 in this recipe; empty: it may."""
     options = adapter.options()
     init = options.get("init_lora_weights")
     if adapter.type not in FAST_ON_FP8:
@@ -212,7 +213,7 @@ def _rebasing(
     found: Found = []
     if kind.storage or base in QUANTISED:
         what = "takes its first weights out of the base's, which a quantised base can't give exactly"
-        found.append((key, what, {"found": init, "fix": "speed.base: auto, or loftq"}))
+        found.append((key, what, {"found": init, "fix": "model.quantization: auto, or loftq"}))
     if kind.sets.get("use_dora"):
         what = "is saved as a difference of LoRAs, which DoRA's magnitudes don't allow"
         found.append((key, what, {"found": f"{init} with {name}", "fix": "adapter.type: lora"}))

@@ -17,12 +17,18 @@ from pydantic import ValidationError
 
 from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
-from finetune.recipe import adapter_types, build, command_line_overrides, recipe_errors
+from finetune.recipe import adapter_types, build, command_line_overrides, recipe_errors, renames
 from finetune.recipe.schema import Origin, Recipe
 
 
-def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+def load(
+    path: str | Path, overrides: tuple[str, ...] | list[str] = (), format_version: int | None = None
+) -> Recipe:
     """Read a recipe file, apply `section.key=value` overrides, and check everything.
+
+    Args:
+        format_version: of the run folder that the recipe was left in. Old names are read as today's; in any
+            other recipe they are an error.
 
     Raises:
         UserError: with every problem found, each with its place in the file (exit 2).
@@ -34,7 +40,13 @@ def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recip
         fix = "start from one that works: finetune recipes quickstart --copy ."
         raise UserError(Problem("a recipe is a mapping of sections", where=str(path), fix=fix))
     origin.where = document.where
-    origin.set_by = {".".join(key): "recipe" for key in document.where if len(key) == 2}
+    if format_version == 1:
+        raw = renames.current_recipe(raw)
+        origin.where = {
+            tuple(renames.KEYS.get(".".join(key), ".".join(key)).split(".")) if len(key) == 2 else key: place
+            for key, place in document.where.items()
+        }
+    origin.set_by = {".".join(key): "recipe" for key in origin.where if len(key) == 2}
     for section in [name for name, content in raw.items() if content is None]:
         raw[section] = {}  # `train:` with every line commented out
     problems += command_line_overrides.apply_overrides(raw, overrides, origin)
@@ -111,7 +123,7 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
         adapter.pop("target_modules")
         origin.notices.append(f"adapter.target_modules: all-linear is nothing to {kind}; left out")
         origin.set_by["adapter.target_modules"] = f"left out: {kind} changes no linear layers"
-    if adapter.get("from"):
+    if adapter.get("init_from"):
         return found  # its own config says what it is
     for key, value in adapter_types.find(kind).defaults.items():
         if key not in adapter:
@@ -145,9 +157,9 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
         ("data", "name"),
         ("data", "validation"),
         ("data", "chat_template"),
-        ("data", "cache"),
-        ("adapter", "from"),
-        ("eval", "general"),
+        ("data", "cache_dir"),
+        ("adapter", "init_from"),
+        ("eval", "forgetting"),
     ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])

@@ -40,19 +40,19 @@ def missing() -> Problem | None:
 
 def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     """What in a recipe, as it was read, excludes `speed.qat`: dotted key, what is wrong, the other texts."""
-    sections = {name: raw.get(name) for name in ("speed", "adapter")}
-    speed, adapter = (value if isinstance(value, dict) else {} for value in sections.values())
+    sections = {name: raw.get(name) for name in ("speed", "adapter", "model")}
+    speed, adapter, model = (value if isinstance(value, dict) else {} for value in sections.values())
     asked, kind = speed.get("qat"), adapter.get("type")
     if not isinstance(asked, dict):
         return []
     found = _config_problems(asked.get("config"))
-    types, base = adapter_types.all_types(), str(speed.get("base", "auto"))
+    types, base = adapter_types.all_types(), str(model.get("quantization", "auto"))
     meant = types[kind].storage if isinstance(kind, str) and kind in types else ""
-    if meant or base not in ("auto", "bf16"):
+    if meant or base not in ("auto", "none"):
         plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "")
-        key, value = ("adapter.type", str(kind)) if meant else ("speed.base", base)
+        key, value = ("adapter.type", str(kind)) if meant else ("model.quantization", base)
         what = "a base that is quantised already excludes speed.qat, which rounds whole weights"
-        found.append((key, what, {"found": value, "fix": plain or "base: auto"}))
+        found.append((key, what, {"found": value, "fix": plain or "quantization: auto"}))
     elif kind in types and kind not in TYPES:
         what = "speed.qat rounds the merged weight, which is not known here for this type"
         found.append(("adapter.type", what, {"found": str(kind), "expected": ", ".join(TYPES)}))

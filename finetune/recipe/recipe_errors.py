@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from finetune.core import privacy
 from finetune.core.errors import Problem, nearest
 from finetune.core.privacy import SECRET, masked
 from finetune.recipe import adapter_rules, command_line_overrides, qat_rules, train_rules
-from finetune.recipe.renames import RENAMED, owner_of
+from finetune.recipe.renames import KEYS, RENAMED, current, current_value, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +41,8 @@ _BOUNDS = {
     "less_than_equal": ("<=", "le"),
     "less_than": ("<", "lt"),
 }
+
+METRICS = ("loss", "eval_loss", "exact_match", "eval_exact_match")  # beside those of tasks
 
 
 def explain(
@@ -108,12 +111,14 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
                 found=f"{get(key)} and {get(rival)}",
                 fix="drop one of the two",
             )
-    every = get("eval.every")
+    every = get("eval.eval_steps")
     if every is not None and get("data.validation") is None and get("data.validation_fraction") is None:
-        problem("eval.every", "needs held-out rows", fix="data.validation or data.validation_fraction")
-    for key in ("eval.patience", "eval.best"):
+        problem("eval.eval_steps", "needs held-out rows", fix="data.validation or data.validation_fraction")
+    for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
         if every is None and get(key) not in (None, "loss"):
-            problem(key, "needs eval.every: it is about evaluations in training", fix="eval.every: 50")
+            problem(
+                key, "needs eval.eval_steps: it is about evaluations in training", fix="eval.eval_steps: 50"
+            )
     flat = next((key for key in ("data.packing", "data.padding_free") if get(key)), None)
     if flat and get("train.pad_to_multiple_of") not in (None, 1):
         what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
@@ -127,13 +132,16 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         problem(
             "model.add_tokens", "a token is added once", found=f"{', '.join(repeated)} again", fix="drop it"
         )
-    best = get("eval.best")
-    if isinstance(best, str) and "/" not in best and best not in ("loss", "exact_match"):
+    best = get("eval.metric_for_best_model")
+    if isinstance(best, str) and "/" not in best and best not in METRICS:
         expected = "loss, exact_match, or task/metric such as arc_easy/acc"
-        problem("eval.best", "no such metric", found=best, expected=expected)
+        problem("eval.metric_for_best_model", "no such metric", found=best, expected=expected)
     elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
         problem(
-            "eval.best", "needs its task in eval.tasks", found=best, fix=f"tasks: [{best.rpartition('/')[0]}]"
+            "eval.metric_for_best_model",
+            "needs its task in eval.tasks",
+            found=best,
+            fix=f"tasks: [{best.rpartition('/')[0]}]",
         )
     effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
     if all(type(n) is int and n > 0 for n in (effective, stated)) and effective % stated:
@@ -179,7 +187,7 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, kn
         place_of(path, where),
         show(value),
         " or ".join(expected),
-        nearest(str(value), allowed),
+        today if (today := current_value(key, value)) != value else nearest(str(value), allowed),
     )
 
 
@@ -188,6 +196,10 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     section, name, at = path[0], path[-1], place_of(path, where)
     if len(path) == 1:
         return _unknown_section(section, raw, at, known)
+    value, dotted = _value(raw, path), ".".join(path)
+    if dotted in KEYS:
+        key, today = current(dotted, value)
+        return Problem("has a new name", dotted, at, show(value), fix=f"{key}: {_yaml(today)}")
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
     inner = ".".join(part for part in path[:-1] if not part.isdecimal())  # `data.name` of one of its sources
@@ -210,7 +222,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     elif homes:
         fix = f"{fix}, or move it under {homes[0]}:"
     allowed = ", ".join(sorted(own)) if len(own) <= 20 else ""
-    return Problem(what, ".".join(path), at, show(_value(raw, path)), allowed, fix)
+    return Problem(what, dotted, at, show(value), allowed, fix)
 
 
 def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
@@ -240,6 +252,11 @@ def _expected(item: Any) -> str:
 
 def _literals(item: Any) -> list[str]:
     return re.findall(r"'([^']*)'", item["ctx"]["expected"])
+
+
+def _yaml(value: Any) -> str:
+    """A value as it stands in a recipe."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _value(raw: Any, path: tuple[str, ...]) -> Any:

@@ -1,6 +1,9 @@
-"""Names people bring along: keys that another section owns, and what old or foreign keys are called today."""
+"""Old names, names of other tools, and keys that another section owns: what each is called today."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 _NO_SUCH_CHECKPOINTS = "drop it: a checkpoint is always whole, and written once"
 
@@ -20,10 +23,10 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "shuffle_dataset": "train.train_sampling_strategy",
     "length_column_name": "data (lengths are counted)",
     "label_names": "data",
-    "gradient_checkpointing": "speed.recompute",
-    "gradient_checkpointing_kwargs": "speed.recompute",
-    "activation_checkpointing": "speed.recompute",
-    "activation_checkpointing_kwargs": "speed.recompute",
+    "gradient_checkpointing": "speed.activation_checkpointing",
+    "gradient_checkpointing_kwargs": "speed.activation_checkpointing",
+    "activation_checkpointing": "speed.activation_checkpointing",
+    "activation_checkpointing_kwargs": "speed.activation_checkpointing",
     "activation_offloading": "speed.offload",
     "torch_compile": "speed.compile",
     "torch_compile_backend": "speed.compile",
@@ -66,10 +69,10 @@ OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
     "enable_jit_checkpoint": "drop it: a signal always saves",
     "restore_callback_states_from_checkpoint": "drop it: ours are always restored",
     "ignore_data_skip": "drop it: a resumed run goes on with the next batch",
-    "eval_steps": "eval.every",
-    "load_best_model_at_end": "eval.keep_best",
-    "metric_for_best_model": "eval.best",
-    "greater_is_better": "eval.best (which says whether more of it is better)",
+    "eval_steps": "eval.eval_steps",
+    "load_best_model_at_end": "eval.load_best_model_at_end",
+    "metric_for_best_model": "eval.metric_for_best_model",
+    "greater_is_better": "eval.metric_for_best_model (which says whether more of it is better)",
 }
 OWNED_PREFIXES = {
     "dataset_": "data",
@@ -78,6 +81,30 @@ OWNED_PREFIXES = {
     "hub_": "publish (a token belongs in the environment: HF_TOKEN)",
     "trackio_": "the environment",
 }
+
+# A key of format 1 -> its name today: an error in a recipe; old run folders are read by this table
+KEYS = {
+    "speed.base": "model.quantization",
+    "speed.storage": "model.storage",
+    "speed.recompute": "speed.activation_checkpointing",
+    "adapter.from": "adapter.init_from",
+    "data.cache": "data.cache_dir",
+    "eval.every": "eval.eval_steps",
+    "eval.best": "eval.metric_for_best_model",
+    "eval.keep_best": "eval.load_best_model_at_end",
+    "eval.patience": "eval.early_stopping_patience",
+    "eval.answers": "eval.generate",
+    "eval.general": "eval.forgetting",
+}
+VALUES = {  # today's key -> a value of format 1 -> its name today
+    "model.quantization": {"bf16": "none"},
+    "speed.activation_checkpointing": {"cheap": "norms", "int8": "mlp_int8", "all": "full"},
+}
+FILES = {  # today's name of a file in a run folder -> its name in format 1
+    "checks.json": "receipts.json",
+    "validation.jsonl": "held_out.jsonl",
+}
+CHECK_FIELDS = {"asked": "expected", "got": "actual", "ok": "passed"}  # of checks.json, format 1 -> today
 
 RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's key here
     "granularity": "group_size: 32 is torchao's PerGroup(32), group_size: null its PerAxis(0)",
@@ -90,12 +117,12 @@ RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's
     "torch_dtype": "drop it: precision comes from the launch (mixed_precision in the accelerate config)",
     "dtype": "drop it: precision comes from the launch (mixed_precision in the accelerate config)",
     "mixed_precision": "drop it: precision comes from the launch (mixed_precision in the accelerate config)",
-    "evaluation_strategy": "eval.every (steps from one evaluation to the next)",
-    "eval_strategy": "eval.every (steps from one evaluation to the next)",
+    "evaluation_strategy": "eval.eval_steps (steps from one evaluation to the next)",
+    "eval_strategy": "eval.eval_steps (steps from one evaluation to the next)",
     "val_set_size": "data.validation_fraction",
-    "load_in_4bit": "adapter.type: qlora (or speed.base: nf4)",
-    "bnb_4bit_quant_type": "adapter.type: qlora (or speed.base: nf4)",
-    "quantization_bit": "adapter.type: qlora (or speed.base: nf4)",
+    "load_in_4bit": "adapter.type: qlora (or model.quantization: nf4)",
+    "bnb_4bit_quant_type": "adapter.type: qlora (or model.quantization: nf4)",
+    "quantization_bit": "adapter.type: qlora (or model.quantization: nf4)",
     "use_peft": "adapter.type",
     "peft_type": "adapter.type",
     "finetuning_type": "adapter.type",
@@ -146,3 +173,38 @@ def owner_of(key: str) -> str:
     if key in OWNED:
         return OWNED[key]
     return next((who for prefix, who in OWNED_PREFIXES.items() if key.startswith(prefix)), "")
+
+
+def current(key: str, value: Any) -> tuple[str, Any]:
+    """Today's name of a dotted key, and today's name of its value; what was not renamed stays as it is."""
+    key = KEYS.get(key, key)
+    return key, current_value(key, value)
+
+
+def current_value(key: str, value: Any) -> Any:
+    """Today's name of a value of format 1, by today's key."""
+    if key not in VALUES or isinstance(value, bool):
+        return value
+    if key == "speed.activation_checkpointing":
+        if re.fullmatch(r"\d+", str(value)):
+            return f"full:{value}"
+        if match := re.fullmatch(r"int8:(\d+)", str(value)):
+            return f"mlp_int8:{match[1]}"
+    return VALUES[key].get(value, value) if isinstance(value, str) else value
+
+
+def current_recipe(raw: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a recipe of format 1 under today's names."""
+    found: dict[str, Any] = {name: {} if isinstance(keys, dict) else keys for name, keys in raw.items()}
+    for section, keys in raw.items():
+        for name, old in keys.items() if isinstance(keys, dict) else ():
+            key, value = current(f"{section}.{name}", old)
+            home, _, today = key.partition(".")
+            found.setdefault(home, {})[today] = value
+    return found
+
+
+def current_contract(contract: dict[str, Any]) -> dict[str, Any]:
+    """The dotted keys of a checkpoint's contract under today's names."""
+    parts = {name: dict(current(*item) for item in contract[name].items()) for name in ("recipe", "chosen")}
+    return {**contract, **parts}

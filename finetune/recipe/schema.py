@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from finetune.core import strict_yaml
 
@@ -42,6 +42,10 @@ class Model(Section):
     """Attention kernel in training; `auto` chooses for this GPU, model and data, and says why. `cudnn`:
     cuDNN's SDPA, for rows that are not packed; `varlen`: torch's own FlashAttention-2. Evaluation takes
     `sdpa`, or `eager` where that was asked for."""
+    quantization: Literal["auto", "none", "fp8", "nf4", "fp4", "int8", "torchao_int8"] = "auto"
+    """How the weights of the frozen base model are stored. `none`: in the launch's precision. `auto`: nf4 for
+    the q-types; fp8 (e4m3) under lora, rslora, dora, adalora and ia3 where the GPU has fp8 GEMMs and the
+    layers are large enough to gain; else none. nf4, fp4 and int8 are bitsandbytes'."""
     add_tokens: list[str] = []
     """Texts that become tokens of their own; their rows begin as the mean of all others, and train."""
 
@@ -119,7 +123,7 @@ class Data(Section):
     """Read while training, for what does not fit on disk a second time; needs `train.max_steps`."""
     shuffle_buffer: int = Field(default=10_000, ge=1)
     """Rows that are shuffled (and packed) together when streaming."""
-    cache: str | None = None
+    cache_dir: str | None = None
     """Folder of prepared data; `null`: $FINETUNE_CACHE or ~/.cache/finetune."""
     expect: Expect = Expect()
     """Limits of the audit that runs before any weight is loaded."""
@@ -134,7 +138,7 @@ class Adapter(Section):
     @property
     def source(self) -> str | None:
         """The adapter to go on from."""
-        return getattr(self, "from", None)
+        return getattr(self, "init_from", None)
 
     def options(self) -> dict[str, Any]:
         """The PEFT keys that were set, by the recipe or by a default of ours."""
@@ -151,7 +155,7 @@ class Adapter(Section):
 
 
 PEFT_KEYS: dict[str, Any] = {
-    "from": (
+    "init_from": (
         str | None,
         Field(
             default=None,
@@ -200,11 +204,23 @@ class Qat(Section):
     """Weights that share one scale (torchao's PerGroup); `null`: one for each output (PerAxis(0))."""
 
 
+_Checkpointing = (
+    Literal["auto", "none", "norms", "mlp", "mlp_int8", "full"]
+    | Annotated[str, Field(pattern=r"^(mlp|mlp_int8|full):[1-9]\d{0,3}$")]
+)
+
+
+def _checkpointing_of(value: Any) -> Any:
+    """`true` means `full`, `false` means `none`."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _metric_of(value: Any) -> Any:
+    """Transformers prefixes the names of its metrics."""
+    return value.removeprefix("eval_") if value in ("eval_loss", "eval_exact_match") else value
+
+
 class Speed(Section):
-    base: Literal["auto", "bf16", "fp8", "nf4", "fp4", "int8", "torchao_int8"] = "auto"
-    """Storage of the frozen base; `auto`: nf4 for the q-types; fp8 (e4m3) under lora, rslora, dora, adalora
-    and ia3 where the GPU has fp8 GEMMs and the layers are large enough to gain; else the launch's precision.
-    nf4, fp4 and int8 are bitsandbytes'."""
     fused: Literal["auto"] | bool = "auto"
     """Adapters run at the cost of their products (LoRA, DoRA, AdaLoRA, IA3); `auto`: on GPUs."""
     compile: (
@@ -214,24 +230,23 @@ class Speed(Section):
     whose products take more than two minutes at 40 % of the GPU's peak. `auto` and `true` make CUDA graphs of
     a Llama's layers (`reduce-overhead`) where passes are all alike and so small that a GPU waits for Python;
     `default` does not."""
-    recompute: (
-        Literal["auto", "none", "cheap", "int8", "mlp", "all"]
-        | Annotated[int, Field(ge=1)]
-        | Annotated[str, Field(pattern=r"^(mlp|int8):[1-9]\d{0,3}$")]
-    ) = "auto"
-    """What is computed again in backward: `cheap`: norms, which are a seventh of what is kept; `mlp`: those
-    and the first half of fused MLPs, two thirds for a sixth more time (`mlp:8`: of eight layers'); `int8`:
-    that half is kept rounded, a third for a fiftieth more time, gradients a hundredth off (`int8:8`: and of
-    eight layers made again); `all` layers, for a third more; or how many layers, beside that of the others.
-    `auto` takes the least that fits, `int8` on an fp8 base alone."""
+    activation_checkpointing: Annotated[
+        _Checkpointing, BeforeValidator(_checkpointing_of, _Checkpointing | bool)
+    ] = "auto"
+    """What the backward pass recomputes, so that fewer activations are saved. `norms`: the norms, a seventh
+    of the saved activations. `mlp`: also the first half of fused MLPs: two thirds less memory for a sixth
+    more time (`mlp:8`: in eight layers). `mlp_int8`: that half is saved in int8: a third less memory for a
+    fiftieth more time, gradients change by one percent (`mlp_int8:8`: eight layers recompute it instead).
+    `full`: all layers, for a third more time (`full:12`: twelve layers, and `mlp` in the others). `true`
+    means `full`, `false` means `none`. `auto` takes the least that fits, `mlp_int8` only on an fp8 base model."""
     offload: (
         Literal["auto", "none", "activations", "optimizer", "all"]
         | Annotated[str, Field(pattern=r"^activations:[1-9]\d{0,3}$")]
     ) = "auto"
-    """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `recompute: mlp`, which
-    `recompute: auto` takes where the CPU has room for it, or the inputs of layers that are recomputed whole
-    (under `int8`: all else); `activations:8`: of eight layers; copied beside the layers. `optimizer`: AdamW's
-    state, which steps on the CPU; for `full`, as an adapter's is small. `auto`: on an fp8 base,
+    """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `mlp`, which
+    `activation_checkpointing: auto` takes where the CPU has room for it, or the inputs of layers that are
+    recomputed whole (under `mlp_int8`: all else); `activations:8`: of eight layers; copied beside the layers.
+    `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's is small. `auto`: on an fp8 base,
     where int8 is not enough, activations of as many layers as let none be made again, if copies take no
     longer than what they run beside."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
@@ -291,22 +306,23 @@ class Eval(Section):
     """Whether lm-eval's tasks go through the chat template; a local task says so itself (`chat`)."""
     engine: Literal["hf", "vllm"] = "hf"
     """What answers `tasks`: transformers, or vLLM where it is installed."""
-    general: bool | str = True
+    forgetting: bool | str = True
     """Text on which forgetting is measured: the shipped one, or a file with a `text` in each row."""
-    answers: bool = True
+    generate: bool = True
     """Whether base and tuned also answer the held-out rows at the end, for exact match and samples; `false`:
     their loss alone, which takes a fraction of the time."""
     samples: int = Field(default=5, ge=0)
     """Held-out rows whose answers of base and tuned are shown side by side."""
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Rows generated or scored at once; `auto`: as many as memory has room for, 64 at most."""
-    every: int | None = Field(default=None, ge=1)
+    eval_steps: int | None = Field(default=None, ge=1)
     """Evaluate on the held-out rows each so many steps of training; `null`: only at its end."""
-    best: str = "loss"
-    """What decides which step's weights are kept: loss, exact_match, or task/metric (`arc_easy/acc`)."""
-    keep_best: bool = True
-    """Save the weights of the best evaluation in training, not those of the last step (needs `every`)."""
-    patience: int | None = Field(default=None, ge=1)
+    metric_for_best_model: Annotated[str, BeforeValidator(_metric_of)] = "loss"
+    """What decides which step's weights are kept: `loss` (or `eval_loss`), `exact_match`, or a task's metric
+    (`arc_easy/acc`)."""
+    load_best_model_at_end: bool = True
+    """Save the weights of the best evaluation in training, not those of the last (needs `eval_steps`)."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after so many evaluations in training without a better one; `null`: never."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest generated answer; `null`: the longest reference answer and 16 tokens more."""

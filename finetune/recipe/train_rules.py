@@ -68,7 +68,7 @@ def _of_schedule(
 ) -> Iterator[Found]:
     key, options = "train.lr_scheduler_kwargs", taken - GIVEN
     if name in OF_METRICS:
-        what = "follows the Trainer's own evaluations, which `eval.every` stands in for here"
+        what = "follows the Trainer's own evaluations, which `eval.eval_steps` stands in for here"
         yield "train.lr_scheduler_type", what, {"found": name, "fix": "cosine"}
         return
     for one in sorted(given.keys() - options, key=str):

@@ -69,7 +69,7 @@ def after(path: Path, screen: Console) -> None:
 
 def judge(run: Run) -> Verdict:
     """Whether it worked; what throws doubt on that is said beside it."""
-    failed = sum(not receipt["ok"] for receipt in run.receipts)
+    failed = sum(not receipt["passed"] for receipt in run.receipts)
     if not run.saved:
         return _unfinished(run)
     held_out = run.data["validation"].kept if run.data else None
@@ -144,7 +144,7 @@ def headlines(run: Run) -> list[tuple[str, str]]:
     if run.steps:
         found.append(("time in training", duration(seconds(run))))
     if run.receipts:
-        ok = sum(bool(receipt["ok"]) for receipt in run.receipts)
+        ok = sum(bool(receipt["passed"]) for receipt in run.receipts)
         found.append(("receipts that match", f"{ok} of {len(run.receipts)}"))
     return found
 
@@ -273,7 +273,7 @@ def render(run: Run, verdict: Verdict) -> str:
     given |= {"sources": scores.sources(run.evaluation), "advice": advice(run, verdict)}
     command, needs = reproduce(run)
     given |= {"command": command, "needs": needs, "environment": environment(run)}
-    given |= {"receipts": sorted(run.receipts, key=lambda r: bool(r["ok"]))}
+    given |= {"receipts": sorted(run.receipts, key=lambda r: bool(r["passed"]))}
     given |= {"facts": [], "remarks": [], "mix": []}
     if run.data:
         given |= {"facts": preview.described(run.data), "remarks": preview.remarks(run.data)}

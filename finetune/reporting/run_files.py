@@ -11,14 +11,16 @@ from finetune.checkpointing import checkpoints
 from finetune.core import strict_json, strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.data.audit import Report
+from finetune.recipe import renames
 from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
 
 FILES = {  # what a run leaves, and what can't be said without it
     "recipe.resolved.yaml": "what was asked for",
     "environment.json": "versions and hardware",
     "data_report.json": "what became of the rows",
     "metrics.jsonl": "how training went",
-    "receipts.json": "what was asked and what was got",
+    "checks.json": "what was asked and what was got",
     "eval.json": "base against tuned (finetune evaluate makes it)",
 }
 LONGEST = 2000  # characters of a text that are shown
@@ -55,7 +57,7 @@ class Run:
 
 def read(path: Path) -> Run:
     """What is there; a file that is not, or that can't be read, is named in `missing`."""
-    if not any((path / name).exists() for name in FILES):
+    if not any(RunFolder(path).file(name).exists() for name in FILES):
         raise UserError(Problem("not a run folder", where=str(path), found=f"none of {', '.join(FILES)}"))
     found = Run(path)
     readers = {
@@ -63,12 +65,12 @@ def read(path: Path) -> Run:
         "environment.json": lambda run, text: run.environment.update(json.loads(text)),
         "data_report.json": _read_data,
         "metrics.jsonl": _read_metrics,
-        "receipts.json": lambda run, text: run.receipts.extend(json.loads(text)),
+        "checks.json": lambda run, _: run.receipts.extend(RunFolder(run.path).read("checks.json")),
         "eval.json": lambda run, text: run.evaluation.update(strict_json.scores(json.loads(text))),
     }
     for name, reader in readers.items():
         try:
-            reader(found, (path / name).read_text(encoding="utf-8"))
+            reader(found, RunFolder(path).file(name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             found.missing.append(f"{name} is not there: {FILES[name]}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
@@ -85,8 +87,10 @@ def read(path: Path) -> Run:
 def _read_recipe(found: Run, text: str) -> None:
     left_out = "# left out: "
     found.notices += [line.removeprefix(left_out) for line in text.split("\n") if line.startswith(left_out)]
-    found.settings += run_folder.settings(text)
-    found.recipe.update(strict_yaml.parse(text, "recipe.resolved.yaml").value)
+    version = RunFolder(found.path).format_version
+    found.settings += run_folder.settings(text, version)
+    raw = strict_yaml.parse(text, "recipe.resolved.yaml").value
+    found.recipe.update(renames.current_recipe(raw) if version == 1 else raw)
 
 
 def _read_data(found: Run, text: str) -> None:

@@ -60,8 +60,8 @@ def show_plan(
 
 def show_result(screen: Console, folder: RunFolder, ledger: RunChecks, result: dict[str, Any]) -> None:
     """Receipts, base against tuned, samples side by side, and what to do next."""
-    receipts = [(r.option, "yes" if r.ok else "NO", r.asked, r.got) for r in ledger.receipts]
-    screen.table("receipts", ("what", "true", "asked", "got"), receipts)
+    receipts = [(r.option, "yes" if r.passed else "NO", r.expected, r.actual) for r in ledger.receipts]
+    screen.table("run checks", ("option", "passed", "expected", "actual"), receipts)
     show_scores(screen, result)
     show_next(screen, folder)
 

@@ -16,7 +16,7 @@ from finetune.run_folder.run_folder import RunFolder
 SAME_BASE = 1e-2  # relative, of the base's held-out loss: kernels and dtypes move it less, other weights more
 MISSING = "-"
 AT_MOST = 8  # rows of a table of differences
-OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache")
+OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache_dir")
 
 
 class Found(NamedTuple):
@@ -42,7 +42,7 @@ def recipes(a: RunFolder, b: RunFolder) -> Found:
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
     """Dotted key -> value as it is written in recipe.resolved.yaml, and who set it."""
-    found = run_folder.settings(folder.recipe.read_text(encoding="utf-8"))
+    found = run_folder.settings(folder.recipe.read_text(encoding="utf-8"), folder.format_version)
     return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
 
 
@@ -71,15 +71,15 @@ def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]
 def facts(folder: RunFolder) -> dict[str, Any]:
     """What has to be equal for the figures of two runs to be compared; each is said as a reason."""
     environment, report = folder.read("environment.json"), folder.read("data_report.json")
-    recipe, result = load_recipe(folder.recipe), folder.found("eval.json")
+    recipe, result = load_recipe(folder.recipe, (), folder.format_version), folder.found("eval.json")
     machine, launch = environment["hardware"], environment["launch"]
     beside = ("batch_size", "seconds", "notes", "storage")
     settings = {k: v for k, v in result.get("settings", {}).items() if k not in beside}
     settings["data"] = sorted(settings.get("data", {}).values())
-    if isinstance(settings.get("general"), str):  # a file, whose content is in `data`
-        settings["general"] = Path(settings["general"]).name
+    if isinstance(settings.get("forgetting"), str):  # a file, whose content is in `data`
+        settings["forgetting"] = Path(settings["forgetting"]).name
     settings["max_new_tokens"] = recipe.eval.max_new_tokens
-    data = recipe.data.model_dump(exclude={"name", "validation", "cache", "expect", "chat_template"})
+    data = recipe.data.model_dump(exclude={"name", "validation", "cache_dir", "expect", "chat_template"})
     template = Path(recipe.data.chat_template).name if recipe.data.chat_template else None
     return {
         "hardware": f"{machine['count']} x {machine['name']}, {machine['cpu_cores']} cores, "
@@ -93,13 +93,13 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         **{f"evaluation {key}": value for key, value in settings.items()},
         "evaluation tasks": sorted(result.get("tasks", {})),
         "base model": base_name(folder),
-        "steps": "until it learns no more" if recipe.eval.patience else last_step(folder),
+        "steps": "until it learns no more" if recipe.eval.early_stopping_patience else last_step(folder),
     }
 
 
 def base_name(folder: RunFolder) -> str:
     """The base of a run, and its commit on the Hub."""
-    recipe = load_recipe(folder.recipe)
+    recipe = load_recipe(folder.recipe, (), folder.format_version)
     saved = RunFolder(folder.adapter).found("adapter_config.json")
     return named(recipe.model.name, saved.get("revision") or recipe.model.revision)
 
@@ -129,9 +129,9 @@ def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
 
 def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
     """Bases of one name whose losses on the same held-out file are not the same."""
-    recipes = [load_recipe(folder.recipe) for folder in (a, b)]
+    recipes = [load_recipe(folder.recipe, (), folder.format_version) for folder in (a, b)]
     losses = [folder.found("eval.json").get("base", {}).get("loss") for folder in (a, b)]
-    storages = {adapter_types.find(r.adapter.type).storage or r.speed.base for r in recipes}
+    storages = {adapter_types.find(r.adapter.type).storage or r.model.quantization for r in recipes}
     if None in losses or len(storages) > 1 or not all(recipe.data.validation for recipe in recipes):
         return []
     if near(*losses):

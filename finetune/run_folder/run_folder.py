@@ -1,6 +1,6 @@
 """The run folder: what a run leaves behind, and all that later commands read.
 
-recipe.resolved.yaml  environment.json  data_report.json  receipts.json  metrics.jsonl  eval.json  log.txt
+recipe.resolved.yaml  environment.json  data_report.json  checks.json  metrics.jsonl  eval.json  log.txt
 adapter/ (or model/ after full fine-tuning)
 """
 
@@ -25,6 +25,7 @@ from finetune.core import strict_json, untrusted_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.hub import client
+from finetune.recipe import renames
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Source, Train
 
@@ -33,14 +34,15 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Recipe
 
+FORMAT_VERSION = 2  # of the run folder, in environment.json; a folder that states none has format 1
 EVALUATED = "eval.json"
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
-HELD_OUT = "held_out.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
+HELD_OUT = "validation.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
 # What of a run is published beside its weights, so that it can be opened elsewhere
 PUBLISHED = (
     "recipe.resolved.yaml",
     "eval.json",
-    "receipts.json",
+    "checks.json",
     "data_report.json",
     "environment.json",
     "metrics.jsonl",
@@ -92,6 +94,32 @@ class RunFolder:
         return self.path / "recipe.resolved.yaml"
 
     @property
+    def format_version(self) -> int:
+        """The version of the names in this folder; 1 where none is stated.
+
+        Raises:
+            UserError: the folder is newer than this program (exit 2).
+        """
+        path = self.path / "environment.json"
+        try:
+            stated = json.loads(path.read_text(encoding="utf-8")).get("format_version", 1)
+        except (OSError, ValueError, AttributeError):  # not there, or damaged: by the names that are
+            old = any((self.path / name).exists() for name in renames.FILES.values())
+            return 1 if old else FORMAT_VERSION
+        if not isinstance(stated, int) or stated > FORMAT_VERSION:
+            what = (
+                f"this run folder has format {stated}, and this program knows formats up to {FORMAT_VERSION}"
+            )
+            raise UserError(Problem(what, where=str(path), fix="a newer release of finetune"))
+        return stated
+
+    def file(self, name: str) -> Path:
+        """A file of this run by today's name; in a folder of format 1 it may have an older one."""
+        path = self.path / name
+        old = self.path / renames.FILES.get(name, name)
+        return old if old.exists() and not path.exists() else path
+
+    @property
     def finished(self) -> bool:
         """Trained, saved and evaluated."""
         return self.weights.exists() and (self.path / "eval.json").exists()
@@ -111,12 +139,15 @@ class RunFolder:
         os.replace(temporary, path)
 
     def read(self, name: str) -> Any:
-        found = json.loads((self.path / name).read_text(encoding="utf-8"))
+        path = self.file(name)
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        if name == "checks.json" and path.name != name:
+            found = [{renames.CHECK_FIELDS.get(key, key): row[key] for key in row} for row in found]
         return strict_json.scores(found) if name == EVALUATED else found
 
     def found(self, name: str) -> Any:
         """What `read` gives; of a file that is not there an empty mapping."""
-        return self.read(name) if (self.path / name).exists() else {}
+        return self.read(name) if self.file(name).exists() else {}
 
     def steps(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are of training steps."""
@@ -159,7 +190,7 @@ def _fetch(name: str) -> RunFolder:
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
-        for file in (snapshot / name for name in PUBLISHED):
+        for file in (RunFolder(snapshot).file(name) for name in PUBLISHED):
             if file.exists():
                 shutil.copyfile(file, made / file.name)
         kind = "adapter" if (snapshot / "adapter_config.json").exists() else "model"
@@ -177,16 +208,16 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     Args:
         files: the base and the held-out rows are going to be read, so they must be here (exit 2).
     """
-    recipe = load_recipe(run.recipe, list(overrides))
+    recipe = load_recipe(run.recipe, list(overrides), run.format_version)
     data, needed = recipe.data, [("model.name", recipe.model.name)]
-    kept = (run.path / HELD_OUT).exists() and not any(text.startswith("data.") for text in overrides)
+    kept = run.file(HELD_OUT).exists() and not any(text.startswith("data.") for text in overrides)
     if data.validation is not None and not kept:
         needed.append(("data.validation", data.validation))
     elif data.validation_fraction is not None and not kept:
         names = data.name if isinstance(data.name, list) else [data.name]
         needed += [("data.name", name.name if isinstance(name, Source) else name) for name in names]
     needed += [("eval.tasks", name) for name in recipe.eval.tasks if name.endswith((".yaml", ".yml"))]
-    needed += [("eval.general", recipe.eval.general)] if isinstance(recipe.eval.general, str) else []
+    needed += [("eval.forgetting", recipe.eval.forgetting)] if isinstance(recipe.eval.forgetting, str) else []
     gone = [
         (key, name)
         for key, name in (needed if files else ())
@@ -194,7 +225,7 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     ]
     fix = "where it is here, at the end of the command: {}=PATH"
     fixes = {"model.name": fix, "data.validation": fix + "; or {}=null, to do without", "data.name": fix}
-    fixes |= {"eval.tasks": "{}=[PATH], or {}=[], to do without", "eval.general": fix + "; or {}=true"}
+    fixes |= {"eval.tasks": "{}=[PATH], or {}=[], to do without", "eval.forgetting": fix + "; or {}=true"}
     if gone:
         what, where = "is not on this machine", str(run.recipe)
         raise UserError(*(Problem(what, k, where, name, fix=fixes[k].format(k, k)) for k, name in gone))
@@ -250,17 +281,28 @@ class Setting(NamedTuple):
     """Who set it and why; "default" if nobody."""
 
 
-def settings(resolved: str) -> list[Setting]:
-    """Of the text that `resolved_yaml` makes."""
+def settings(resolved: str, format_version: int = FORMAT_VERSION) -> list[Setting]:
+    """The lines of recipe.resolved.yaml, under today's names."""
     found, section = list[Setting](), ""
     for line in resolved.split("\n"):
         if match := _SETTING.fullmatch(line):
             value, _, who = match["rest"].rpartition("  (" if match["note"] else "  # ")
             who = who.removesuffix(")") if match["note"] else who
-            found.append(Setting(section, match["key"], value or match["rest"], who if value else ""))
+            line_of = Setting(section, match["key"], value or match["rest"], who if value else "")
+            found.append(_current(line_of) if format_version == 1 else line_of)
         elif line.endswith(":") and not line.startswith(("#", " ")):
             section = line[:-1]
     return found
+
+
+def _current(line: Setting) -> Setting:
+    """A line of format 1 under today's names."""
+    old = f"{line.section}.{line.key}"
+    if old not in renames.KEYS:
+        return line
+    key, value = renames.current(old, yaml.safe_load(line.value))
+    section, _, name = key.partition(".")
+    return Setting(section, name, flow(value), line.who)
 
 
 def _shown(recipe: Recipe, section: str) -> list[str]:
@@ -304,14 +346,14 @@ def local_paths(recipe: Recipe) -> dict[str, Any]:
         "data.name": recipe.data.name,
         "data.validation": recipe.data.validation,
         "data.chat_template": recipe.data.chat_template,
-        "data.cache": recipe.data.cache,
+        "data.cache_dir": recipe.data.cache_dir,
     }
     found = {key: _absolute(name) for key, name in named.items()}
-    named |= {"eval.tasks": recipe.eval.tasks, "eval.general": recipe.eval.general}
+    named |= {"eval.tasks": recipe.eval.tasks, "eval.forgetting": recipe.eval.forgetting}
     is_file = [name.endswith((".yaml", ".yml")) for name in recipe.eval.tasks]
     tasks = zip(recipe.eval.tasks, is_file, strict=True)
     found["eval.tasks"] = [_absolute(name) if file else name for name, file in tasks]
-    found["eval.general"] = _absolute(recipe.eval.general)
+    found["eval.forgetting"] = _absolute(recipe.eval.forgetting)
     return {key: path for key, path in found.items() if path != named[key]}
 
 

@@ -46,7 +46,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
     done = fused.reason
     if fused.value == "on":
         fused, whole = add_fused(model, layers, fused, ledger)
-        done = str(ledger.receipts[-1].got)
+        done = str(ledger.receipts[-1].actual)
     broken = breaking(model)
     if problem := compilation.against_breaks(speed.compile, broken):
         raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -57,17 +57,19 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
     plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
     room, host = least(plan.room - work.awaited, work.host)
     plan = plan._replace(room=room, host=host, unfused=f"speed.fused: {done}")
-    made = cuda_graphs.beside(graphs, speed, speed.recompute, plan, hardware)
-    recompute, offload, graphs = as_rank_0(made[:3])
-    if problem := compilation.against_graphs(speed.compile, recompute.value, offload.value, work.sharded):
+    made = cuda_graphs.beside(graphs, speed, speed.activation_checkpointing, plan, hardware)
+    checkpointing, offload, graphs = as_rank_0(made[:3])
+    if problem := compilation.against_graphs(speed.compile, checkpointing.value, offload.value, work.sharded):
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    if recompute.value != "none":
-        count, mlps = memory_estimate.split(recompute.value, len(layers))
-        rounded = recompute.value.startswith("int8")
-        add_recompute(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
+    if checkpointing.value != "none":
+        count, mlps = memory_estimate.split(checkpointing.value, len(layers))
+        rounded = checkpointing.value.startswith("mlp_int8")
+        add_activation_checkpointing(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
     if count := round(memory_estimate.away(offload.value, len(layers)) * len(layers)):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
-        chosen = [one for one in layers if one.gradient_checkpointing or recompute.value in ("mlp", "int8")]
+        chosen = [
+            one for one in layers if one.gradient_checkpointing or checkpointing.value in ("mlp", "mlp_int8")
+        ]
         count = min(count, len(chosen))
         Activations([chosen[i * len(chosen) // count] for i in range(count)], device, layers[-1])
     if compile.value == "on":
@@ -89,7 +91,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
         compiled = sum(layer._compiled_call_impl is not None for layer in layers)
         how = "layers with a compiled call"
         ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
-    chosen = {"speed.fused": fused, "speed.compile": compile, "speed.recompute": recompute}
+    chosen = {"speed.fused": fused, "speed.compile": compile, "speed.activation_checkpointing": checkpointing}
     return {**chosen, "speed.offload": worth(offload, model), "CUDA graphs": graphs}
 
 
@@ -127,7 +129,7 @@ def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
         UserError: something was asked for that needs them (exit 3).
     """
     reason, off = f"the layers of {type(base_of(model)).__name__} are not known", (False, "none", "auto")
-    options = ("fused", "compile", "recompute", "offload")
+    options = ("fused", "compile", "activation_checkpointing", "offload")
     problems = [
         Problem(reason, f"speed.{name}", found=getattr(speed, name), fix=f"speed.{name}: {fix}")
         for name, fix in zip(options, ("auto", "auto", "auto", "none"), strict=True)
@@ -136,7 +138,7 @@ def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
     if problems:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
     made = {f"speed.{name}": Choice("off", reason) for name in options[:2]}
-    made |= {"speed.recompute": Choice("none", reason), "CUDA graphs": Choice("off", reason)}
+    made |= {"speed.activation_checkpointing": Choice("none", reason), "CUDA graphs": Choice("off", reason)}
     offload = speed.offload if speed.offload != "auto" else "none"
     return {**made, "speed.offload": worth(Choice(offload, reason), model)}
 
@@ -195,7 +197,7 @@ def breaking(model: Any) -> str:
     return f"PEFT's forward of {', '.join(sorted(found))} breaks the graph" if found else ""
 
 
-def add_recompute(
+def add_activation_checkpointing(
     model: Any, layers: list[Any], count: int, ledger: RunChecks, *, mlps: int = 0, rounded: bool = False
 ) -> None:
     """Recompute `count` of the layers, evenly spread, the first among them; of the others their norms.
@@ -224,12 +226,12 @@ def add_recompute(
     got = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
     got += f", gate and up of {again} MLPs" if again else ""
     got += f"; those of {in_int8} kept in int8" if in_int8 else ""
-    some = "mlp" if mlps == total else "int8" if rounded else "mlp" if mlps else "cheap"
+    some = "mlp" if mlps == total else "mlp_int8" if rounded else "mlp" if mlps else "norms"
     some += f":{mlps}" if 0 < mlps < total else ""
     asked = f"{count} of {total}" if count else some
     how = "layers with the flag set, norms with a forward that is checkpointed, what MLPs keep"
     right = wrapped == count and again == mlps and in_int8 == (total - mlps if rounded else 0)
-    ledger.add("speed.recompute", asked, got, how, ok=right)
+    ledger.add("speed.activation_checkpointing", asked, got, how, ok=right)
 
 
 def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:

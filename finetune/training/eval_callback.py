@@ -1,4 +1,4 @@
-"""Evaluation while training (`eval.every`): the best weights are kept; a run that learns no more stops."""
+"""Evaluation during training (`eval.eval_steps`): keep the best weights, and stop early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-2  # relative, of the best loss measured again when all is saved:
 
 
 class Validate(TrainerCallback):
-    """Every `eval.every` steps and at the last: held-out loss, and what `eval.best` names."""
+    """Every `eval.eval_steps` steps and at the last: validation loss, and `eval.metric_for_best_model`."""
 
     def __init__(
         self,
@@ -40,7 +40,9 @@ class Validate(TrainerCallback):
         """Args: not_before: a step before which nothing is the best: AdaLoRA is still over its budget."""
         self.rows, self.tokenizer, self.data, self.settings = rows, tokenizer, data, settings
         self.metrics, self.screen, self.not_before = metrics, metrics.screen, not_before
-        self.higher = settings.best == "exact_match"  # more of it is better; a task says so itself
+        self.higher = (
+            settings.metric_for_best_model == "exact_match"
+        )  # more of it is better; a task says so itself
         self.best: float | None = None
         self.best_step = self.times = self.without_better = 0
         self.best_loss = math.nan
@@ -58,14 +60,14 @@ class Validate(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
-        if not last and (self.settings.every is None or step % self.settings.every):
+        if not last and (self.settings.eval_steps is None or step % self.settings.eval_steps):
             return
         started, training = time.perf_counter(), model.training
         found = self.measure(model)
         model.train(training)
         self.times += 1
         self.unsaid, control.should_log = found, True
-        value = found[f"eval_{self.settings.best}"]
+        value = found[f"eval_{self.settings.metric_for_best_model}"]
         first = self.best is None and not math.isnan(value)
         better = first or (
             self.best is not None and (value > self.best if self.higher else value < self.best)
@@ -75,7 +77,7 @@ class Validate(TrainerCallback):
             if better:
                 self.best, self.best_step, self.best_loss = value, step, found["eval_loss"]
                 self.keep(model)
-        patience = self.settings.patience
+        patience = self.settings.early_stopping_patience
         if patience is not None and self.without_better >= patience and not last:
             control.should_training_stop = control.should_log = True
             self.screen.say(f"note: stopped at step {step}: no better evaluation in {patience}")
@@ -90,28 +92,30 @@ class Validate(TrainerCallback):
         self.unsaid = {}
 
     def measure(self, model: Any) -> dict[str, float]:
-        """Held-out loss, and what `eval.best` needs beside it; random generators stay as they are."""
-        asks = self.settings.best == "exact_match"
+        """The validation loss and the metric that decides; random generators stay as they are."""
+        asks = self.settings.metric_for_best_model == "exact_match"
         with torch.compiler.set_stance("force_eager"):  # shapes of its own, which would be compiled for
             score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
         found = {"eval_loss": score.loss}
         if asks:
             share = score.as_json()["exact_match"]
             if share is None:
-                what, fix = "no held-out row asks for an answer", "eval.best: loss"
-                raise UserError(Problem(what, "eval.best", fix=fix))
+                what, fix = "no held-out row asks for an answer", "eval.metric_for_best_model: loss"
+                raise UserError(Problem(what, "eval.metric_for_best_model", fix=fix))
             found["eval_exact_match"] = share
-        if "/" in self.settings.best:
-            task, _, metric = self.settings.best.rpartition("/")
+        if "/" in self.settings.metric_for_best_model:
+            task, _, metric = self.settings.metric_for_best_model.rpartition("/")
             asked = lm_eval_harness.of_task(self.settings, task)
             with torch.compiler.set_stance("force_eager"):
                 results = lm_eval_harness.run(model, self.tokenizer, asked, seeded=False)
-            found[f"eval_{self.settings.best}"], self.higher = lm_eval_harness.one(results, task, metric)
+            found[f"eval_{self.settings.metric_for_best_model}"], self.higher = lm_eval_harness.one(
+                results, task, metric
+            )
         return found
 
     def keep(self, model: Any) -> None:
         """Copy what is trained to the host."""
-        if self.settings.keep_best:
+        if self.settings.load_best_model_at_end:
             trained = trainable_parameters.trainable(model)
             self.weights = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
 
@@ -125,10 +129,10 @@ class Validate(TrainerCallback):
     def restore(self, model: Any, state: Any, ledger: RunChecks) -> None:
         """Put the best weights back, and leave a receipt of how often was evaluated."""
         steps = state.global_step
-        every = self.settings.every or steps
+        every = self.settings.eval_steps or steps
         asked = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
         how = "evaluations that ran"
-        ledger.add("eval.every", asked, self.times, how)
+        ledger.add("eval.eval_steps", asked, self.times, how)
         if not self.weights:
             return
         for name, parameter in trainable_parameters.trainable(model).items():
@@ -153,8 +157,8 @@ def asked(
     seed: int,
     declared: Collection[int] = (),
 ) -> list[Validate]:
-    """The evaluation while training, if `eval.every` asks for one."""
-    if settings.every is None:
+    """The evaluation while training, if `eval.eval_steps` asks for one."""
+    if settings.eval_steps is None:
         return []
     rows = held_out(data, tokenizer, seed, declared)
     config: Any = getattr(adapted, "peft_config", {}).get("default")

@@ -138,7 +138,7 @@ def needed(
     tokens, adapted = rows * length, hasattr(model, "peft_config")
     how = {"fused": fused, "compiled": compiled, "offload": chosen["speed.offload"].value}
     memory = apply_to_model.memory(model, tokens, setup.hardware, **how)
-    at_loss, at_backward = memory_estimate.at_once(memory, chosen["speed.recompute"].value)
+    at_loss, at_backward = memory_estimate.at_once(memory, chosen["speed.activation_checkpointing"].value)
     trains = apply_to_model.head_trains(model)
     at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, trained=trains)
     at_backward += memory_estimate.backward_gib(
@@ -180,22 +180,29 @@ def held(trainer: Any) -> str:
 
 
 def fixes(
-    speed: Speed, kind: str, max_length: int, allowed: Callable[[str], bool], *, graphs: bool = False
+    speed: Speed,
+    quantization: str,
+    kind: str,
+    max_length: int,
+    allowed: Callable[[str], bool],
+    *,
+    graphs: bool = False,
 ) -> list[str]:
     """What takes less memory than these settings do, the cheapest first.
 
     Args:
+        quantization: `model.quantization`.
         kind: `adapter.type`.
         allowed: whether a change is one that the run would not refuse.
         graphs: layers are CUDA graphs, with memory of their own.
     """
-    codes = kind in ("lora", "dora", "rslora") and speed.base in ("auto", "bf16", "fp8", "int8")
+    codes = kind in ("lora", "dora", "rslora") and quantization in ("auto", "none", "fp8", "int8")
     further = {"all": (), "activations": ("all",)}.get(speed.offload, ("all", "activations"))
     offloads = [f"speed.offload={what}" for what in further if _gpu()]
     found = {
         "speed.compile=default": graphs,
-        "speed.recompute=all": speed.recompute != "all",
-        "speed.base=nf4": codes,
+        "speed.activation_checkpointing=full": speed.activation_checkpointing != "full",
+        "model.quantization=nf4": codes,
         f"data.max_length={max_length // 2}": max_length > 8,
         next(filter(allowed, offloads), ""): True,
         "adapter.type=lora": kind == "full",

@@ -297,7 +297,7 @@ def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
 def recording(
     screen: Console, ledger: RunChecks, folder: RunFolder, setup: Setup, found: Found | None
 ) -> Iterator[None]:
-    """Keep log.txt from here on, and leave receipts.json behind however the run ends."""
+    """Keep log.txt from here on, and leave checks.json behind however the run ends."""
     if setup.launch.main:
         screen.log_to(folder.path / "log.txt", again=found is not None)
     ended = ""  # why, where it does not come to its end
@@ -320,5 +320,5 @@ def recording(
             if ended:
                 screen.log(ended)
             if setup.launch.main:
-                folder.write("receipts.json", ledger.as_json())
+                folder.write("checks.json", ledger.as_json())
                 html_report.after(folder.path, screen)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import attach
 from finetune.autoconfig import optimizer_choice
+from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
 
@@ -30,6 +31,7 @@ def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
         k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))
     }
     return {
+        "format_version": run_folder.FORMAT_VERSION,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": run_folder.packages(),
@@ -71,24 +73,27 @@ def choices(
     def by(key: str, who: str, choice: Choice) -> str:
         return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
+    stored = setup.storage.value if setup.storage.value in adapter_types.QUANTISED else "none"
     storage, parts = setup.storage, optimizer_choice.unsaved(recipe.train, launch.keeper)
-    compile, recompute, fused = fast["speed.compile"], fast["speed.recompute"], fast["speed.fused"]
+    compile, fused = fast["speed.compile"], fast["speed.fused"]
+    checkpointing = fast["speed.activation_checkpointing"]
     mode = recipe.speed.compile if recipe.speed.compile not in ("auto", True) else compile.value == "on"
     graphs = fast["CUDA graphs"]
     offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
-    count, _, total = recompute.value.partition(" of ")  # "none", "cheap", or "6 of 32"
-    recomputed = count if not total else "all" if count == total else int(count)
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     return {
         **{key: (path, set_by[key]) for key, path in run_folder.local_paths(recipe).items()},
         **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},
         "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
-        **({"speed.base": ("fp8", by("speed.base", "hardware", storage))} if storage.value == "fp8" else {}),
-        "speed.storage": (storage.value, by("speed.base", "launch", storage)),
+        "model.quantization": (stored, by("model.quantization", "hardware", storage)),
+        "model.storage": (storage.value, by("model.quantization", "launch", storage)),
         "speed.fused": (fused.value == "on", by("speed.fused", "hardware", fused)),
         "speed.compile": (mode, by("speed.compile", "default", compile)),
         "speed.graphs": (graphs.value, by("speed.compile", "hardware", graphs)),
-        "speed.recompute": (recomputed, by("speed.recompute", "hardware", recompute)),
+        "speed.activation_checkpointing": (
+            checkpointing.value,
+            by("speed.activation_checkpointing", "hardware", checkpointing),
+        ),
         "speed.offload": (offload.value, by("speed.offload", asked, offload)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),
         **(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     """What all processes of a launch must have alike: recipe, versions, precision, ways to split, storage."""
-    own = ("output_dir", "cache")  # places of a machine
+    own = ("output_dir", "cache_dir")  # places of a machine
     found = resolved_recipe.describe_environment(setup.hardware, setup.launch)
     held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
     held |= {name: str(number) for name, number in found["packages"].items()}

@@ -80,12 +80,12 @@ def make_fast(
         packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
     name = collectives.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
     section, before = resume_contract.as_chosen(recipe.speed, found, name)
-    once = transformer_engine_layers.used() and section.recompute == "auto"
-    section = section.model_copy(update={"recompute": "none"}) if once else section
+    once = transformer_engine_layers.used() and section.activation_checkpointing == "auto"
+    section = section.model_copy(update={"activation_checkpointing": "none"}) if once else section
     fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger)
     if once:
         why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_environment.ONCE}"
-        fast["speed.recompute"] = fast["speed.recompute"]._replace(reason=why)
+        fast["speed.activation_checkpointing"] = fast["speed.activation_checkpointing"]._replace(reason=why)
     same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
     fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
     fast["speed.loss"] = collectives.from_main(
@@ -197,9 +197,8 @@ def micro_batches(
     """Those of the run, which know what to say where memory runs out."""
     allowed = partial(choice_checks.allows, recipe, setup)
     graphs = fast["CUDA graphs"].value == "on"
-    less = oom_recovery.fixes(
-        recipe.speed, recipe.adapter.type, recipe.data.max_length, allowed, graphs=graphs
-    )
+    asked = recipe.speed, recipe.model.quantization, recipe.adapter.type, recipe.data.max_length
+    less = oom_recovery.fixes(*asked, allowed, graphs=graphs)
     made = oom_recovery.of(less, batch, screen, ledger)
     length = recipe.data.max_length // setup.launch.sharing
     made.needs = partial(oom_recovery.needed, length, setup, fast, beside(recipe, setup))
@@ -239,7 +238,7 @@ def check_space(
     masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
     low = optimizer_choice.state_bytes(optimizer_choice.asked(section), fast)
     kept = round(numbers * ((low or 8) + masters))
-    each = kept + trained * (2 if evaluated.every and evaluated.keep_best else 1)
+    each = kept + trained * (2 if evaluated.eval_steps and evaluated.load_best_model_at_end else 1)
     collectives.from_main(lambda: checkpoints.check_space(place, trained, each, section.save_total_limit))
     if setup.launch.splitter:  # under ZeRO beside a copy of each process's part
         held = each + (kept if masters else 0)

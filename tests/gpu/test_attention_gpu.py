@@ -134,7 +134,7 @@ def test_it_is_proved_on_the_model_before_training(name: str) -> None:
         prove_same(model, 128, name, packed, ledger)
     if name in VARLEN:
         prove_apart(model, 128, name, ledger)
-    print([receipt["got"] for receipt in ledger.as_json()])
+    print([receipt["actual"] for receipt in ledger.as_json()])
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_run_shows_the_kernel_and_no_mask(name: str, packed: bool, train) -> N
     flat = ["data.packing=true", "data.max_length=512"] if packed else []
     run = train(f"model.attention={name}", *flat)
     got = receipts(run)
-    assert all(receipt["ok"] for receipt in got.values())
-    print(name, packed, got["model.attention"]["got"], got["attention without a mask"]["got"])
-    assert not packed or got["attention mask"]["got"] == "none"
+    assert all(receipt["passed"] for receipt in got.values())
+    print(name, packed, got["model.attention"]["actual"], got["attention without a mask"]["actual"])
+    assert not packed or got["attention mask"]["actual"] == "none"
 
 
 def milliseconds(run, times: int = 20) -> float:

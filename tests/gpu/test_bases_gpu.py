@@ -30,7 +30,7 @@ TYPES = [name for name, kind in adapter_types.all_types().items() if kind.peft a
 
 
 def opened(storage: str, kind: str = "lora", name: str = str(MODEL)):
-    options = [f"adapter.type={kind}", f"speed.base={storage}", f"model.name={name}"]
+    options = [f"adapter.type={kind}", f"model.quantization={storage}", f"model.name={name}"]
     return loader.load(QUICKSTART, options)
 
 
@@ -86,8 +86,8 @@ def test_memory_is_what_one_computes(storage: str, tmp_path) -> None:
 
 @pytest.mark.parametrize("storage", ["fp4", "int8", "torchao_int8"])
 def test_a_quantised_base_trains_and_verifies(storage: str, train) -> None:
-    run = train(f"speed.base={storage}", "train.max_steps=5")
-    assert all(receipt["ok"] for receipt in receipts(run).values())
+    run = train(f"model.quantization={storage}", "train.max_steps=5")
+    assert all(receipt["passed"] for receipt in receipts(run).values())
 
 
 @pytest.mark.parametrize("kind", ["qlora", "qdora"])
@@ -95,18 +95,19 @@ def test_loftq_starts_nearer_to_the_weights_than_the_quantised_base(kind: str, t
     run = train(f"adapter.type={kind}", "adapter.init_lora_weights=loftq", "train.max_steps=5")
     got = receipts(run)
     assert (
-        all(receipt["ok"] for receipt in got.values()) and "loftq" in got["adapter.init_lora_weights"]["got"]
+        all(receipt["passed"] for receipt in got.values())
+        and "loftq" in got["adapter.init_lora_weights"]["actual"]
     )
 
 
 @pytest.mark.parametrize("kind", [name for name in TYPES if name != "trainable_tokens"])
 def test_every_type_of_peft_trains_and_verifies_in_bf16(kind: str, train) -> None:
     run = train(f"adapter.type={kind}", "train.max_steps=5", "eval.max_new_tokens=2")
-    assert all(receipt["ok"] for receipt in receipts(run).values())
+    assert all(receipt["passed"] for receipt in receipts(run).values())
 
 
 @pytest.mark.parametrize("storage", ["bf16", "nf4", "int8"])
 def test_a_merge_is_proved_on_a_gpu(storage: str, train) -> None:
-    run = train(f"speed.base={storage}", "train.max_steps=5", "train.learning_rate=1e-2")
+    run = train(f"model.quantization={storage}", "train.max_steps=5", "train.learning_rate=1e-2")
     figures = merging.run(run.path)["against_tuned"]
     assert figures["relative"] < (0.1 if storage == "int8" else 0.05), figures

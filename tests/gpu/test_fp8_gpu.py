@@ -92,7 +92,7 @@ def test_loading_takes_the_memory_of_the_codes(tmp_path) -> None:
     clear_device_cache(garbage_collection=True)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    base = reopen.open_base(loader.load(QUICKSTART, ["speed.base=fp8", f"model.name={tmp_path}"]))
+    base = reopen.open_base(loader.load(QUICKSTART, ["model.quantization=fp8", f"model.name={tmp_path}"]))
     peak, got = torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated() - before
     weights = 8 * (4 * 2048 * 2048 + 3 * 2048 * 5632)
     scales = 8 * (6 * 2048 + 2 * 5632) * 4
@@ -105,13 +105,18 @@ def test_loading_takes_the_memory_of_the_codes(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "adalora", "ia3"])
 def test_every_fast_type_trains_on_it_and_merges(kind: str, train) -> None:
     rate = {"ia3": "5e-2", "adalora": "2e-2"}.get(kind, "5e-3")
-    options = [f"adapter.type={kind}", "speed.base=fp8", f"train.learning_rate={rate}", "train.max_steps=12"]
+    options = [
+        f"adapter.type={kind}",
+        "model.quantization=fp8",
+        f"train.learning_rate={rate}",
+        "train.max_steps=12",
+    ]
     run = train(*options)
     got, losses = receipts(run), run.read("eval.json")
-    assert all(receipt["ok"] for receipt in got.values())
-    assert got["speed.base"]["got"].startswith("14 of 14 linear layers")
+    assert all(receipt["passed"] for receipt in got.values())
+    assert got["model.quantization"]["actual"].startswith("14 of 14 linear layers")
     # of two layers: q, k, v and gate, up are one each
-    assert int(got["fp8 products"]["got"].split()[0]) >= 8
+    assert int(got["fp8 products"]["actual"].split()[0]) >= 8
     assert losses["tuned"]["loss"] < losses["base"]["loss"]
     assert merging.run(run.path)["against_tuned"]["relative"] < 0.1
 
@@ -119,9 +124,9 @@ def test_every_fast_type_trains_on_it_and_merges(kind: str, train) -> None:
 def test_it_follows_bf16_and_compiles_in_a_run(train) -> None:
     options = ["train.max_steps=12", "train.logging_steps=1"]
     runs = [
-        train("speed.base=bf16", *options, name="bf16"),
-        train("speed.base=fp8", *options, name="fp8"),
-        train("speed.base=fp8", "speed.compile=true", *options, name="compiled"),
+        train("model.quantization=none", *options, name="bf16"),
+        train("model.quantization=fp8", *options, name="fp8"),
+        train("model.quantization=fp8", "speed.compile=true", *options, name="compiled"),
     ]
     for run in runs[1:]:
         for a, b in zip(metrics(runs[0]), metrics(run), strict=True):

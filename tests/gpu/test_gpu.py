@@ -14,9 +14,9 @@ pytestmark = [
 
 
 def receipts(run) -> dict[str, str]:
-    rows = run.read("receipts.json")
-    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
-    return {row["option"]: row["got"] for row in rows}
+    rows = run.read("checks.json")
+    assert all(row["passed"] for row in rows), [row for row in rows if not row["passed"]]
+    return {row["option"]: row["actual"] for row in rows}
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
@@ -61,19 +61,24 @@ def test_a_forked_process_reaches_the_gpu(tmp_path) -> None:
 
 def test_compile_and_recompute_follow_the_plain_run(train) -> None:
     plain = train("train.max_steps=6", name="plain")
-    for override in ("speed.compile=true", "speed.recompute=all"):
+    for override in ("speed.compile=true", "speed.activation_checkpointing=full"):
         other = train(override, "train.max_steps=6", name=override.replace("=", "_"))
         assert override.partition("=")[0] in receipts(other)
         for a, b in zip(metrics(plain), metrics(other), strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", ["none", "cheap", "mlp"])
-def test_cuda_graphs_follow_the_plain_run(recompute: str, train) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "norms", "mlp"])
+def test_cuda_graphs_follow_the_plain_run(checkpointing: str, train) -> None:
     rows = ["train.max_steps=6", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
     rows += ["data.packing=true", "data.max_length=512"]  # one shape, four micro-batches a step
     plain = train(*rows, name="plain")
-    run = train(*rows, "speed.compile=reduce-overhead", f"speed.recompute={recompute}", name="graphs")
+    run = train(
+        *rows,
+        "speed.compile=reduce-overhead",
+        f"speed.activation_checkpointing={checkpointing}",
+        name="graphs",
+    )
     assert receipts(run)["speed.compile"]
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
@@ -90,9 +95,9 @@ def packing() -> list[str]:
 
 GRAPHED = {
     **{kind: [f"adapter.type={kind}"] for kind in ("lora", "dora", "adalora", "ia3", "qlora", "full")},
-    "fp8": ["speed.base=fp8"],
-    "int8": ["speed.base=fp8", "speed.recompute=int8"],
-    "mlp": ["speed.recompute=mlp:1"],
+    "fp8": ["model.quantization=fp8"],
+    "int8": ["model.quantization=fp8", "speed.activation_checkpointing=mlp_int8"],
+    "mlp": ["speed.activation_checkpointing=mlp:1"],
     "optimizer": ["adapter.type=full", "speed.offload=optimizer"],
     "padding-free": ["data.packing=false", "data.padding_free=true"],
     **{name: [f"model.attention={name}"] for name in packing() if name in cuda_graphs.ATTENTION},
@@ -103,7 +108,7 @@ GRAPHED = {
 def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
     """They follow the compiled run, with evaluations between the steps, and torch leaves none of them out."""
     rows = ["train.max_steps=7", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
-    rows += ["data.packing=true", "data.max_length=512", "eval.every=3"]
+    rows += ["data.packing=true", "data.max_length=512", "eval.eval_steps=3"]
     rows += ["train.learning_rate=1e-3"] * (kind in ("full", "optimizer")) + GRAPHED[kind]
     plain = train(*rows, "speed.compile=default", name="plain")
     torch.compiler.reset()

@@ -150,7 +150,7 @@ def test_of_float32_they_are_as_exact_as_it_is() -> None:
         assert not right.numel() or error(ours, right) < 1e-5
     y = random(tokens, 2 * size, dtype=torch.float32)
     ours = y.cuda()
-    ops.kernels.add_product_(ours, *on_gpu(t, b))
+    ops.triton_linear.add_product_(ours, *on_gpu(t, b))
     assert error(ours, y.double() + t.double() @ b.double().T) < 1e-5
 
 
@@ -164,7 +164,7 @@ def test_dora_norm(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, size, rank = shape
     w, a, b = random(rows, size, dtype=dtype), torch.randn(rank, size), torch.randn(rows, rank)
     column = torch.rand(rows, 1) + 0.5 if dtype == torch.float8_e4m3fn else None
-    got = ops.kernels.dora_norm(*on_gpu(w, column, a, b), 0.7)
+    got = ops.triton_linear.dora_norm(*on_gpu(w, column, a, b), 0.7)
     weight = w.double() * (1 if column is None else column)
     assert error(got, (weight + 0.7 * b.double() @ a.double()).norm(dim=1)) < 1e-6
 

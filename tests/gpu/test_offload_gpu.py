@@ -32,7 +32,7 @@ def test_inputs_that_left_and_came_back_change_nothing(kind: str, dtype: torch.d
     if compiled:
         for layer in layers:
             layer.compile()
-    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
+    apply_to_model.add_activation_checkpointing(model, layers, len(layers), RunChecks())
     again = gradients(model)
     if not compiled:
         assert_same(plain, again)
@@ -67,7 +67,7 @@ def test_no_more_than_three_inputs_are_on_the_gpu_at_a_time() -> None:
     model = large(12)
     for layer in (layers := apply_to_model.decoder_layers(model)):
         layer.input_layernorm.weight.requires_grad_(True)
-    apply_to_model.add_recompute(model, layers, len(layers), RunChecks())
+    apply_to_model.add_activation_checkpointing(model, layers, len(layers), RunChecks())
     entry = 8192 * 2048 * 2
     ids = torch.randint(0, 512, (1, 8192), device="cuda")
 
@@ -103,13 +103,15 @@ def test_a_run_with_all_offloaded_trains_as_one_without(kind: str, compile: str,
     options += ["data.validation=null", "train.per_device_train_batch_size=4", f"speed.compile={compile}"]
     options.append("train.effective_batch_size=8")  # two layers, two micro-batches
     options += ["train.warmup_steps=2", "train.logging_steps=1"]
-    plain = train(*options, "speed.recompute=all", name="plain")
+    plain = train(*options, "speed.activation_checkpointing=full", name="plain")
     torch.compiler.reset()  # what it compiled for the model before would serve this one, without its hooks
     moved = train(*options, "speed.offload=all", name="moved")
     got = receipts(moved)
-    tensors = re.fullmatch(r"4 out, 4 back: (\d+) tensors, .* MiB, (\d+) pinned", got["speed.offload"]["got"])
+    tensors = re.fullmatch(
+        r"4 out, 4 back: (\d+) tensors, .* MiB, (\d+) pinned", got["speed.offload"]["actual"]
+    )
     assert tensors and tensors[1] == tensors[2]
-    assert "on the CPU" in got["speed.offload: optimizer"]["got"]
+    assert "on the CPU" in got["speed.offload: optimizer"]["actual"]
     assert metrics(plain)[0]["loss"] == metrics(moved)[0]["loss"]  # before any step
     for a, b in zip(metrics(plain), metrics(moved), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-3)

@@ -16,7 +16,7 @@ from test_profile import SlowLoader
 from finetune.profiling import profiler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-LARGE = ["data.max_length=2048", "data.packing=true", "speed.compile=true", "speed.base=bf16"]
+LARGE = ["data.max_length=2048", "data.packing=true", "speed.compile=true", "model.quantization=none"]
 MAIN_PROCESS = ["train.dataloader_num_workers=0", "train.dataloader_prefetch_factor=null"]
 MAIN_PROCESS.append("train.dataloader_persistent_workers=false")
 PLANTED = {  # rows of a step, overrides, watchers, and the verdict's words
@@ -39,7 +39,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = gpu_inputs.make_model(folder / "1b-bf16-6", "1b", "bf16", 6)
     data = gpu_inputs.make_data(folder / "rows.jsonl", 320_000, documents=True)
     given = [f"model.name={model}", f"data.name={data}", "data.format=text", "data.train_on=all"]
-    return [*given, "data.too_long=split", "data.validation=null", "eval.general=false", "eval.samples=0"]
+    return [*given, "data.too_long=split", "data.validation=null", "eval.forgetting=false", "eval.samples=0"]
 
 
 def run(planted: str, inputs: list[str], folder: Path) -> profiler.Profile:

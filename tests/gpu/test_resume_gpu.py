@@ -28,7 +28,7 @@ KINDS = {
     "packed": ["adapter.type=lora", "data.packing=true", "data.max_length=512"],
     "compiled": ["adapter.type=lora", "speed.compile=true"],
     "graphs": ["adapter.type=lora", "data.packing=true", "data.max_length=512", "speed.compile=true"],
-    "fp8": ["adapter.type=lora", "speed.base=fp8"],
+    "fp8": ["adapter.type=lora", "model.quantization=fp8"],
     "offloaded": ["adapter.type=lora", "speed.offload=all"],
 }
 
@@ -37,7 +37,7 @@ def train(kind: str, folder: Path, *given: str) -> Path:
     rows = f"data.name={DATA / 'train.jsonl'}"
     short = [rows, "data.validation=null", f"model.name={MODEL}", f"train.max_steps={STEPS}"]
     short += ["train.effective_batch_size=8", "train.warmup_steps=0", "train.logging_steps=1"]
-    short += ["train.save_steps=3", "train.save_total_limit=null", "eval.general=false", "eval.samples=0"]
+    short += ["train.save_steps=3", "train.save_total_limit=null", "eval.forgetting=false", "eval.samples=0"]
     kinds = KINDS[kind] if any("adapter.type" in one for one in KINDS[kind]) else [f"adapter.type={kind}"]
     words = [*short, *kinds, *KINDS[kind], f"train.output_dir={folder}", *given, "--quiet"]
     assert main.main(["train", str(QUICKSTART), *words]) == 0

@@ -1,5 +1,5 @@
 """Each optimisation of a ladder on one recipe, alone and on top of those that helped:
-`finetune ablate RECIPE --ladder FILE`.
+`finetune ablate RECIPE --optimizations FILE`.
 
 results/<kind>/<rung>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`measured.py`)
                                       -under-1    of what it stands on, where no rung alone is that
@@ -398,7 +398,7 @@ def collect(
     whole = measured_run.summary(bench.of(variant))
     as_is = bench.of(Variant(None, {}))
     words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
-    words += ["--ladder", str(bench.asked.ladder)] * (bench.asked.ladder != default_ladder())
+    words += ["--optimizations", str(bench.asked.ladder)] * (bench.asked.ladder != default_ladder())
     sources = {}
     for row in rows:
         rung = bench.ladder.rung(row["name"])
@@ -427,4 +427,4 @@ def collect(
 
 
 def default_ladder() -> Path:
-    return shipped_files.folder("recipes") / "ladder.yaml"
+    return shipped_files.folder("recipes") / "ablation.yaml"

@@ -1,4 +1,4 @@
-"""A ladder of optimisations, as data: `recipes/ladder.yaml`. What each rung sets, needs and costs.
+"""A ladder of optimisations, as data: `recipes/ablation.yaml`. What each rung sets, needs and costs.
 
 `measure:` how runs are made and judged; `baseline:` what the recipe runs without every rung; `rungs:` in the
 order in which they are stacked.

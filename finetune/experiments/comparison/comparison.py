@@ -3,7 +3,7 @@
 
 DIR/<type>-seed<N>/   each run, an ordinary run folder
 DIR/compare.json, compare.md, compare.svg    the table and the picture (`compare_table.py`)
-DIR/winner.yaml       the recipe that won
+DIR/best.yaml       the recipe that won
 DIR/aside/            what stood in a run's place: unfinished, or of another recipe
 
 Started again, it goes on: a finished run of the same recipe on the same data is kept.
@@ -56,7 +56,7 @@ NO_EVALUATION = [
     "data.validation=null",
     "data.validation_fraction=null",
     "eval.tasks=[]",
-    "eval.general=false",
+    "eval.forgetting=false",
 ]
 FEWEST_STEPS = 10  # of a run within a budget: fewer say nothing
 
@@ -259,8 +259,8 @@ def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
         notes.append("data.validation_fraction: each seed holds out other rows, which adds to the spread")
     if asked.seeds == 1:
         notes.append("one seed says nothing of the noise: --seeds 3")
-    if asked.budget and jobs[0].recipe.eval.every:
-        notes.append("eval.every: its evaluations come on top of --budget, which counts the final one")
+    if asked.budget and jobs[0].recipe.eval.eval_steps:
+        notes.append("eval.eval_steps: its evaluations come on top of --budget, which counts the final one")
     screen.say(*[f"note: {note}" for note in dict.fromkeys(notes)], "")
 
 
@@ -377,7 +377,11 @@ def measure(
         clear(place)
         overrides = [*asked.overrides, *setting(job.entrant, job.seed, place), "train.warmup_steps=0"]
         overrides += [f"train.max_steps={PILOT_STEPS}", "train.logging_steps=1"]
-        overrides += ["eval.every=null", "eval.patience=null", "eval.best=loss"]
+        overrides += [
+            "eval.eval_steps=null",
+            "eval.early_stopping_patience=null",
+            "eval.metric_for_best_model=loss",
+        ]
         overrides += NO_EVALUATION if besides is not None else []
         pilot = job._replace(recipe=load_recipe(asked.path, overrides), folder=RunFolder(place))
         reason = run_one(pilot)

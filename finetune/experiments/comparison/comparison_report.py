@@ -290,18 +290,18 @@ def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None
 
 
 def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], screen: Console) -> None:
-    """The table on the screen; compare.svg and winner.yaml beside the others."""
+    """The table on the screen; compare.svg and best.yaml beside the others."""
     header, rows = cells(found)
     screen.table(f"{len(found['runs'])} runs", header, rows)
     screen.say("", *remarks(found), "")
     won = found["winner"]
     if won:
         (place / "compare.svg").write_text(picture(found), encoding="utf-8")
-        (place / "winner.yaml").write_text(recipe_of(recipes[won["run"]], won["why"]), encoding="utf-8")
+        (place / "best.yaml").write_text(recipe_of(recipes[won["run"]], won["why"]), encoding="utf-8")
         screen.say(
             f"rule: {won['rule']}", f"the table and the picture: {place}/compare.md, {place}/compare.svg"
         )
-        screen.say(f"next: finetune train {shlex.quote(str(place / 'winner.yaml'))}")
+        screen.say(f"next: finetune train {shlex.quote(str(place / 'best.yaml'))}")
 
 
 def recipe_of(recipe: Recipe, why: str) -> str:

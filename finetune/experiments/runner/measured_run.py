@@ -57,13 +57,13 @@ ALIKE = {
     "train.logging_steps": 1,
     "train.save_strategy": "no",
     "train.report_to": "none",
-    "eval.every": None,
-    "eval.patience": None,
-    "eval.best": "loss",
+    "eval.eval_steps": None,
+    "eval.early_stopping_patience": None,
+    "eval.metric_for_best_model": "loss",
     "eval.tasks": [],
-    "eval.general": False,
+    "eval.forgetting": False,
     "eval.samples": 0,
-    "eval.answers": False,
+    "eval.generate": False,
     "data.validation_fraction": None,
     "publish.repo": None,
 }
@@ -151,8 +151,8 @@ def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> s
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(path.open(encoding="utf-8")) for path in paths]
         lines = [line.rstrip("\n") for line in itertools.islice(itertools.chain(*files), rows)]
-    (place / "held_out.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(place / "held_out.jsonl")
+    (place / "validation.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(place / "validation.jsonl")
 
 
 def make(job: Job, *, cpu: bool) -> bool:
@@ -342,7 +342,7 @@ def machine(place: RunFolder) -> dict[str, str]:
     """What has to be equal for figures to be compared, and how often a run saved."""
     found = place.read("environment.json")
     here, launch = found["hardware"], found["launch"]
-    recipe = load_recipe(place.recipe)
+    recipe = load_recipe(place.recipe, (), place.format_version)
     held_out = {str(Path(recipe.data.validation).resolve())} if recipe.data.validation else set()
     sources = place.read("data_report.json")["train"]["sources"]
     files = sorted({digest for path, digest in sources.items() if path not in held_out})

@@ -1,4 +1,4 @@
-"""`finetune check RECIPE --preflight`: the whole life of this run, in little, before it is lived.
+"""`finetune check RECIPE --rehearse`: the whole life of this run, in little, before it is lived.
 
 A first step, a kill -9, a resume in a new process, the last step, saving, a cold reopening, evaluation and
 generation, a run that was never killed to compare with bit for bit, and what would go up to the Hub.
@@ -37,7 +37,11 @@ GIB = 2**30
 EVERY = 0.2  # seconds from one look at a phase to the next
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # in place, and as the launcher says it
 LITTLE = ("eval.limit=8", "eval.samples=2", "train.save_steps=1")
-LITTLE += ("eval.every=null", "eval.patience=null", "eval.best=loss")  # of which the last two need the first
+LITTLE += (
+    "eval.eval_steps=null",
+    "eval.early_stopping_patience=null",
+    "eval.metric_for_best_model=loss",
+)  # of which the last two need the first
 
 
 class Phase(NamedTuple):
@@ -59,7 +63,7 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
         UserError: a phase that fails, with its own message and exit code; or a resumed run that is not the
             run itself (exit 4).
     """
-    verify_resume.outside_a_launch([*command, "--preflight"])
+    verify_resume.outside_a_launch([*command, "--rehearse"])
     choice_checks.pinned(recipe)
     started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="finetune-preflight-"))
     lived, straight = folder / "run", folder / "straight"
@@ -89,7 +93,7 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     columns = ("phase", "seconds", "host GiB", "GPU GiB")
     screen.table(f"the life of {command[0]}, in {steps} steps", columns, [_row(phase) for phase in phases])
     verify_resume.refuse(
-        parts, "a killed and resumed run is not the run itself", "finetune check --prove-resume"
+        parts, "a killed and resumed run is not the run itself", "finetune check --verify-resume"
     )
     kept = recipe.train.save_total_limit
     screen.say(

@@ -75,7 +75,7 @@ def text_of(value: Any) -> str:
 
 def values_of(recipe: Recipe) -> dict[str, str]:
     """What a recipe says, by dotted key; of a path its last part, as machines differ."""
-    own: Any = {"train": {"output_dir"}, "data": {"cache"}, "publish": True}
+    own: Any = {"train": {"output_dir"}, "data": {"cache_dir"}, "publish": True}
     values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
     found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}
     return {key: str(value).rpartition("/")[2] for key, value in found.items()}

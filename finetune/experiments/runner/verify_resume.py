@@ -1,4 +1,4 @@
-"""`finetune check RECIPE --prove-resume`: that a run of this recipe, stopped and resumed, is the run itself.
+"""`finetune check RECIPE --verify-resume`: that a run of this recipe, stopped and resumed, is the run itself.
 
 Twice as many steps are trained straight through, with a checkpoint in the middle; then a new process goes on
 from that checkpoint. What both have at the end is compared bit for bit.
@@ -66,7 +66,7 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
         UserError: a part differs, each by its name (exit 4); or a run fails, with its own message; or a
             launcher started this process (exit 2).
     """
-    outside_a_launch([*command, "--prove-resume"])
+    outside_a_launch([*command, "--verify-resume"])
     choice_checks.pinned(recipe)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="finetune-proof-"))

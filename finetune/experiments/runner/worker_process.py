@@ -1,4 +1,4 @@
-"""One trial of `finetune tune`: a run in its own process, read as it goes, told to end if it is poor."""
+"""One trial of `finetune sweep`: a run in its own process, read as it goes, told to end if it is poor."""
 
 from __future__ import annotations
 

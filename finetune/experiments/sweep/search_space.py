@@ -36,7 +36,7 @@ REFUSED = {  # keys, or sections, that a search can't change
 }
 # What a trial is not made for, whatever the recipe says: after what the user gave, in a sweep too
 IN_TRIALS = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null"]
-IN_TRIALS += ["eval.tasks=[]", "eval.general=false", "eval.answers=false"]
+IN_TRIALS += ["eval.tasks=[]", "eval.forgetting=false", "eval.generate=false"]
 WHOLE = 1e-8  # how far from a whole number a count of steps may be
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 
@@ -49,7 +49,7 @@ class Search(Section):
     startup_trials: int = Field(default=6, ge=1)
     """Trials drawn by chance, and finished before the median ends any."""
     evaluations: int = Field(default=4, ge=1)
-    """Evaluations in a trial, evenly spread, where the recipe has no `eval.every`."""
+    """Evaluations in a trial, evenly spread, where the recipe has no `eval.eval_steps`."""
 
 
 class Parameter(Section):
@@ -319,4 +319,4 @@ def steps_of(recipe: Recipe, rows: int | None) -> int:
 
 def every(recipe: Recipe, search: Search, rows: int | None) -> int:
     """Steps from one evaluation of a trial to the next."""
-    return recipe.eval.every or -(-steps_of(recipe, rows) // search.evaluations)
+    return recipe.eval.eval_steps or -(-steps_of(recipe, rows) // search.evaluations)

@@ -81,9 +81,14 @@ def comparable(recipe: Recipe) -> None:
     if recipe.data.validation is None and recipe.data.validation_fraction is None:
         fix = "data.validation or data.validation_fraction=0.05"
         raise UserError(Problem("a search needs held-out rows to compare trials by", "data", fix=fix))
-    if recipe.eval.best not in ("loss", "exact_match"):
-        what, best = "a search goes by the loss or the exact match on held-out rows", recipe.eval.best
-        raise UserError(Problem(what, "eval.best", found=best, expected="loss or exact_match"))
+    if recipe.eval.metric_for_best_model not in ("loss", "exact_match"):
+        what, best = (
+            "a search goes by the loss or the exact match on held-out rows",
+            recipe.eval.metric_for_best_model,
+        )
+        raise UserError(
+            Problem(what, "eval.metric_for_best_model", found=best, expected="loss or exact_match")
+        )
 
 
 def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[str, dict[str, str]]:

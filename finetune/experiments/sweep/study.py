@@ -1,8 +1,8 @@
-"""Search recipe keys by Optuna: `finetune tune RECIPE [--space FILE] [--trials N | --hours H]`.
+"""Search recipe keys by Optuna: `finetune sweep RECIPE [--space FILE] [--trials N | --hours H]`.
 
 DIR/study.db          the study, unless --storage names another place
 DIR/trial-0007/       each trial, an ordinary run folder; DIR/logs/ has what it said
-DIR/trials.csv, trials.json, tune.html, *.svg    results (`tune_report.py`)
+DIR/trials.csv, trials.json, sweep.html, *.svg    results (`tune_report.py`)
 DIR/best.yaml         the best recipe, with where each value came from
 DIR/final.yaml        the one that DIR/final/ is trained by, with --final
 
@@ -107,7 +107,10 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     choice_checks.pinned(recipe)
     (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    maximize, name = recipe.eval.best != "loss", study_storage.name_in(asked.url, asked.folder)
+    maximize, name = (
+        recipe.eval.metric_for_best_model != "loss",
+        study_storage.name_in(asked.url, asked.folder),
+    )
     with study_storage.opened(
         asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
     ) as study:
@@ -188,8 +191,8 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
 def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:
     search = space.search
     most = search.evaluations
-    if recipe.eval.every and recipe.train.max_steps:
-        most = -(-recipe.train.max_steps // recipe.eval.every)
+    if recipe.eval.eval_steps and recipe.train.max_steps:
+        most = -(-recipe.train.max_steps // recipe.eval.eval_steps)
     if search.pruner == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=search.startup_trials, n_warmup_steps=0)
     if search.pruner == "hyperband":
@@ -218,8 +221,12 @@ def introduce(job: Job) -> None:
         screen.say(f"note: only the first trial has the recipe's own {', '.join(away)}: the space lacks it")
     rows = [(key, sweep_report.described(one)) for key, one in job.space.parameters.items()]
     screen.table(f"searched in {asked.folder}", ("key", "values"), rows)
-    search, best = job.space.search, job.recipe.eval.best
-    often = f"every {job.recipe.eval.every} steps" if job.recipe.eval.every else f"{search.evaluations} times"
+    search, best = job.space.search, job.recipe.eval.metric_for_best_model
+    often = (
+        f"every {job.recipe.eval.eval_steps} steps"
+        if job.recipe.eval.eval_steps
+        else f"{search.evaluations} times"
+    )
     what = {"loss": "held-out loss", "exact_match": "exact match"}[best]
     screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
     if known:
@@ -285,7 +292,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     else:
         judge, waiting = judges(job, drawn)
         log = asked.folder / "logs" / f"{folder.name}.txt"
-        key, warm = f"eval_{job.recipe.eval.best}", job.found.device == "cpu"
+        key, warm = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
         ended = worker_process.run(words, folder, log, key, judge, waiting, warm=warm)
         if ended.state != "lost":
             failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
@@ -302,7 +309,7 @@ def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
     given = [*job.asked.overrides, *search_space.overrides(values)]
     recipe = load_recipe(job.asked.path, given)
     every = search_space.every(recipe, job.space.search, job.found.rows)
-    mine = [*search_space.IN_TRIALS, f"eval.every={every}", f"train.output_dir={folder}"]
+    mine = [*search_space.IN_TRIALS, f"eval.eval_steps={every}", f"train.output_dir={folder}"]
     launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
     return [job.asked.path, *given, *mine, *launched]
 
@@ -310,13 +317,13 @@ def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
 def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
     """What a trial is ended by: a poor evaluation; the study's time, or a signal. Both say why."""
     said = {"alive": time.monotonic()}
-    recipe, space, best = job.recipe, job.space, job.recipe.eval.best
+    recipe, space, best = job.recipe, job.space, job.recipe.eval.metric_for_best_model
 
     def judge(evaluation: worker_process.Evaluation) -> str:
         if not math.isfinite(evaluation.value):
             return f"{best} is {evaluation.value} at step {evaluation.step}"
         drawn.report(evaluation.value, evaluation.place)
-        last = not recipe.eval.every and evaluation.place >= space.search.evaluations
+        last = not recipe.eval.eval_steps and evaluation.place >= space.search.evaluations
         if last or not drawn.should_prune():
             return ""
         found = f"{best} {evaluation.value:.4g} at step {evaluation.step}"
@@ -357,7 +364,9 @@ def record(job: Job, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
         job.screen.say(f"{head} {word}: {ended.reason}")
         return
     best = "  best so far" if study.best_trial.number == number else ""
-    job.screen.say(f"{head} {job.recipe.eval.best} {ended.value:.4f}, {ended.seconds:.0f} s{best}")
+    job.screen.say(
+        f"{head} {job.recipe.eval.metric_for_best_model} {ended.value:.4f}, {ended.seconds:.0f} s{best}"
+    )
 
 
 def make_way(folder: Path, screen: Console) -> None:

@@ -104,7 +104,7 @@ def _no_driver(error: ImportError, url: str) -> UserError:
     what = "the driver of this database is not installed"
     found = f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}"
     fix = (
-        "pip install 'finetune-toolkit[tune]'"
+        "pip install 'finetune-toolkit[sweep]'"
         if "postgres" in url
         else "pip install its driver: pymysql, say"
     )

@@ -143,7 +143,7 @@ def write(asked: Asked, study: Study, recipe: Recipe, space: Space, rows: int | 
         place.write_text(f"{name}.svg", svg)
     if content["best"] is not None:
         place.write_text(BEST, best_recipe(asked, content, space, rows))
-    place.write_text("tune.html", page(asked, content, drawn, recipe))
+    place.write_text("sweep.html", page(asked, content, drawn, recipe))
     return content
 
 
@@ -180,7 +180,7 @@ def _place(one: Parameter, value: Any) -> Any:
 
 
 def label(recipe: Recipe) -> str:
-    return "held-out loss" if recipe.eval.best == "loss" else "exact match"
+    return "held-out loss" if recipe.eval.metric_for_best_model == "loss" else "exact match"
 
 
 def best_recipe(asked: Asked, content: dict[str, Any], space: Space, rows: int | None) -> str:
@@ -197,8 +197,8 @@ def best_recipe(asked: Asked, content: dict[str, Any], space: Space, rows: int |
         if key.count(".") == 1:
             who = f"tuned: trial {best['number']}, of {described(space.parameters[key])}"
             chosen[key] = (search_space.own_value(recipe, key), who)
-    if recipe.eval.every is None:
-        chosen["eval.every"] = (search_space.every(recipe, space.search, rows), "as in the trials")
+    if recipe.eval.eval_steps is None:
+        chosen["eval.eval_steps"] = (search_space.every(recipe, space.search, rows), "as in the trials")
     chosen["train.output_dir"] = (None, "default")
     compiled = recipe.speed.compile, f"{recipe.origin.set_by.get('speed.compile', 'default')}; off in trials"
     chosen["speed.compile"] = compiled
@@ -228,7 +228,7 @@ def counted(content: dict[str, Any]) -> str:
 
 def next_step(asked: Asked, content: dict[str, Any]) -> str:
     """The best recipe, or the same search again; without the storage's URL, which may hold a password."""
-    more = ["finetune", "tune", asked.path, *asked.overrides, "--space", str(asked.space)]
+    more = ["finetune", "sweep", asked.path, *asked.overrides, "--space", str(asked.space)]
     more += ["--output", str(asked.folder)]
     more += ["--trials", str(asked.trials)] if asked.trials is not None else []
     more += ["--hours", f"{asked.seconds / 3600:g}"] if asked.seconds is not None else []
@@ -267,7 +267,7 @@ def show(screen: Console, asked: Asked, content: dict[str, Any]) -> None:
         few = f" (of {content['counts']['complete']} trials: a hint, no more)"
         screen.say("", f"what decides: {decides}{few}")
     screen.say("", verdict(content, label(recipe)))
-    screen.say(f"the page: {asked.folder}/tune.html; all trials: {asked.folder}/trials.csv")
+    screen.say(f"the page: {asked.folder}/sweep.html; all trials: {asked.folder}/trials.csv")
     screen.say(f"next: {next_step(asked, content)}")
 
 

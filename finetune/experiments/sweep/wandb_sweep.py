@@ -23,8 +23,8 @@ def sweep(
     """The sweep's YAML, whose agents run `finetune train` with overrides, and what a sweep can't say.
 
     Args:
-        rows: to train on, for a recipe that states neither `eval.every` nor its steps: without evaluations
-            there would be no metric to go by.
+        rows: to train on, for a recipe that states neither `eval.eval_steps` nor its steps: without
+            evaluations there would be no metric.
     """
     parameters: dict[str, Any] = {}
     notes = []
@@ -35,8 +35,8 @@ def sweep(
         parameters[key] = distribution(key, one, recipe)
     if TYPE in parameters and any(key.startswith("adapter.") for key in parameters if key != TYPE):
         notes.append("a sweep draws all keys for all types; what a type has not is left out by the run")
-    best = recipe.eval.best
-    fixed = [*IN_TRIALS, f"eval.every={every(recipe, space.search, rows)}", "train.report_to=wandb"]
+    best = recipe.eval.metric_for_best_model
+    fixed = [*IN_TRIALS, f"eval.eval_steps={every(recipe, space.search, rows)}", "train.report_to=wandb"]
     fixed.append("train.output_dir=null")  # each run a folder of its own
     command = ["finetune", "train", path, *given, *fixed]
     content: dict[str, Any] = {
@@ -49,7 +49,7 @@ def sweep(
         content["early_terminate"] = {"type": "hyperband", "min_iter": 1}
         if space.search.pruner == "median":
             notes.append("a sweep has no median pruner: hyperband stands in its place")
-    head = f"# {space.path.name} as a W&B sweep, made by `finetune tune --export-wandb`: wandb sweep FILE\n"
+    head = f"# {space.path.name} as a W&B sweep, made by `finetune sweep --export-wandb`: wandb sweep FILE\n"
     head += "".join(f"# {note}\n" for note in notes)
     return head + yaml.safe_dump(content, sort_keys=False, width=110), notes
 
