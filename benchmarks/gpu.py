@@ -125,8 +125,8 @@ ROWS = {
 }
 KERNELS = {"fa4": "flash_attention_4", "fa3": "flash_attention_3", "cudnn": "cudnn"}
 ROWS |= {
-    f"lora-{base}-{short}": Row((f"model.quantization={base}", f"model.attention={kernel}", *WHOLE))
-    for base in ("bf16", "fp8")
+    f"lora-{base}-{short}": Row((f"model.quantization={stored}", f"model.attention={kernel}", *WHOLE))
+    for base, stored in {"bf16": "none", "fp8": "fp8"}.items()
     for short, kernel in KERNELS.items()
 }
 CAPS = {
@@ -135,7 +135,7 @@ CAPS = {
     "40gb": 39.4,
     "80gb": 79.1,
     "141gb": 139.8,
-}  # the least of finetune/gpus.py
+}  # the least of finetune/hardware/gpus.py
 RECIPES = {
     f"{size}_{kind}": Row(length=2048, batch=8, packed=True, cap_gib=gib, recipe=f"{size}_{kind}.yaml")
     for size, gib in CAPS.items()

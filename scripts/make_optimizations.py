@@ -18,7 +18,8 @@ PAGE = ROOT / "docs" / "optimizations.md"
 HEAD = """# Optimisations
 
 Made by `scripts/make_optimizations.py` from [recipes/ablation.yaml](../recipes/ablation.yaml) and from
-measurements. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped, and
+measurements. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped,
+and
 writes the recipe with what did.
 
 **On a CPU**: `finetune ablate recipes/quickstart.yaml`, {cpu}.

@@ -74,7 +74,7 @@ def step(
     from finetune.core.run_checks import RunChecks
     from finetune.models import loading
     from finetune.recipe import loader
-    from finetune.training import first_step_checks, training_arguments, training_data
+    from finetune.training import first_step_checks, load_data, training_arguments
 
     given = [f"model.name={base}", data, "data.validation=null", "train.effective_batch_size=8"]
     given += ["train.warmup_steps=0", "train.max_grad_norm=0", "train.logging_steps=1"]
@@ -85,7 +85,7 @@ def step(
     arguments = training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
     arguments.output_dir = str(folder)
     set_seed(loaded.train.seed)
-    tokenizer, prepared = training_data.prepare_data(loaded)
+    tokenizer, prepared = load_data.prepare_data(loaded)
     adapted: Any = attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 1, RunChecks())
     for module in adapted.modules():  # so that every gradient is something
         if "default" in getattr(module, "lora_B", {}):

@@ -36,7 +36,8 @@ SHORT = """
 measure: {steps: 3, warm_up: 1, repeats: 1, held_out_rows: 4, min_gain: 0}
 baseline:
   mixed_precision: "no"
-  set: {model.attention: eager, speed.activation_checkpointing: full, speed.loss: trl, train.optim: adamw_torch}
+  set:
+    {model.attention: eager, speed.activation_checkpointing: full, speed.loss: trl, train.optim: adamw_torch}
 rungs:
   - {name: no_recompute, kind: memory, what: it, set: {speed.activation_checkpointing: none}}
   - {name: broken, kind: data, what: it, set: {data.format: text}}
@@ -143,7 +144,8 @@ def test_the_next_run_s_process_imports_while_one_runs(tmp_path, monkeypatch) ->
 def test_workers_of_a_forked_run_start_as_those_of_any_run(tmp_path) -> None:
     """By the server's method each imported everything anew, which a data loader's first batch waited for."""
     log = tmp_path / "log"
-    code = f"import multiprocessing\nfrom finetune import trial\ntrial.begin({str(log)!r})\n"
+    code = "import multiprocessing\nfrom finetune.experiments.runner import worker_process\n"
+    code += f"worker_process.begin({str(log)!r})\n"
     code += "print(multiprocessing.get_start_method(), flush=True)"
     process = multiprocessing.get_context("forkserver").Process(target=exec, args=(code,))
     process.start()

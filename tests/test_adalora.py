@@ -278,7 +278,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     from finetune.models import loading
     from finetune.recipe import loader
     from finetune.run_folder.run_folder import RunFolder
-    from finetune.training import first_step_checks, step_metrics, training_arguments, training_data
+    from finetune.training import first_step_checks, load_data, step_metrics, training_arguments
 
     given = ["adapter.type=adalora", "adapter.r=4", "train.effective_batch_size=8", "train.max_grad_norm=1e9"]
     given += ["train.max_steps=6", "train.warmup_steps=0", "data.validation=null", *overrides]
@@ -289,7 +289,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     arguments = training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
     arguments.output_dir = str(folder)
     set_seed(loaded.train.seed)
-    tokenizer, prepared = training_data.prepare_data(loaded)
+    tokenizer, prepared = load_data.prepare_data(loaded)
     base = loading.load(loaded.model, setup, str(arguments.device))
     adapted = attach.attach(base, loaded.adapter, arguments.max_steps, RunChecks())
     steps, size = arguments.max_steps, batch.effective

@@ -93,7 +93,7 @@ def test_torchao_s_tensors_keep_their_own_products(train, two_layers, capsys) ->
 @pytest.mark.parametrize("storage", adapter_types.QUANTISED)
 def test_what_is_not_known_to_be_codes_is_left_to_the_live_model(storage: str) -> None:
     whole = ["wte", "ln_f", "gate", "router", "conv1d", "embed_tokens", "lm_head", "norm"]
-    raw = {"adapter": {"type": "lora", "modules_to_save": whole}, "speed": {"base": storage}}
+    raw = {"adapter": {"type": "lora", "modules_to_save": whole}, "model": {"quantization": storage}}
     assert not adapter_rules.conflicts(raw)
     for name in ("model.layers.0.self_attn.q_proj", "c_attn", "query_key_value", "fc1"):
         raw["adapter"]["modules_to_save"] = ["norm", name]

@@ -281,7 +281,9 @@ TABLE = [
         39, rows('{"text": "<|im_start|>one two"}', '{"text": "three four"}'), "second BOS", "rows.jsonl:1",
         command="data", code=0, make=with_bos,
     ),
-    of_run(40, lambda _: ["model.quantization=fp8"], 3, "model.quantization", "compute capability 8.9", "CPU"),
+    of_run(
+        40, lambda _: ["model.quantization=fp8"], 3, "model.quantization", "compute capability 8.9", "CPU"
+    ),
     *(
         of_run(41, lambda _, v=version: [f"model.attention=flash_attention_{v}"], 3,
                "model.attention", "needs an NVIDIA GPU", "attention: auto")

@@ -152,7 +152,7 @@ def together(who: str, folder: str) -> None:
     state = PartialState(cpu=True)
     collectives.AGREEMENT_SECONDS = 2
     collectives.failures()
-    comparison.train = SimpleNamespace(run=training)
+    comparison.pipeline = SimpleNamespace(run=training)
     reason = comparison.run_one(comparison.Job(None, 1, None, RunFolder(Path(folder)), "x"))
     state.wait_for_everyone()
     print(f"went on: {reason}|", flush=True)

@@ -17,7 +17,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import apply_to_model
-from finetune.training import resume_facts, stages, training_arguments, training_data
+from finetune.training import load_data, resume_facts, stages, training_arguments
 
 
 def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
@@ -40,7 +40,7 @@ def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None
         found = loader.load(QUICKSTART, [f"data.name={json.dumps(sources)}", "data.validation=null"])
         setup, (tokenizer, prepared) = (
             choice_checks.setup_of(found),
-            training_data.prepare_data(found),
+            load_data.prepare_data(found),
         )
         return resume_contract.contract(found.model_dump(mode="json"), setup, {}, tokenizer, prepared.content)
 
@@ -59,7 +59,7 @@ def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
     found = loader.load(QUICKSTART, more)
     setup, (tokenizer, prepared) = (
         choice_checks.setup_of(found),
-        training_data.prepare_data(found),
+        load_data.prepare_data(found),
     )
 
     def contract(workers: int) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     one = loader.load(QUICKSTART, ["speed.compile=false"])
     setup, ledger = choice_checks.setup_of(one), RunChecks()
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
-    tokenizer, prepared = training_data.prepare_data(one)
+    tokenizer, prepared = load_data.prepare_data(one)
 
     def asked_for(checkpointing: str, offload: str) -> dict[str, Any]:
         asked = {"speed.activation_checkpointing": checkpointing, "speed.offload": offload}

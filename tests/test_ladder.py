@@ -23,7 +23,7 @@ from finetune.hardware import detection
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import apply_to_model
-from finetune.training import stages, training_arguments, training_data
+from finetune.training import load_data, stages, training_arguments
 
 SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
 
@@ -67,7 +67,8 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
             [":3:37)", ":3:60)", ":4:44)"],
         ),
         (
-            "baseline: {set: {train.output_dir: here, eval.eval_steps: 2}}\nrungs:\n- {name: a, kind: b, what: c,"
+            "baseline: {set: {train.output_dir: here, eval.eval_steps: 2}}\nrungs:\n"
+            "- {name: a, kind: b, what: c,"
             " set: {train.max_steps: 9, data.name: other.jsonl}, full: {set: {data.max_length: 8}}}",
             [":1:18)", "folder of its own", ":1:42)", ":3:37)", "measure.steps", ":3:57)", ":3:95)"],
         ),
@@ -171,7 +172,7 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     one = loader.load(QUICKSTART, overrides)
     setup, ledger = choice_checks.setup_of(one), RunChecks()
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
-    tokenizer, prepared = training_data.prepare_data(one)
+    tokenizer, prepared = load_data.prepare_data(one)
     model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
     work = stages.work_of(model, one, setup, 64, 1.0)
     fast = stages.make_fast(model, one, setup, arguments, work, None, ledger)

@@ -279,7 +279,7 @@ def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:
 
 
 def test_without_torchao_the_pip_line(run, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.core.packages.installed", lambda name: name != "torchao")
+    monkeypatch.setattr("finetune.export.torchao_quantization.installed", lambda name: name != "torchao")
     folder = run("lora")
     merge(folder, "--quantize", "int8", code=3)
     assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_deepspeed_is_given_adapters_in_the_launch_s_16_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "seconds", "gib"), [("bf16", 1.441, 100.5), ("fp8", 1.151, 97.1)], ids=("bf16", "fp8")
+    ("base", "seconds", "gib"), [("none", 1.441, 100.5), ("fp8", 1.151, 97.1)], ids=("bf16", "fp8")
 )
 def test_fsdp2_is_planned_as_two_gpus_measured_it(large, base: str, seconds: float, gib: float) -> None:
     """An 8B Llama, four rows of 4,096 tokens on each of two H200s (benchmarks/multi_gpu.json)."""

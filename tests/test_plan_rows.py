@@ -11,7 +11,7 @@ from conftest import MODEL, QUICKSTART, planned
 from finetune.planning import dataset_estimate, plan_report, suggestions
 from finetune.recipe import loader
 from finetune.recipe.schema import Data, Model
-from finetune.training import training_data
+from finetune.training import load_data
 
 
 def test_rows_are_counted_and_steps_follow(large) -> None:
@@ -121,7 +121,7 @@ def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
     """The quickstart's chats: 118 tokens, 59 by characters."""
     loaded = loader.load(QUICKSTART)
     found = dataset_estimate.rows_of(loaded.data, loaded.model, 1)
-    report = training_data.prepare_data(loaded)[1].report["train"]
+    report = load_data.prepare_data(loaded)[1].report["train"]
     assert found and found.number == report.kept
     assert found.tokens == pytest.approx(report.tokens / report.kept, rel=0.01)
     assert any(
@@ -139,7 +139,7 @@ def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
     loaded = loader.load(
         QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
     )
-    rows = training_data.prepare_data(loaded)[1].train
+    rows = load_data.prepare_data(loaded)[1].train
     assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how
     with path.open("a") as file:
         file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")

@@ -205,7 +205,7 @@ def test_what_does_not_go_together_is_said(overrides: list[str], said: list[str]
 
 
 def test_without_torchao_the_pip_line(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.recipe.upstream_options.installed", lambda name: name != "torchao")
+    monkeypatch.setattr("finetune.core.packages.installed", lambda name: name != "torchao")
     assert main.main(["check", str(QUICKSTART), INTX]) == 3
     assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err
     with pytest.raises(UserError) as raised:

@@ -171,7 +171,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         "highest loss after training",
         "test.jsonl:7",
         "Training",
-        "Receipts",
+        "Run checks",
         "Data",
         "Recipe",
         "train.learning_rate",
@@ -260,12 +260,12 @@ def test_the_command_that_makes_it_again_has_the_launch_s_precision(splitter: st
 
 def test_a_receipt_that_does_not_match_comes_first_and_spoils_the_verdict(folder: RunFolder) -> None:
     receipts = folder.read("checks.json")
-    receipts[-1] |= {"ok": False, "asked": "one thing", "got": "another"}
+    receipts[-1] |= {"passed": False, "expected": "one thing", "actual": "another"}
     folder.write("checks.json", receipts)
     page = page_of(folder)
     said = page.said()
-    assert f"1 of {len(receipts)} receipts do not match" in said and "mixed" in page.classes
-    section = said[said.index("Receipts", said.index("Training")) :]
+    assert f"1 of {len(receipts)} run checks failed" in said and "mixed" in page.classes
+    section = said[said.index("Run checks", said.index("Training")) :]
     assert section.index("✗ NO") < section.index("✓ yes") and "asked one thing, got another" in section
 
 
@@ -413,5 +413,5 @@ def test_durations(time: float, said: str) -> None:
 
 def test_templates_are_in_the_package() -> None:
     """The wheel takes all files under finetune/; these must lie there."""
-    for name in ("report.html.jinja", "data/page.css.jinja", "data/parts.html.jinja"):
+    for name in ("reporting/report.html.jinja", "core/html/page.css.jinja", "core/html/parts.html.jinja"):
         assert (ROOT / "finetune" / name).exists()

@@ -31,27 +31,27 @@ CANARIES = {
 }
 LIFE = """
 import sys
-from finetune import cli
+from finetune.cli import main
 run, *command = sys.argv[1:]
-assert cli.main(command) == 0
-assert cli.main(["report", run]) == 0
-assert cli.main(["publish", run, "--dry-run"]) == 0
+assert main.main(command) == 0
+assert main.main(["report", run]) == 0
+assert main.main(["publish", run, "--dry-run"]) == 0
 print("the crash:", flush=True)
 sys.argv = ["finetune", "publish", run, "--repo", "me/other", "--debug"]
-sys.exit(cli.main())
+sys.exit(main.main())
 """
 
 
 DEFECT = """
 import os, sys
-from finetune import cli
+from finetune.cli import check as command, main
 
 def check(options):
     "A command with a defect."
     raise RuntimeError(os.environ["HF_TOKEN"] + " was refused")
 
-cli.check, sys.argv = check, ["finetune", "check", "a.yaml"]
-sys.exit(cli.main())
+command.check, sys.argv = check, ["finetune", "check", "a.yaml"]
+sys.exit(main.main())
 """
 
 

@@ -17,6 +17,7 @@ from finetune.core import run_checks
 from finetune.core.errors import UserError
 from finetune.distributed.launch_environment import ACCELERATE
 from finetune.experiments.runner import verify_resume
+from finetune.hardware import detection
 from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config, launcher
 from finetune.recipe import loader
@@ -41,7 +42,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[Hardware], list[list[str]]]
 
     def make(machine: Hardware) -> list[list[str]]:
         started: list[list[str]] = []
-        for module in (launcher, machine_setup):
+        for module in (launcher, detection):
             monkeypatch.setattr(module, "detect", lambda: machine)
         monkeypatch.setattr("os.execv", lambda path, command: started.append(command) or sys.exit(0))
         return started

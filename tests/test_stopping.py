@@ -38,7 +38,7 @@ from finetune.training import pipeline, stopping
 # A loader's worker that does not leave by itself, as one that waits for more to read
 WAITING = """
 import multiprocessing, os, signal, time
-from finetune import stopping
+from finetune.training import stopping
 
 def work(begin, ready):
     begin(0)
@@ -263,7 +263,7 @@ def test_a_finished_run_may_be_asked_for_otherwise(tmp_path, monkeypatch) -> Non
         kept = {"recipe": {"data.name": was, "data.cache_dir": "there", "eval.generate": True}}
         RunFolder(tmp_path / "run").write("checkpoints/contract.json", {**kept, "facts": {}, "chosen": {}})
         now: dict[str, Any] = {"model": {}, "data": {"name": name, "cache_dir": "here"}}
-        now["eval"] = {"answers": False}
+        now["eval"] = {"generate": False}
         assert resume.nothing_to_do("run", "auto", now)
         with pytest.raises(UserError, match=r"data\.name"):
             resume.nothing_to_do("run", "auto", now | {"data": {"name": other}})

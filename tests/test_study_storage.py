@@ -78,7 +78,7 @@ def test_a_storage_that_can_not_be_used(url: str, code: Exit, monkeypatch) -> No
 
 SHARE = """
 import os, sys, time
-from finetune import study_storage
+from finetune.experiments.sweep import study_storage
 with study_storage.opened(sys.argv[1], "shared") as study:
     for _ in range(6):
         trial = study.ask()

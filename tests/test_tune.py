@@ -26,6 +26,7 @@ from finetune.core.errors import Exit, UserError
 from finetune.experiments.runner import worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep import study as sweep_study
+from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.recipe import loader
 
 SPACE = """
@@ -52,7 +53,7 @@ def study(tmp_path_factory, small, two_layers) -> Path:
     with study_storage.opened(url, "study") as begun:
         begun.enqueue_trial(LEFT)
     code = (
-        "import os; from finetune import study_storage\n"
+        "import os; from finetune.experiments.sweep import study_storage\n"
         f"with study_storage.opened({url!r}, 'study') as study:\n"
         "    gone = study.ask()\n"
         "    study_storage.describe(gone)\n"
@@ -104,8 +105,8 @@ def test_the_best_recipe_checks_and_says_where_its_values_are_from(study, found,
     loaded = loader.load(study / "best.yaml")
     assert loaded.train.learning_rate == best["values"]["train.learning_rate"]
     tried = loader.load(study / best["folder"] / "recipe.resolved.yaml")
-    assert loaded.eval.every == tried.eval.every is not None, "else it would keep the last weights"
-    assert loaded.train.output_dir is None and loaded.speed.compile == "auto" and loaded.eval.answers
+    assert loaded.eval.eval_steps == tried.eval.eval_steps is not None, "else it would keep the last weights"
+    assert loaded.train.output_dir is None and loaded.speed.compile == "auto" and loaded.eval.generate
     text = (study / "best.yaml").read_text()
     assert f"# tuned: trial {best['number']}, of 2 to 16" in text
     assert main.main(["check", str(study / "best.yaml")]) == 0
@@ -139,7 +140,7 @@ def test_a_first_trial_may_be_the_best() -> None:
     rows.append({"number": 1, "state": "pruned", "value": None, "own": False, "reason": "exit 5: nan"})
     content = {"best": 0, "own": 0, "trials": rows, "direction": "minimize"}
     assert sweep_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5, trial 0."
-    asked = sweep_study.Asked("a.yaml", [], Path("s.yaml"), Path("runs/sweep-a"), None, None, "")
+    asked = SweepRequest("a.yaml", [], Path("s.yaml"), Path("runs/sweep-a"), None, None, "")
     assert sweep_report.next_step(asked, content) == "finetune train runs/sweep-a/best.yaml"
     assert sweep_report.next_step(asked, content | {"best": None}).startswith("finetune sweep a.yaml")
     limited = sweep_report.next_step(asked._replace(trials=30, seconds=5400.0), content | {"best": None})
@@ -256,7 +257,7 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
 
     monkeypatch.setattr(worker_process, "start", slept)
     monkeypatch.setattr(sweep_study, "BEAT", 0.0)
-    asked = sweep_study.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", folder, 2, None, url)
+    asked = SweepRequest(str(QUICKSTART), [], tmp_path / "space.yaml", folder, 2, None, url)
     screen = Console(quiet=True)
     said: list[str] = []
     monkeypatch.setattr(screen, "say", lambda *texts: said.extend(texts))
@@ -282,7 +283,7 @@ def test_a_broken_worker_ends_alone(tmp_path, monkeypatch) -> None:
         f"sqlite:///{tmp_path}/study.db",
         worker_process.Ended("failed", None, "exit 3: no GPU", 0.1, None),
     )
-    asked = sweep_study.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 20, None, url)
+    asked = SweepRequest(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 20, None, url)
     looked = search_space_checks.Looked(space, [], "cpu", {}, 96)
     monkeypatch.setattr(worker_process, "run", lambda *_, **__: ended)
     with study_storage.opened(url, "study") as study:
@@ -306,7 +307,7 @@ def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
     """Two workers asked for the last one; if the one that got it is killed, it is run again all the same."""
     (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
     space, whole = search_space.read(tmp_path / "space.yaml"), loader.load(QUICKSTART)
-    asked = sweep_study.Asked(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 2, None, "")
+    asked = SweepRequest(str(QUICKSTART), [], tmp_path / "space.yaml", tmp_path, 2, None, "")
     looked, ran = search_space_checks.Looked(space, [], "cpu", {}, 96), list[str]()
     complete = worker_process.Ended("complete", 1.0, "", 0.1, None)
     monkeypatch.setattr(
@@ -345,12 +346,13 @@ def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> Non
     saves += f"here = pathlib.Path({str(tmp_path)!r})\n"
     saves += "signal.signal(15, lambda *_: (time.sleep(1), (here / 'saved').touch(), os._exit(75)))\n"
     saves += "(here / 'pid').write_text(str(os.getpid()))\n(here / 'runs').touch()\ntime.sleep(60)"
-    code = "import argparse, pathlib, subprocess, sys; from finetune import cli, tune\n"
+    code = "import argparse, pathlib, subprocess, sys; from finetune.cli import main\n"
+    code += "from finetune.experiments.sweep import study\n"
+    code += "from finetune.experiments.sweep.sweep_request import SweepRequest\n"
     code += f"sys.executable = {str(tmp_path / 'python')!r}\n"
-    code += (
-        f"asked = tune.Asked('a.yaml', [], pathlib.Path('s'), pathlib.Path({str(tmp_path)!r}), 1, None, '')\n"
-    )
-    code += "sys.exit(cli.guarded(lambda _: tune.final(asked), argparse.Namespace(debug=False)))"
+    code += f"folder = pathlib.Path({str(tmp_path)!r})\n"
+    code += "asked = SweepRequest('a.yaml', [], pathlib.Path('s'), folder, 1, None, '')\n"
+    code += "sys.exit(main.guarded(lambda _: study.final(asked), argparse.Namespace(debug=False)))"
     (tmp_path / "saves.py").write_text(saves)
     (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/saves.py\n")
     (tmp_path / "python").chmod(0o755)
@@ -373,8 +375,9 @@ def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> Non
 
 
 WAITS = {
-    "spawned": "p = subprocess.Popen(['sleep', '60'], preexec_fn=trial.tie)",
-    "forked": "l = here / 'l'\np = trial.start([f'{here}/pipe'], l, True)\nwhile not l.exists(): pass",
+    "spawned": "p = subprocess.Popen(['sleep', '60'], preexec_fn=worker_process.tie)",
+    "forked": "l = here / 'l'\n"
+    "p = worker_process.start([f'{here}/pipe'], l, True)\nwhile not l.exists(): pass",
 }
 
 
@@ -382,7 +385,7 @@ WAITS = {
 def test_a_run_ends_with_its_study(how: str, tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")  # a recipe that a run waits for
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
-    code = "import pathlib, subprocess, time; from finetune import trial\n"
+    code = "import pathlib, subprocess, time; from finetune.experiments.runner import worker_process\n"
     code += f"here = pathlib.Path({str(tmp_path)!r})\n{WAITS[how]}\n"
     code += "print(p.pid, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
@@ -400,6 +403,6 @@ def test_a_run_ends_with_its_study(how: str, tmp_path) -> None:
 
 def test_the_process_of_a_study_holds_no_torch() -> None:
     """Trials and the look at recipe and space have processes of their own."""
-    code = "import sys; from finetune import tune; print('torch' in sys.modules)"
+    code = "import sys; from finetune.experiments.sweep import study; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

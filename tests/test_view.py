@@ -18,7 +18,7 @@ from finetune.data.audit import Report
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Model
-from finetune.training import training_data
+from finetune.training import load_data
 
 ANSWERS = ["Maria did.", "A tag:\n\tif a < b: print('[red]no[/red]')", "👩‍👩‍👧 and 中文, said 😀.", "Omar."]
 QUESTIONS = [
@@ -185,7 +185,7 @@ def test_what_acts_on_a_terminal_is_shown_not_sent(data, capsys, chats) -> None:
 
 def test_with_colours_there_are_no_brackets(data, tmp_path, chats) -> None:
     recipe = load_recipe(QUICKSTART, [f"data.name={chats}", f"data.cache_dir={tmp_path / 'cache'}"])
-    tokenizer, prepared = training_data.prepare_data(recipe)
+    tokenizer, prepared = load_data.prepare_data(recipe)
     screen = Console()
     screen.console = RichConsole(force_terminal=True, color_system="standard", record=True, quiet=False)
     with screen.console.capture() as captured:
@@ -242,7 +242,7 @@ def test_prepare_fills_a_folder_that_training_finds(data, tmp_path, capsys) -> N
     assert command[:3] == ["finetune", "train", str(QUICKSTART)] and command[-1] == f"data.cache_dir={folder}"
     assert "【" not in shown
     recipe = load_recipe(command[2], command[3:])
-    _, prepared = training_data.prepare_data(recipe)
+    _, prepared = load_data.prepare_data(recipe)
     assert prepared.cached and prepared.path.parent == folder
     assert data(f"data.cache_dir={folder}", "--show", "0") == 0
     assert "found in the cache" in capsys.readouterr().out

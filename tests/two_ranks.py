@@ -36,7 +36,9 @@ def run(
     *arguments: Any,
     cwd: Path | None = None,
     count: int = 2,
-    preloaded: tuple[str, ...] = ("finetune.experiments.runner.preload_libraries",),  # as `trial.WARM` has it
+    preloaded: tuple[str, ...] = (
+        "finetune.experiments.runner.preload_libraries",
+    ),  # as `worker_process.WARM` has it
     **launch: str,
 ) -> str:
     """`function(*arguments)` as rank 0 and as rank 1, with the environment that `accelerate launch` gives.

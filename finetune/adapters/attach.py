@@ -1,6 +1,6 @@
 """Put an adapter on a model, or go on from one; then say which modules it changed and which weights train.
 
-The types and their keys are in `adapter_types.py`, first weights that need preparation in `adapter_init.py`.
+`recipe/adapter_types.py` has the types and their keys, `initialization.py` the initializations that look at data.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import dataclasses
 import random
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import psutil
@@ -22,12 +22,32 @@ from finetune.checkpointing import checkpoints, serialization
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives, deepspeed_zero, launch_environment, sharded_tensors
 
-if TYPE_CHECKING:
-    from finetune.training.trainer import Trainer
-
 RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of; ZeRO's optimizer too
 GROUPS = Path("/sys/fs/cgroup")  # where a container's limits stand
 _FIRST = 2**61 - 1  # a prime, by which the digest of batches grows
+
+
+class Trainer(Protocol):
+    """What a checkpoint reads from the Trainer and restores into it."""
+
+    accelerator: Any
+    args: Any
+    batches: Any
+    contract: Any
+    epoch_rng: Any
+    lr_scheduler: Any
+    model: Any
+    optimizer: Any
+    orthogonality_weight: Any
+    remembering: Any
+    resumed: Any
+    state: Any
+    sums: Any
+    writer: Any
+    _globalstep_last_logged: Any
+    _metrics: Any
+    _total_train_tokens: Any
+    _tr_loss: Any
 
 
 def save(trainer: Trainer) -> None:

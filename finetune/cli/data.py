@@ -26,7 +26,7 @@ def data(options: argparse.Namespace) -> None:
     """Show what will be trained on, token by token."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker
-    from finetune.training import training_data
+    from finetune.training import load_data
 
     if options.prepare is not None:
         options.overrides.append(f"data.cache_dir={options.prepare}")
@@ -42,7 +42,7 @@ def data(options: argparse.Namespace) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         quieten_libraries()
-        tokenizer, prepared = training_data.prepare_data(recipe)
+        tokenizer, prepared = load_data.prepare_data(recipe)
     from finetune.data import preview
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # data may hold what the terminal's encoding lacks

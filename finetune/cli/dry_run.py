@@ -15,7 +15,7 @@ from finetune.launch import launcher
 from finetune.planning import plan_report
 from finetune.preflight import choice_checks
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training import optimizers, training_data
+from finetune.training import load_data, optimizers
 
 if TYPE_CHECKING:
     import argparse
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
     lm_eval_harness.check(recipe.eval, recipe.model)
-    tokenizer, prepared = training_data.prepare_data(recipe)
+    tokenizer, prepared = load_data.prepare_data(recipe)
     preview.summary(screen, prepared)
     rows = None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)

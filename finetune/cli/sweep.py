@@ -35,13 +35,15 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(Problem(what, where=str(folder), found="is a run folder", fix=fix))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    from finetune.experiments.sweep import study
+    from finetune.experiments.sweep import study, sweep_request
 
     url = options.storage or os.environ.get(URL) or f"sqlite:///{folder.resolve()}/study.db"
     seconds = options.hours * 3600 if options.hours is not None else None
     limits = options.trials, seconds
     more = {"accelerate": options.accelerate, "final": options.final}
-    asked = study.Asked(options.recipe, options.overrides, Path(path), folder, *limits, url, **more)
+    asked = sweep_request.SweepRequest(
+        options.recipe, options.overrides, Path(path), folder, *limits, url, **more
+    )
     study.run(asked, quiet=options.quiet)
 
 

@@ -19,7 +19,7 @@ from finetune.evaluation import reopen
 from finetune.export import torchao_quantization
 from finetune.quantization import fp8_loading
 from finetune.speed.lm_head_loss import base_of
-from finetune.training import training_data
+from finetune.training import load_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def probes(recipe: Recipe, tokenizer: Any, held_out: list[HeldOut]) -> tuple[lis
     if held_out:
         found = [document.ids for row in held_out[:PROBE_ROWS] for document in row.documents][:PROBE_ROWS]
     else:
-        _, prepared = training_data.prepare_data(recipe)
+        _, prepared = load_data.prepare_data(recipe)
         found = [row["input_ids"] for row in islice(prepared.train, PROBE_ROWS)]
     rows, room = [], max(PROBE_TOKENS, PROBE_LOGITS // max(1, len(tokenizer)))
     for ids in found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# What we hand to transformers under a name of ours, of kernels that take no mask: speed/attention_kernels.py.
+# Names that we register with transformers for kernels that take no mask (attention_functions.py).
 # transformers' own flash_attention_* ask the device for the documents' borders in each layer, which breaks
 # the compiled graph, and without the package they fetch a kernel from the Hub.
 IMPLEMENTATIONS = {

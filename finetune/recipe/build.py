@@ -83,7 +83,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _texts_beside_keys(name: str) -> dict[str, str]:
-    """Key -> the docstring that stands under it in sections.py, for a section or one made from it.
+    """Key -> the docstring that stands under it in schema.py, for a section or one made from it.
 
     Pydantic reads them too (`use_attribute_docstrings`), in 0.1 s that every command would pay.
     """

@@ -3,7 +3,7 @@
     recipe = load("recipes/quickstart.yaml", ["adapter.type=ia3"])
 
 `train:` takes SFTConfig's own keys and `adapter:` PEFT's own keys for the chosen type (`adapter_types.py`);
-both are checked against the installed classes (`upstream.py`). `sections.py` holds what is ours.
+both are checked against the installed classes (`upstream_options.py`). `schema.py` holds our own keys.
 """
 
 from __future__ import annotations

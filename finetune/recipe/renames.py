@@ -206,5 +206,6 @@ def current_recipe(raw: dict[str, Any]) -> dict[str, Any]:
 
 def current_contract(contract: dict[str, Any]) -> dict[str, Any]:
     """The dotted keys of a checkpoint's contract under today's names."""
-    parts = {name: dict(current(*item) for item in contract[name].items()) for name in ("recipe", "chosen")}
+    held = [name for name in ("recipe", "chosen") if name in contract]
+    parts = {name: dict(current(*item) for item in contract[name].items()) for name in held}
     return {**contract, **parts}

@@ -238,7 +238,7 @@ class Speed(Section):
     more time (`mlp:8`: in eight layers). `mlp_int8`: that half is saved in int8: a third less memory for a
     fiftieth more time, gradients change by one percent (`mlp_int8:8`: eight layers recompute it instead).
     `full`: all layers, for a third more time (`full:12`: twelve layers, and `mlp` in the others). `true`
-    means `full`, `false` means `none`. `auto` takes the least that fits, `mlp_int8` only on an fp8 base model."""
+    means `full`, `false` means `none`. `auto` takes the least that fits (`mlp_int8` only on an fp8 base)."""
     offload: (
         Literal["auto", "none", "activations", "optimizer", "all"]
         | Annotated[str, Field(pattern=r"^activations:[1-9]\d{0,3}$")]
@@ -246,8 +246,8 @@ class Speed(Section):
     """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `mlp`, which
     `activation_checkpointing: auto` takes where the CPU has room for it, or the inputs of layers that are
     recomputed whole (under `mlp_int8`: all else); `activations:8`: of eight layers; copied beside the layers.
-    `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's is small. `auto`: on an fp8 base,
-    where int8 is not enough, activations of as many layers as let none be made again, if copies take no
+    `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's is small. `auto`: on an fp8
+    base, where int8 is not enough, activations of as many layers as let none be made again, if copies take no
     longer than what they run beside."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""

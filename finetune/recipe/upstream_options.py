@@ -150,7 +150,7 @@ def _causal_classes() -> str:
     """The lines of `modeling_auto.py` that name the causal class of each family."""
     text = packages.source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")
     _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
-    assert found, "transformers has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: upstream.py must follow it"
+    assert found, "transformers has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: upstream_options.py must follow it"
     return rest.partition("\n)\n")[0]
 
 
@@ -178,7 +178,7 @@ def _class(package: str, file: str, name: str) -> ast.ClassDef:
     for node in _tree(package, file).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
-    raise AssertionError(f"{package}/{file} has no class {name}: upstream.py must follow it")
+    raise AssertionError(f"{package}/{file} has no class {name}: upstream_options.py must follow it")
 
 
 def _constants(node: ast.ClassDef) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _dict(file: str, name: str) -> ast.Dict:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             assert isinstance(node.value, ast.Dict)
             return node.value
-    raise AssertionError(f"transformers has no {name}: upstream.py must follow it")
+    raise AssertionError(f"transformers has no {name}: upstream_options.py must follow it")
 
 
 def _registrations(path: Path) -> list[dict[str, ast.expr]]:

@@ -74,7 +74,7 @@ def judge(run: Run) -> Verdict:
         return _unfinished(run)
     held_out = run.data["validation"].kept if run.data else None
     verdict = scores.judge(run.evaluation, held_out, training_loss(run))
-    doubts = [f"{failed} of {len(run.receipts)} receipts do not match: see below"] if failed else []
+    doubts = [f"{failed} of {len(run.receipts)} run checks failed: see below"] if failed else []
     kind = "mixed" if failed and verdict.kind == "good" else verdict.kind
     return verdict._replace(kind=kind, doubts=[*verdict.doubts, *doubts])
 
@@ -145,7 +145,7 @@ def headlines(run: Run) -> list[tuple[str, str]]:
         found.append(("time in training", duration(seconds(run))))
     if run.receipts:
         ok = sum(bool(receipt["passed"]) for receipt in run.receipts)
-        found.append(("receipts that match", f"{ok} of {len(run.receipts)}"))
+        found.append(("run checks that passed", f"{ok} of {len(run.receipts)}"))
     return found
 
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
-
-from finetune.adapters import init_from
 from finetune.core.console import Console
 from finetune.core.errors import Exit
 from finetune.core.run_checks import RunChecks
-from finetune.data import chat_templates
 from finetune.distributed import collectives
-from finetune.models import tokenizer_setup
-from finetune.training import resume_facts, stages
+from finetune.training import load_data, resume_facts, stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,30 +19,17 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 
-def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer, and the rows as it encodes them."""
-    from finetune.data import preparation, streaming
-
-    template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
-    tokenizer = tokenizer_setup.load_tokenizer(recipe.model, template)
-    init_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
-    build = streaming.stream if recipe.data.streaming else preparation.prepare
-    rows, ends = (
-        tokenizer_setup.vocabulary(recipe.model, tokenizer),
-        tokenizer_setup.declared_ends(recipe.model),
-    )
-    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
-
-
 def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:
     """The data, which one process of each machine prepares for the others, once all mean the same run."""
     collectives.agree(resume_facts.facts(recipe, setup))
     if recipe.data.streaming:
-        return prepare_data(recipe)
+        return load_data.prepare_data(recipe)
+    from accelerate import PartialState
+
     first = PartialState().is_local_main_process
     if not first:
         collectives.wait()  # without a limit: Accelerate's own way to take turns ends after half an hour
-    made = prepare_data(recipe)
+    made = load_data.prepare_data(recipe)
     if first:
         collectives.wait()
     return made

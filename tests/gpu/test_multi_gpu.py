@@ -42,6 +42,8 @@ IA3 = ("adapter.type=ia3", "train.learning_rate=1e-1")  # its own: steps that bf
 FULL = ("adapter.type=full", "train.learning_rate=5e-4")
 LONG = ("model.attention=sdpa", "speed.activation_checkpointing=full")
 CODES = ("split by FSDP", "codes that FSDP gathers")
+IN_FP8 = ("fp8 products", "model.quantization")
+CHECKPOINTED = "speed.activation_checkpointing=full"
 EACH = (("adapter.type=lora",), ("adapter.type=dora",), IA3, FULL)
 # config, what the recipe says, relative difference of losses that is allowed, receipts that must be there
 CASES = [
@@ -57,15 +59,15 @@ CASES = [
     ("multi_node", [*FULL], 0.02, ("gradients exchanged",)),
     pytest.param("multi_node", ["adapter.type=lora", FP8], 0.03, ("fp8 products",), marks=needs_fp8),
     pytest.param("multi_node", ["adapter.type=dora", FP8], 0.03, ("fp8 products",), marks=needs_fp8),
-    pytest.param("8xh100_fp8", ["adapter.type=lora"], 0.03, ("fp8 products", "model.quantization"), marks=needs_fp8),
-    pytest.param("8xh100_fp8", ["adapter.type=dora"], 0.03, ("fp8 products", "model.quantization"), marks=needs_fp8),
+    pytest.param("8xh100_fp8", ["adapter.type=lora"], 0.03, IN_FP8, marks=needs_fp8),
+    pytest.param("8xh100_fp8", ["adapter.type=dora"], 0.03, IN_FP8, marks=needs_fp8),
     ("fsdp2_8", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
     ("fsdp2_8", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
     ("fsdp2_8", [*IA3], 0.02, ("split by FSDP",)),
     ("fsdp2_8", ["adapter.type=lora", "data.packing=true", "data.max_length=512"], 0.03,
      ("documents apart",)),
     ("fsdp2_8", ["adapter.type=lora", "speed.activation_checkpointing=full"], 0.02, ("split by FSDP",)),
-    ("fsdp2_8", ["adapter.type=lora", "speed.activation_checkpointing=full", "speed.offload=activations"], 0.02,
+    ("fsdp2_8", ["adapter.type=lora", CHECKPOINTED, "speed.offload=activations"], 0.02,
      ("speed.offload",)),
     ("fsdp2_8", [*FULL], 0.02, ("split by FSDP",)),
     ("fsdp2_8_offload", ["adapter.type=lora"], 0.02, ("split by FSDP",)),

@@ -1,9 +1,9 @@
 """Each optimisation of a ladder on one recipe, alone and on top of those that helped:
 `finetune ablate RECIPE --optimizations FILE`.
 
-results/<kind>/<rung>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`measured.py`)
+results/<kind>/<rung>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`runner/measured_run.py`)
                                       -under-1    of what it stands on, where no rung alone is that
-results/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablate_table.py`)
+results/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablation_report.py`)
 results/<recipe>/best.yaml                        the recipe with what helped
 
 Runs of all variants take turns, in fresh processes; on the stack each run of a rung stands beside one of the

@@ -1,4 +1,4 @@
-"""What becomes of a rung of a ladder, by the figures of its runs and of those beside them (`ablate.py`)."""
+"""Decide whether an optimization is kept, from the figures of its runs and of the runs beside them."""
 
 from __future__ import annotations
 

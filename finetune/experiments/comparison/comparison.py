@@ -2,7 +2,7 @@
 `finetune compare RECIPE --adapters lora,dora`.
 
 DIR/<type>-seed<N>/   each run, an ordinary run folder
-DIR/compare.json, compare.md, compare.svg    the table and the picture (`compare_table.py`)
+DIR/compare.json, compare.md, compare.svg    the table and the picture (`comparison_report.py`)
 DIR/best.yaml       the recipe that won
 DIR/aside/            what stood in a run's place: unfinished, or of another recipe
 

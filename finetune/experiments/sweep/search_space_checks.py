@@ -12,7 +12,7 @@ from finetune.experiments.runner.variable_keys import text_of
 from finetune.experiments.sweep.search_space import TYPE, has_key, multiplied, overrides, own_value
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import build, loader
-from finetune.training import training_data
+from finetune.training import load_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -129,7 +129,7 @@ def rows_of(recipe: Recipe) -> tuple[int | None, str]:
     `None`: they are streamed."""
     if recipe.data.streaming:
         return None, ""
-    prepared: Any = training_data.prepare_data(recipe)[1]
+    prepared: Any = load_data.prepare_data(recipe)[1]
     return len(prepared.train), sha256(json.dumps(prepared.content).encode()).hexdigest()[:16]
 
 

@@ -2,7 +2,7 @@
 
 DIR/study.db          the study, unless --storage names another place
 DIR/trial-0007/       each trial, an ordinary run folder; DIR/logs/ has what it said
-DIR/trials.csv, trials.json, sweep.html, *.svg    results (`tune_report.py`)
+DIR/trials.csv, trials.json, sweep.html, *.svg    results (`experiments/sweep/sweep_report.py`)
 DIR/best.yaml         the best recipe, with where each value came from
 DIR/final.yaml        the one that DIR/final/ is trained by, with --final
 
@@ -33,6 +33,7 @@ from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.experiments.runner import measured_run, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
+from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.preflight import choice_checks
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import lock
@@ -49,25 +50,10 @@ BEAT = 10.0  # seconds from one sign of life in the study to the next
 HOPELESS = 5  # trials of one process, if all failed: then it is not the values
 
 
-class Asked(NamedTuple):
-    """What a search was asked for."""
-
-    path: str
-    overrides: list[str]
-    space: Path
-    folder: Path
-    trials: int | None
-    seconds: float | None
-    """Of this process; `None`: no limit."""
-    url: str
-    accelerate: str | None = None
-    final: bool = False
-
-
 class Job(NamedTuple):
     """A search under way."""
 
-    asked: Asked
+    asked: SweepRequest
     recipe: Recipe
     space: Space
     found: search_space_checks.Looked
@@ -95,7 +81,7 @@ class Told:
         os.write(2, f"\n{name}: ending this trial, which is run again later; once more: at once\n".encode())
 
 
-def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
+def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
     """Search; returns the content of trials.json.
 
     Raises:
@@ -142,7 +128,7 @@ def problems(content: dict[str, Any]) -> list[Problem]:
     return said or [Problem("no trial was finished", fix="more --trials or --hours")]
 
 
-def prepare(asked: Asked) -> tuple[Recipe, search_space_checks.Looked]:
+def prepare(asked: SweepRequest) -> tuple[Recipe, search_space_checks.Looked]:
     """Recipe and space, checked to the corners; what needs torch is done by a process that ends."""
     recipe, (space, wrong) = load_recipe(asked.path, asked.overrides), search_space.parse(asked.space)
     search_space_checks.comparable(recipe)
@@ -391,7 +377,7 @@ def make_way(folder: Path, screen: Console) -> None:
     shutil.copyfile(best, begun)
 
 
-def final(asked: Asked) -> None:
+def final(asked: SweepRequest) -> None:
     """Train the best recipe whole: compiled and evaluated on all that the recipe names, as often as a trial.
 
     A signal is handed on, and what the run then saves is waited for; it ends with this process.

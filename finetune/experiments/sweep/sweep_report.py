@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from finetune.core.console import Console
     from finetune.experiments.sweep.search_space import Parameter, Space
-    from finetune.experiments.sweep.study import Asked
+    from finetune.experiments.sweep.sweep_request import SweepRequest
     from finetune.recipe.schema import Recipe
 
 PAGE = Path(__file__).with_name("sweep.html.jinja")
@@ -85,7 +85,7 @@ def _row(one: FrozenTrial, again: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def collect(asked: Asked, study: Study) -> dict[str, Any]:
+def collect(asked: SweepRequest, study: Study) -> dict[str, Any]:
     """The content of trials.json."""
     rows = trials(study)
     complete = [row for row in rows if row["state"] == "complete"]
@@ -133,7 +133,9 @@ def write_trials(folder: Path, study: Study) -> None:
     RunFolder(folder).write_text("trials.csv", file.getvalue())
 
 
-def write(asked: Asked, study: Study, recipe: Recipe, space: Space, rows: int | None) -> dict[str, Any]:
+def write(
+    asked: SweepRequest, study: Study, recipe: Recipe, space: Space, rows: int | None
+) -> dict[str, Any]:
     """Everything; returns the content of trials.json. `rows` are those trained on, where they are counted."""
     place, content = RunFolder(asked.folder), collect(asked, study)
     write_trials(asked.folder, study)
@@ -183,7 +185,7 @@ def label(recipe: Recipe) -> str:
     return "held-out loss" if recipe.eval.metric_for_best_model == "loss" else "exact match"
 
 
-def best_recipe(asked: Asked, content: dict[str, Any], space: Space, rows: int | None) -> str:
+def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows: int | None) -> str:
     """The recipe with the best trial's values, which can stand anywhere; each says where it is from.
 
     It is evaluated as trials are: a run of it keeps the best evaluation's weights, as they did.
@@ -226,7 +228,7 @@ def counted(content: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
-def next_step(asked: Asked, content: dict[str, Any]) -> str:
+def next_step(asked: SweepRequest, content: dict[str, Any]) -> str:
     """The best recipe, or the same search again; without the storage's URL, which may hold a password."""
     more = ["finetune", "sweep", asked.path, *asked.overrides, "--space", str(asked.space)]
     more += ["--output", str(asked.folder)]
@@ -250,7 +252,7 @@ def short(value: Any) -> str:
     return number(value) if isinstance(value, float) else variable_keys.text_of(value)
 
 
-def show(screen: Console, asked: Asked, content: dict[str, Any]) -> None:
+def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
     """The best trials, what decides, and what to do next."""
     rows, recipe = ranked(content)[:SHOWN], load_recipe(asked.path, asked.overrides)
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
@@ -271,7 +273,7 @@ def show(screen: Console, asked: Asked, content: dict[str, Any]) -> None:
     screen.say(f"next: {next_step(asked, content)}")
 
 
-def page(asked: Asked, content: dict[str, Any], drawn: dict[str, str], recipe: Recipe) -> str:
+def page(asked: SweepRequest, content: dict[str, Any], drawn: dict[str, str], recipe: Recipe) -> str:
     """One self-contained page."""
     rows = ranked(content) + [row for row in content["trials"] if row["state"] != "complete"]
     keys = list(dict.fromkeys(key for row in content["trials"] for key in row["values"]))

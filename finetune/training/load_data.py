@@ -1,0 +1,30 @@
+"""Load the tokenizer and the examples of a recipe. This module does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.adapters import init_from
+from finetune.data import chat_templates
+from finetune.models import tokenizer_setup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.data.preparation import Prepared
+    from finetune.recipe.schema import Recipe
+
+
+def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
+    """The tokenizer, and the rows as it encodes them."""
+    from finetune.data import preparation, streaming
+
+    template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
+    tokenizer = tokenizer_setup.load_tokenizer(recipe.model, template)
+    init_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
+    build = streaming.stream if recipe.data.streaming else preparation.prepare
+    rows, ends = (
+        tokenizer_setup.vocabulary(recipe.model, tokenizer),
+        tokenizer_setup.declared_ends(recipe.model),
+    )
+    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
