@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 _TRAINED: dict[str, Path] = {}
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier: the name of the first folder under tests/."""
+    for item in items:
+        tier = item.path.relative_to(ROOT / "tests").parts[0]
+        item.add_marker(getattr(pytest.mark, tier))
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["FINETUNE_CACHE"], ignore_errors=True)
 

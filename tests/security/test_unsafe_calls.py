@@ -26,7 +26,7 @@ def test_nothing_unsafe_is_called() -> None:
                     f"{path}:{node.lineno}"
                 )
                 assert given.get("weights_only", "True") == "True", f"{path}:{node.lineno}"
-    text = (PACKAGE / "models" / "loading.py").read_text()
+    text = (PACKAGE / "models" / "model_files.py").read_text()
     assert "revision=revision, trust_remote_code=False" in text, (
         "not given, transformers asks at the terminal"
     )
