@@ -159,6 +159,7 @@ def on_two_ranks(
     return {one["option"]: one["got"] for one in receipts}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("kind", "by_rank_0"), OTHERS)
 def test_other_adapters_train_what_one_process_does(
     kind: str, by_rank_0: str, small, untied, train, tmp_path
@@ -170,6 +171,7 @@ def test_other_adapters_train_what_one_process_does(
     assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=2e-6)
 
 
+@pytest.mark.soak
 def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, monkeypatch) -> None:
     """Whatever bits they are: what lies in numbers of 16 bits is other codes where CUDA has copied it."""
     given = ["adapter.type=qlora", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
@@ -183,6 +185,7 @@ def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, mo
         on_two_ranks(given, small, tmp_path / "once", "false", "bf16", one_rank_in_16_bits)
 
 
+@pytest.mark.soak
 def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
     """And run again in backward; on a GPU `auto` compiles them: launch_env.eager."""
     given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]

@@ -73,9 +73,11 @@ def short(small: tuple[str, str], two_layers: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "code", "last"),
     [
-        ("one fails", 3, "rank 1 failed first:\nerror: rank 1's disk is full"),
+        pytest.param(
+            "one fails", 3, "rank 1 failed first:\nerror: rank 1's disk is full", marks=pytest.mark.soak
+        ),
         ("rank 0 fails alone", 1, "rank 0 failed first, with the traceback above"),
-        ("one hangs", 5, "did not answer"),
+        pytest.param("one hangs", 5, "did not answer", marks=pytest.mark.soak),
     ],
 )
 def test_all_ranks_end_and_the_first_ones_message_is_the_last(
@@ -99,7 +101,9 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
     ("fault", "code", "last", "seconds"),
     [
         ("raise", 1, "rank 1 failed first, with the traceback above", 20),
-        ("hang", 5, "rank 1 failed first:\nerror: this process hung in a step", 30),
+        pytest.param(
+            "hang", 5, "rank 1 failed first:\nerror: this process hung in a step", 30, marks=pytest.mark.soak
+        ),
     ],
 )
 def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
@@ -121,6 +125,7 @@ def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
     assert bool(re.search(stack, stderr)) == (fault == "hang")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_a_rank_that_is_killed_begins_again_by_max_restarts(small, two_layers, tmp_path) -> None:
     run = tmp_path / "run"

@@ -59,6 +59,7 @@ def lines(hosts: tuple[str, ...]) -> list[list[str]]:
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_two_hosts_train_what_one_does(hosts, train, small, two_layers, tmp_path) -> None:
     """By the config of many machines, one process on each; without root by two processes of this one."""

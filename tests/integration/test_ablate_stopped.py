@@ -34,6 +34,7 @@ def trains(folder: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.soak
 def test_a_run_ends_with_its_ladder(tmp_path, endless: list[str]) -> None:
     """Also by SIGKILL, without a word."""
     process = subprocess.Popen([sys.executable, "-m", "finetune", *endless], cwd=ROOT)

@@ -16,6 +16,7 @@ from finetune.speed import activation_offload, apply_to_model
 from support import two_ranks
 from support.offloading import assert_same, batches, gradients, model_of
 from support.paths import QUICKSTART
+from support.soak import soak_except
 
 
 @pytest.mark.parametrize("recomputed", [1, 2])
@@ -78,7 +79,7 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
 
 # torch 2.13's own, when its decompositions are imported (torch/jit/_script.py)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("half", ["cheap", "int8", "mlp"])
+@pytest.mark.parametrize("half", soak_except(["int8"], ["cheap", "int8", "mlp"]))
 def test_what_is_made_again_is_not_kept_when_compiled(half: str) -> None:
     """A compiler sees that forward and backward make the same product, and would keep it."""
     model, saved = model_of("lora"), list[tuple[torch.Size, torch.dtype]]()
@@ -103,7 +104,7 @@ def test_what_is_made_again_is_not_kept_when_compiled(half: str) -> None:
         assert off < (0.02 if half == "int8" else 1e-4), name
 
 
-@pytest.mark.parametrize("how", ["cheap", "int8", "mlp"])
+@pytest.mark.parametrize("how", soak_except(["int8"], ["cheap", "int8", "mlp"]))
 def test_layers_alike_are_compiled_once(how: str) -> None:
     """The first layer's input has no gradient, all others share one graph: 80 layers took minutes."""
     model = model_of("lora")

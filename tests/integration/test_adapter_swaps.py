@@ -8,10 +8,12 @@ from finetune.cli import main
 from finetune.core import shipped_files
 from support.adapters import ADAPTERS
 from support.runs import receipts
+from support.soak import soak_except
 
 RECIPES = shipped_files.recipes()
 # But for those that need a GPU, and those that train twenty steps as they are (test_loss_curves.py)
 TRAINED = [name for name in RECIPES if not name.startswith(("gpus/", "isc25/", "llama3_8b/", "adapters/"))]
+EACH_CHANGE = ["quickstart", "llama3_1b/dora", "mistral_7b/adalora", "qwen3_8b/full", "qwen3_8b/qlora"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -29,7 +31,7 @@ def test_an_adapter_swapped_into_a_recipe_is_checked_on_the_model_itself(
             assert "  try: " in said and main.main([*words, "speed.base=auto"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", soak_except(EACH_CHANGE, TRAINED))
 def test_a_recipe_trains_two_steps_with_another_adapter(name: str, train) -> None:
     """Each with the next type in turn."""
     given = [f"adapter.type={ADAPTERS[TRAINED.index(name) % len(ADAPTERS)]}", "speed.base=auto"]

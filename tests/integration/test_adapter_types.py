@@ -12,6 +12,7 @@ from finetune.export import merging
 from finetune.recipe import adapter_types
 from finetune.run_folder.run_folder import RunFolder
 from support.runs import receipts
+from support.soak import soak_except
 
 TYPES = [name for name, kind in adapter_types.all_types().items() if not kind.refused and kind.peft]
 RATES = {
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:peft", "ignore::RuntimeWarning:peft", "ignore:Sparse invariant checks"
 )
 RUNS: dict[str, RunFolder] = {}
+# One of each kind: low-rank, scaling, pruned, shared, rotating, of prompts, and norms
+EACH_CHANGE = ["lora", "ia3", "adalora", "vera", "oft", "prompt_tuning", "ln_tuning"]
 REFUSED_HERE = {"trainable_tokens"}  # the embedded model ties its head to its embeddings
 
 
@@ -55,7 +58,9 @@ def run_of(train, two_layers):
     return of
 
 
-@pytest.mark.parametrize("kind", [name for name in TYPES if name not in REFUSED_HERE])
+@pytest.mark.parametrize(
+    "kind", soak_except(EACH_CHANGE, [name for name in TYPES if name not in REFUSED_HERE])
+)
 def test_a_type_trains_verifies_reopens_and_merges(kind: str, run_of, two_layers, monkeypatch) -> None:
     monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 6)  # of 32, as in test_merge.py
     run = run_of(kind)
@@ -103,6 +108,7 @@ def test_what_is_not_for_fine_tuning_is_refused_with_its_reason(kind: str, capsy
     assert adapter_types.find(kind).refused in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_adapters_load_in_a_fresh_process_by_plain_peft(run_of, two_layers, tmp_path) -> None:
     """Cold: another process, no line of ours, the same bits."""
     from peft import PeftModel

@@ -16,6 +16,7 @@ from finetune.export import merging
 from finetune.models import loading
 from finetune.recipe import adapter_rules, adapter_types, loader
 from finetune.recipe.schema import Model
+from support.soak import soak_except
 
 STORAGES = [name for name in adapter_types.QUANTISED if name != "fp8"]  # test_fp8_linear.py
 # LLM.int8() rounds activations too, in forward only; the others compute with the dequantised weights
@@ -48,7 +49,7 @@ def gradients(base, section) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return found, loss.detach()
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", soak_except(["nf4", "int8"], STORAGES))
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> None:
     options = [f"adapter.type={kind}", f"speed.base={storage}", f"model.name={two_layers}"]

@@ -265,6 +265,7 @@ def test_one_changed_number_is_found(done, capsys) -> None:
     assert "1 of 28 tensors differ, by 0.25 at most" in said and name in said and "losses" not in said
 
 
+@pytest.mark.soak
 def test_a_budget_gives_each_type_the_same_time(run, short, tmp_path, monkeypatch) -> None:
     """The steps are measured with a large budget; then a comparison of few steps goes by such a plan."""
     monkeypatch.setattr(comparison, "PILOT_STEPS", 4)

@@ -3,6 +3,8 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from finetune.core.run_checks import RunChecks
 from finetune.data.audit import Report
 from finetune.recipe import loader
@@ -22,6 +24,7 @@ def test_the_receipt_allows_what_the_audit_allows() -> None:
     assert [(one["got"], one["ok"]) for one in ledger.as_json()] == [("3 rows", True), ("2 rows", False)]
 
 
+@pytest.mark.soak
 def test_200_steps_on_20_rows_and_every_answer_ends_by_itself(train, tmp_path) -> None:
     lines = (DATA / "train.jsonl").read_text().splitlines()[:20]
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")

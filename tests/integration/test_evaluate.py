@@ -160,6 +160,7 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     assert moved.read("eval.other.json")["settings"]["rows"] == 10
 
 
+@pytest.mark.soak
 def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp_path) -> None:
     """Its folder is not what it is: its name, its storage and its held-out loss are."""
     from safetensors.torch import load_file, save_file
@@ -275,6 +276,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch) -> None:
         scoring.fitting(lambda batch_size: run(99), "auto")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_two_processes_give_the_numbers_of_one(train, two_layers, task_files) -> None:
     """`accelerate launch scripts/evaluate.py RUN`, as a user runs it."""

@@ -19,6 +19,7 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import MODEL
+from support.soak import soak_except
 
 RUNS: dict[str, Path] = {}
 UNEVALUATED = "data.validation=null"  # a third of a short run is its evaluation
@@ -88,7 +89,7 @@ def scale(folder: RunFolder, factor: float) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("kind", ["lora", "adalora"])
+@pytest.mark.parametrize("kind", soak_except(["lora"], ["lora", "adalora"]))
 def test_in_float32_the_merge_is_exact(kind: str, run) -> None:
     """By what others open; of every type the figures are so: test_adapter_types.py."""
     folder = run(kind, *([] if kind == "lora" else [UNEVALUATED]))
@@ -214,7 +215,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("kind", "error"), [("int8", 0.1), ("int4", 0.7), ("fp8", 0.2)])
+@pytest.mark.parametrize(
+    ("kind", "error"), soak_except(["int8", "int4"], [("int8", 0.1), ("int4", 0.7), ("fp8", 0.2)])
+)
 def test_quantised_weights_are_measured_before_and_after(kind: str, error: float, run, capsys) -> None:
     folder = run("lora")
     assert main.main(["merge", str(folder.path), "--quantize", kind]) == 0

@@ -20,9 +20,10 @@ from finetune.training import batch_search, oom_recovery
 from support.faulty_runs import FEW, same, weights
 from support.paths import QUICKSTART
 from support.runs import metrics
+from support.soak import soak_except
 
 
-@pytest.mark.parametrize("method", ["lora", "adalora"])
+@pytest.mark.parametrize("method", soak_except(["lora"], ["lora", "adalora"]))
 def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, train, monkeypatch) -> None:
     """Equal bit for bit to a run that had the small micro-batch from the beginning."""
     given = [*FEW, f"adapter.type={method}", "train.save_steps=1"]
@@ -53,6 +54,7 @@ def test_no_memory_once_is_met_in_the_step_it_happens(train, monkeypatch) -> Non
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
 
 
+@pytest.mark.soak
 def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatch) -> None:
     few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0", "data.packing=true"]
     few += ["train.effective_batch_size=4", "data.max_length=256"]

@@ -12,6 +12,7 @@ from finetune.training import optimizers
 from support.offloading import batches, distance, model_of
 from support.paths import MODEL, QUICKSTART
 from support.runs import metrics, receipts
+from support.soak import soak_except
 
 # ||w - w32|| / ||w32 - w0|| after 20 steps, w32 by the plain optimizer that is named: its limit, and beside
 # it what was measured (LoRA r=16 / full fine-tuning of the embedded model's first two layers, random tokens)
@@ -45,7 +46,7 @@ def moved(kind: str, optim: str, steps: int = 20):
     return before, torch.cat([p.detach().flatten() for p in parameters]), ledger.receipts[0]
 
 
-@pytest.mark.parametrize("optim", BOUNDS)
+@pytest.mark.parametrize("optim", soak_except(["adamw_torch", "adamw_8bit", "adamw_torch_4bit"], BOUNDS))
 def test_weights_move_as_the_plain_optimizer_s_do(optim: str) -> None:
     plain, bound = BOUNDS[optim]
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step: the same, a minute later
@@ -74,7 +75,7 @@ def test_an_optimizer_with_all_its_bits_is_not_taken_for_one_in_eight() -> None:
     assert not ledger.receipts[1].ok and "torch's AdamW" in ledger.receipts[1].got
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", soak_except(["lora"], ["full", "lora"]))
 def test_a_run_in_eight_bits_saves_what_a_plain_run_does(kind: str, train) -> None:
     """One process: the Trainer has bitsandbytes keep embeddings in 32 bits, by place in the optimizer."""
     options = [f"adapter.type={kind}", "adapter.r=16", "train.max_steps=4", "train.learning_rate=1e-3"]

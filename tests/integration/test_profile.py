@@ -24,6 +24,7 @@ from finetune.recipe import loader, schema
 from finetune.training import pipeline, step_metrics
 from support.paths import QUICKSTART
 from support.profiles import GPU, SlowLoader
+from support.soak import soak_except
 
 CPU = detection.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
 
@@ -40,7 +41,7 @@ PLANTED = {
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("planted", soak_except(["data"], PLANTED))
 def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path) -> None:
     overrides, watchers, said = PLANTED[planted]
     given = [*small, f"model.name={two_layers}", "eval.general=false", *overrides]
@@ -90,6 +91,7 @@ def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkey
     ]
 
 
+@pytest.mark.soak
 def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monkeypatch) -> None:
     """And the head for tokens without a loss; the model's own FLOPs stay what they were."""
     traces: list[profiler.Trace] = []

@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from support.paths import ROOT
 
 COUNTS = {"kill -9": 5, "SIGTERM": 2}  # `make soak` also while it evaluates, with workers, on two ranks
 
 
+@pytest.mark.soak
 def test_what_is_killed_or_stopped_at_any_time_goes_on_bit_for_bit() -> None:
     """Runs that prune AdaLoRA's ranks, killed; LoRA with dropout, told to stop."""
     words = ["--kills", str(COUNTS["kill -9"]), "--signals", str(COUNTS["SIGTERM"])]

@@ -29,6 +29,7 @@ def run_recipe(tmp_path: Path, **values: object) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
+@pytest.mark.soak
 def test_a_real_tinystories_llama_learns_to_tell_spam(tmp_path) -> None:
     more = f"validation: {ASSETS}/ci-sms/test.jsonl, max_length: 512"
     data = f"{ASSETS}/ci-sms/train.jsonl"
@@ -38,6 +39,7 @@ def test_a_real_tinystories_llama_learns_to_tell_spam(tmp_path) -> None:
     assert scores["tuned"]["exact_match"] >= 0.85
 
 
+@pytest.mark.soak
 def test_real_instructions_on_a_sharded_bf16_model(tmp_path) -> None:
     """DoRA reads the base's weights too; LoRA on a base in bf16: test_adapter_option_corners.py."""
     rows = json.loads((ASSETS / "instruct-rasbt-1100" / "instruction-data.json").read_text())

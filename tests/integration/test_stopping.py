@@ -333,6 +333,7 @@ def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
     assert found.train.passed_on()["report_to"] == "none" and found.publish.repo is None
 
 
+@pytest.mark.soak
 def test_the_proof_of_a_recipe(two_layers, small, capsys) -> None:
     words = [*small, f"model.name={two_layers}", "train.max_steps=20", "adapter.type=adalora"]
     assert main.main(["check", str(QUICKSTART), *words, "--prove-resume"]) == 0
@@ -361,6 +362,7 @@ def _ranks(words: list[str]) -> None:
     assert exits == [75, 75, 75, 0], exits
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, capsys) -> None:
     """A signal to one of them; what each rank draws is its own. One rank alone can't go on with it."""
@@ -379,6 +381,7 @@ def test_two_ranks_stop_together_and_go_on(train, two_layers, small, tmp_path, c
     assert "processes" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_loader_s_worker_outlives_signals_but_not_its_run(tmp_path) -> None:
     """torch 2.11 leaves workers that persist to the end of Python, which waits for each."""
     script = tmp_path / "waiting.py"

@@ -118,6 +118,7 @@ def test_a_lost_trial_keeps_the_values_that_it_had_not_drawn_yet() -> None:
     assert again.user_attrs["own"] and again.suggest_float("x", -1, 1) == 0.25
 
 
+@pytest.mark.soak
 def test_two_workers_share_a_study_in_postgresql() -> None:
     if lacking := postgres.missing():
         pytest.skip(lacking)

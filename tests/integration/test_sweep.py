@@ -27,6 +27,7 @@ from finetune.experiments.sweep import search_space, search_space_checks, study_
 from finetune.experiments.sweep import study as sweep_study
 from finetune.recipe import loader
 from support.paths import QUICKSTART, ROOT
+from support.soak import soak_except
 
 SPACE = """
 search: {evaluations: 2, startup_trials: 2}
@@ -331,7 +332,9 @@ def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", soak_except([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+)
 def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> None:
     """Ctrl-C is for the study alone, which hands it on once and waits for what is saved; exit 75."""
     saves = "import os, pathlib, signal, sys, time\n"

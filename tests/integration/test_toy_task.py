@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.soak import soak_except
+
 KINDS = {"lora": 5e-3, "qlora": 5e-3, "dora": 5e-3, "adalora": 3e-2, "ia3": 1e-1, "full": 1e-3}
 STEPS = {"adalora": 36}  # it has ranks to lose on the way
 NOTHING = 1e-9
@@ -20,7 +22,13 @@ def rows(*ways: str) -> str:
     return "".join(json.dumps({"messages": each}) + "\n" for each in turns)
 
 
-@pytest.mark.parametrize(("kind", "rate"), [*KINDS.items(), ("lora", NOTHING), ("full", NOTHING)])
+@pytest.mark.parametrize(
+    ("kind", "rate"),
+    soak_except(
+        [("lora", KINDS["lora"]), ("full", KINDS["full"]), ("lora", NOTHING)],
+        [*KINDS.items(), ("lora", NOTHING), ("full", NOTHING)],
+    ),
+)
 def test_it_counts_on_where_there_is_a_learning_rate(kind: str, rate: float, train, tmp_path: Path) -> None:
     """Exact answers have every token right, the end of the turn too."""
     (tmp_path / "train.jsonl").write_text(rows("{}", "after {}"))

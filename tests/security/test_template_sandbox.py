@@ -17,6 +17,7 @@ from finetune.core.errors import UserError
 from finetune.data import chat_templates, encoding, template_sandbox
 from finetune.recipe.schema import Data
 from support.chat_tokenizers import TURNS, encoder_of, example, tokenizer_with
+from support.soak import soak_except
 
 ASKED: list[tuple[Any, Any]] = [([{"role": "user", "content": "Who came?"}], None)]
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -76,7 +77,7 @@ def test_a_template_that_wants_too_much_is_an_error_of_its_row(name: str) -> Non
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", soak_except(["endless loops"], SLOW))
 def test_a_template_that_never_ends_is_stopped(name: str) -> None:
     count = len(children())
     attack(*SLOW[name])

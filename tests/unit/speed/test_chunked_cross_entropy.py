@@ -16,6 +16,7 @@ from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.speed import chunked_cross_entropy, lm_head_loss
 from support.runs import metrics, receipts
+from support.soak import soak_except
 from support.trainers import FAMILIES, SIZE, given, opened, trainer_of
 
 VOCABULARY, HIDDEN, ROWS = 37, 12, 600
@@ -65,6 +66,7 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
 
 
 # Inductor's own import of MKLDNN fusions (torch 2.13, torch/utils/mkldnn.py)
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_compiled_it_is_the_same() -> None:
     hidden, weight, labels, _ = inputs_with(0.6)
@@ -272,7 +274,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", soak_except(["packed", "flat"], CASES))
 def test_a_run_is_what_it_was_with_trl_s(case: str, small, two_layers, tmp_path) -> None:
     """Losses, gradient norms, weights and what is logged, over micro-batches of unequal numbers of labels."""
     logs, weights = [], []
