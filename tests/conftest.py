@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import hashlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine a
 
 from finetune.cli import main
 from finetune.run_folder.run_folder import RunFolder
-from support import hub_server, small_tasks
+from support import hub_server, small_tasks, warning_filters
 from support.paths import DATA, MODEL, QUICKSTART, ROOT
 from support.plans import LLAMA_8B
 from support.runs import keep_what_is_imported
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _TRAINED: dict[str, Path] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in warning_filters.third_party_filters(ROOT):
+        config.addinivalue_line("filterwarnings", line)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at markers
@@ -124,16 +130,23 @@ def in_bf16(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[[str], RunFolder]:
-    """`trained(type)`: a copy of a run of two steps on the whole model, trained once for all tests."""
+def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[..., RunFolder]:
+    """`trained(type, *overrides)`: a copy of a run of two steps on the whole model.
 
-    def run(kind: str = "lora") -> RunFolder:
-        if kind not in _TRAINED:
-            rate = "1e-3" if kind == "full" else "4e-3"
-            options = [f"adapter.type={kind}", f"train.learning_rate={rate}", "eval.max_new_tokens=2"]
-            options.append("model.name=examples/tiny_llama/model")
-            _TRAINED[kind] = train(*options, name=f"trained-{kind}").path
-        return RunFolder(Path(shutil.copytree(_TRAINED[kind], tmp_path / f"run-{kind}")))
+    A session trains each recipe once: the key is a hash of its overrides.
+    """
+
+    def run(kind: str = "lora", *overrides: str) -> RunFolder:
+        rate = "1e-3" if kind == "full" else "4e-3"
+        options = [f"adapter.type={kind}", f"train.learning_rate={rate}", "eval.max_new_tokens=2"]
+        options.append("model.name=examples/tiny_llama/model")
+        given = {override.partition("=")[0] for override in overrides}
+        options = [option for option in options if option.partition("=")[0] not in given]
+        key = hashlib.sha256(json.dumps(sorted([*options, *overrides])).encode()).hexdigest()[:16]
+        if key not in _TRAINED:
+            _TRAINED[key] = train(*options, *overrides, name=f"trained-{key}").path
+        names = f"run-{kind}", f"run-{kind}-{key}"
+        return RunFolder(Path(shutil.copytree(_TRAINED[key], tmp_path / names[bool(overrides)])))
 
     return run
 

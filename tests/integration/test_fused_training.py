@@ -37,6 +37,7 @@ def fused_and_not(config: Any, **options: Any) -> tuple[Any, Any]:
     return model, own
 
 
+@pytest.mark.soak
 def test_dora_learns_what_pefts_does(train) -> None:
     """Through the fused AdamW of every run, which moves weights without counting a version."""
     asked = ("adapter.type=dora", "train.max_steps=6", "train.warmup_steps=0", "train.learning_rate=2e-2")

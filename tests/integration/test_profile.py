@@ -114,6 +114,7 @@ def test_what_a_step_computes_twice_is_counted(small, two_layers, tmp_path, monk
     assert len({(trace.computed, trace.scored) for trace in traces}) == 1
 
 
+@pytest.mark.soak
 def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
     given = [small[0], "data.validation=null", f"model.name={two_layers}", "eval.general=false"]
     given += ["eval.samples=0"]

@@ -374,7 +374,7 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.parametrize("how", soak_except(["spawned"], WAITS))
 def test_a_run_ends_with_its_study(how: str, tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")  # a recipe that a run waits for
     writer = os.open(tmp_path / "pipe", os.O_RDWR)

@@ -180,6 +180,7 @@ def all_of_them() -> Any:
     return TaskManager()
 
 
+@pytest.mark.soak
 def test_tasks_that_are_not_there(train, two_layers, tmp_path, capsys, monkeypatch) -> None:
     listed = all_of_them()
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: listed)

@@ -25,7 +25,7 @@ def rows(*ways: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "rate"),
     soak_except(
-        [("lora", KINDS["lora"]), ("full", KINDS["full"]), ("lora", NOTHING)],
+        [("lora", KINDS["lora"]), ("lora", NOTHING)],
         [*KINDS.items(), ("lora", NOTHING), ("full", NOTHING)],
     ),
 )

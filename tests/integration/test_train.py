@@ -379,6 +379,7 @@ def test_one_step_of_warm_up_is_no_training(train, capsys) -> None:
     train("train.max_steps=1", "train.warmup_steps=0.03", "train.lr_scheduler_type=constant", name="even")
 
 
+@pytest.mark.soak
 def test_a_warm_up_that_outlasts_the_run_is_said(train) -> None:
     said = "note: the learning rate never reaches its peak: "
     for given, steps in (("train.warmup_steps=3", 3), ("train.warmup_steps=0.9", 2)):
