@@ -1,4 +1,4 @@
-"""How modules of finetune/ import each other."""
+"""How modules of finetune/ and of tests/ import each other."""
 
 import ast
 from pathlib import Path
@@ -51,3 +51,19 @@ def test_imports_of_each_module_name_the_defining_module() -> None:
     assert len(modules) > 100
     found = {str(path.relative_to(ROOT)): package_imports(path.read_text(), PACKAGE) for path in modules}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_imports_of_tests_name_no_other_test() -> None:
+    """What tests share is in tests/support/."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+                wrong = [name for name in names if name == "conftest" or name.startswith("test_")]
+                assert not wrong, f"{path}:{node.lineno} imports {wrong}"
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """pytest imports each by its base name, and so do forked processes."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
