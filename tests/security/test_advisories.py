@@ -241,7 +241,7 @@ def name_in_manifest(path: Path, name: str, file: Path) -> None:
 
 
 def test_cve_2025_32434_cve_2026_24747_torch_is_new_enough() -> None:
-    """`weights_only` was broken before 2.6 and before 2.10; that no file is unpickled at all: test_house."""
+    """`weights_only` was broken before 2.6 and before 2.10; no file is unpickled: test_unsafe_calls."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -308,7 +308,7 @@ def test_cve_2025_53002_a_value_head_is_not_unpickled(name: str, saved_lora, can
 
 
 def test_cve_2024_52803_names_reach_no_shell(canary, capsys, tmp_path, monkeypatch) -> None:
-    """The commands that are printed and run are lists of words (no shell anywhere: test_house)."""
+    """The commands that are printed and run are lists of words (no shell anywhere: test_unsafe_calls)."""
     monkeypatch.chdir(tmp_path)
     for name in (f"$(mkdir {canary})", f"a; mkdir {canary}", f"`mkdir {canary}`", f"| mkdir {canary}"):
         for key in ("model.name", "data.name", "adapter.from", "eval.general"):
@@ -395,7 +395,7 @@ def test_cve_2023_6730_no_vocabulary_or_index_is_unpickled(weightless, canary) -
 
 def test_cve_2026_2614_nothing_of_ours_listens() -> None:
     """MLflow's tracking servers gave files away. Reports are files; trackers are clients, off unless asked
-    for (that no module of ours imports a server: test_house)."""
+    for (that no module of ours imports a server: test_unsafe_calls)."""
     from finetune.recipe.loader import load
 
     assert load(QUICKSTART).train.passed_on().get("report_to", "none") in ("none", [], None)
